@@ -117,7 +117,7 @@ def watch(names: Sequence[str]) -> str:
     servers = start_site(names[:1])
     try:
         pids = subprocess.run(["ip", "netns", "pids", names[0]], stdout=subprocess.PIPE, text=True, check=True)
-        time.sleep(15.0)  # the fork server starts 10 s after the ranks
+        time.sleep(3.0)  # the start is over
         before = [_cpu_seconds(pid) for pid in pids.stdout.split()]
         time.sleep(IDLE_S)
         share = sum(_cpu_seconds(pid) for pid in pids.stdout.split()) - sum(before)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 
 import hypothesis
@@ -24,10 +23,8 @@ del os.environ["TRITON_INTERPRET"]
 
 import torch
 
-from shardline import _cpu
-from shardline.api import engines
-from shardline.engine.forks import Forks, KeptForks
-from shardline.engine.start import modules_to_import
+from shardline import _cpu, lifeline
+from tests.forks import ForkServer
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no mistake
 hypothesis.settings.load_profile("suite")
@@ -82,29 +79,17 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[Forks]:
+def fork_server() -> Iterator[ForkServer]:
     """A fork server that engines and ranks may share."""
-    server = Forks.start(modules_to_import("cpu"))
-    deadline = time.monotonic() + 60
-    while server.fileno() < 0:
-        assert server.runs
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    server = ForkServer()
     yield server
     server.close()
 
 
 @pytest.fixture
-def forked_engines(fork_server: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines and ranks of `LLM` and `AsyncLLM` start as after a failure, as forks: they need not import torch each.
+def forked_engines(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks start as forks: they need not import torch each.
 
-    For tests of answers. Tests of starts and ends do without.
+    For tests of answers and failures. Tests of starts and ends do without.
     """
-
-    class SharedForks(KeptForks):
-        current = fork_server  # type: ignore[assignment]
-
-        def start_later(self, modules: object) -> None:
-            pass
-
-    monkeypatch.setattr(engines, "KeptForks", SharedForks)
+    monkeypatch.setattr(lifeline, "start_process", fork_server.start_process)

@@ -122,11 +122,11 @@ class Channel(Generic[Incoming]):
             view = view[count:]
         return data
 
-    def peer_has_ended(self, *, wait: bool = False) -> bool:
-        """Whether the peer has closed its end, even if messages are left to read. `wait`: return only once it has."""
+    def peer_has_ended(self) -> bool:
+        """Whether the peer has closed its end, even if messages are left to read."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLRDHUP)
-        return bool(poll.poll(None if wait else 0))
+        return bool(poll.poll(0))
 
     def fileno(self) -> int:
         """The socket's file descriptor, for `select` and for child processes."""

@@ -102,11 +102,6 @@ def for_children(gpus: str | None = None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo", **inherited, **seen}
 
 
-def for_fork_server() -> dict[str, str]:
-    """The environment of a fork server, which must have no threads; its children get one of their own."""
-    return {**for_children(), "OPENBLAS_NUM_THREADS": "1"}
-
-
 def for_sandbox() -> dict[str, str]:
     """The environment of a sandbox's nursery, which must have one thread and needs no secret."""
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 import pytest
 
+from shardline.api import engines
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
 from shardline.api.errors import EngineDead, EngineRecovering
@@ -156,7 +157,8 @@ def test_restarts_are_counted_over_five_minutes() -> None:
     assert limit.allow_restart()
 
 
-def test_an_engine_that_would_answer_differently_is_not_taken() -> None:
+def test_an_engine_that_would_answer_differently_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_FIRST_PAUSE", 0.01)
     starts: list[FakeEngineClient] = []
 
     def connect(config: EngineConfig, index: int, on_message: Callable[[EngineEvent], None]) -> Client:

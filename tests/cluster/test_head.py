@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -212,53 +214,51 @@ def test_a_join_that_nobody_has_read_is_asked_for_again(own: Join, port: int) ->
     wire.close()
 
 
-def test_processes_start_once_the_node_has_imported_their_modules(
+def test_a_process_that_a_node_cannot_start_is_told_to_the_far_end(
     own: Join, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, the node keeps what comes for them. A stream that ends meanwhile starts nothing."""
+    """The node goes on with its other processes."""
     wire = HeadSocket(TOKEN, "127.0.0.1", port)
     one = Node(cluster_config(port), TOKEN, node(own, 1))
-    processes = HeldProcesses()
+    processes = ScarceProcesses()
     monkeypatch.setattr(one, "_processes", processes)
     monkeypatch.setattr(one, "_deployment", object())
     thread = threading.Thread(target=one.run, daemon=True)
     thread.start()
     assert wire.socket.poll(5000)
     identity, _ = wire.socket.recv_multipart()
-    kept, ended = Stream(0, ENGINE, 1), Stream(1, ENGINE, 2)
-    for message in (
-        Accepted("portable"),
-        StartStream(kept),
-        StartStream(ended),
-        StreamData(kept, b"first"),
-        StreamData(kept, b"second"),
-        StreamEnded(ended),
-    ):
+    lacking, started = Stream(1, ENGINE, 2), Stream(0, ENGINE, 1)
+    for message in (Accepted("portable"), StartStream(lacking), StartStream(started), StreamData(started, b"first")):
         wire.send(identity, message)
-    assert not processes.started.wait(0.2)
-    processes.is_importing = False
+    told: list[NodeMessage] = []
+    while not any(isinstance(message, StreamEnded) for message in told):
+        assert wire.socket.poll(5000)
+        told.append(msgspec.msgpack.decode(wire.socket.recv_multipart()[1], type=NodeMessage))
     assert processes.started.wait(5.0)
-    assert processes.ends[0].recv(11, socket.MSG_WAITALL) == b"firstsecond"
+    assert processes.ends[0].recv(5, socket.MSG_WAITALL) == b"first"
     wire.send(identity, Shutdown(0, "the test is over"))
     thread.join(10)
     assert not thread.is_alive()
-    assert processes.streams == [kept]
+    [ended] = [message.stream for message in told if isinstance(message, StreamEnded)]
+    [words] = [message.data for message in told if isinstance(message, StreamData)]
+    assert ended == lacking
+    assert b"engine 1 could not be started on" in words
+    assert b"open files a process (RLIMIT_NOFILE); raise it" in words
     processes.ends[0].close()
     wire.close()
 
 
-class HeldProcesses:
-    """The processes of a node that imports; they start as sockets."""
+class ScarceProcesses:
+    """The processes of a node that has descriptors for engine 0 only; they start as sockets."""
 
     def __init__(self) -> None:
-        self.is_importing = True
-        self.streams: list[Stream] = []
         self.ends: list[socket.socket] = []
         self.started = threading.Event()
 
     def start_engine(self, deployment: object, stream: Stream) -> dict[Stream, socket.socket]:
+        if stream.engine != 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         ours, theirs = socket.socketpair()
-        self.streams.append(stream)
         self.ends.append(ours)
         self.started.set()
         return {stream: theirs}
@@ -273,7 +273,4 @@ class HeldProcesses:
         pass
 
     def end_all(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass

@@ -27,7 +27,7 @@ from tests.deployment.machines import host, resolve_on
 class FakeRank:
     """A rank's process as the engine sees it."""
 
-    def __init__(self, module: str, fds: Sequence[int], gpus: str | None = None, forks: object = None) -> None:
+    def __init__(self, module: str, fds: Sequence[int], gpus: str | None = None) -> None:
         self.channel: Channel[WorkerRequest] = Channel(socket.socket(fileno=os.dup(fds[0])), WorkerRequest)  # type: ignore[arg-type]
         self.pid = 1000 + len(RANKS)
         self.code: int | None = None

@@ -135,7 +135,6 @@ class Chaos:
         """Cause faults for at most so many seconds, and return what happened."""
         try:
             self.site.await_ready()
-            self._faults.await_fork_servers()
             self._expected = [self._answer(request) for request in REQUESTS]
             self._waiting.clear()
             clients = [threading.Thread(target=self._be_client, args=(index,)) for index in range(num_clients)]

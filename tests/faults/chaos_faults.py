@@ -94,16 +94,6 @@ class Faults:
         self._site = site
         self._random = chooser
 
-    def await_fork_servers(self) -> None:
-        """Wait until each host can restart its processes quickly, which is some seconds after the start."""
-        deadline = time.monotonic() + _LOADING_SECONDS
-        for host in range(2):
-            while not any("fork server" in command_line(pid) for pid in self._site.hosts.pids(host)):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.1)
-        time.sleep(3.0)  # it imports torch
-
     def await_loading(self) -> bool:
         """Kill an engine, and wait until a process of its next start is there; whether it came."""
         before = set(self.pids("rank"))

@@ -8,15 +8,12 @@ import queue
 import re
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.client import EngineClient
-from shardline.engine.forks import Forks
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.engine.start import start_engine
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 
@@ -24,13 +21,11 @@ from shardline.types import Request
 class Replica:
     """An engine, with two ranks unless options say otherwise, and what it told its front."""
 
-    def __init__(self, step_timeout: float, model: str = "demo", forks: Forks | None = None, **options: object) -> None:
-        """`forks`: the processes are forks, as after a failure."""
+    def __init__(self, step_timeout: float, model: str = "demo", **options: object) -> None:
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
         options = {"model": model, "step_timeout": step_timeout, **(options or {"tensor_parallel_size": 2})}
         config = EngineConfig.from_options(**options)
-        start = partial(start_engine, forks=forks)
-        self.client = EngineClient(resolve_here(config), 0, self.messages.put, start)
+        self.client = EngineClient(resolve_here(config), 0, self.messages.put)
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
         self.engine_pid = self.client._child.pid

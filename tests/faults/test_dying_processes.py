@@ -1,6 +1,6 @@
 """Real processes that are killed, stopped or orphaned: the failure is named and bounded, and nobody is left behind.
 
-Most are forks, as after a failure. Fresh ones are where the way of starting matters.
+Most are forks, to spare imports. Fresh ones are where the way of starting matters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import shardline
-from shardline.engine.forks import Forks
-from tests.faults.processes import Replica, assert_all_end, clean_up
+from tests.faults.processes import Replica, assert_all_end, clean_up, command_line
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -30,18 +29,18 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def forked_replica(fork_server: Forks) -> Iterator[Replica]:
-    replica = Replica(step_timeout=2.0, forks=fork_server, tensor_parallel_size=2)
+def forked_replica(forked_engines: None) -> Iterator[Replica]:
+    replica = Replica(step_timeout=2.0, tensor_parallel_size=2)
     yield replica
     clean_up(replica)
 
 
 @pytest.fixture
-def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path, fork_server: Forks) -> Iterator[Replica]:
+def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path, forked_engines: None) -> Iterator[Replica]:
     """Ranks that spend most of their time in exchanges of tokens."""
     model = make_checkpoint("qwen3_moe", tmp_path / "model", max_position_embeddings=2048)
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "collectives": request.param}
-    replica = Replica(2.0, str(model), fork_server, **options)
+    replica = Replica(2.0, str(model), **options)
     yield replica
     clean_up(replica)
 
@@ -60,13 +59,12 @@ def test_a_killed_rank_is_named(start: str, request: pytest.FixtureRequest) -> N
     assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(
-    tmp_path: Path, number: int, fork_server: Forks
-) -> None:
+def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(tmp_path: Path, number: int) -> None:
     """The other replica has the request, and waits for the idle one in the exchange of experts."""
     model = str(make_checkpoint("qwen3_moe", tmp_path))
-    replica = Replica(2.0, model, fork_server, data_parallel_size=2, enable_expert_parallel=True)
+    replica = Replica(2.0, model, data_parallel_size=2, enable_expert_parallel=True)
     try:
         replica.start_long_request(200)
         victim = replica.worker_pids[1]
@@ -114,7 +112,9 @@ def test_ranks_end_with_their_engine(replica: Replica) -> None:
     assert_all_end(replica.worker_pids, within=10)
 
 
-def test_everything_ends_with_the_front() -> None:
+@pytest.mark.parametrize("are_stopped", [False, True], ids=["running", "stopped"])
+def test_everything_ends_with_the_front(are_stopped: bool) -> None:
+    """What is stopped cannot see that its parent has ended."""
     script = """
 import sys, time
 from shardline.config.engine import EngineConfig
@@ -129,6 +129,9 @@ time.sleep(60)
         line = front.stdout.readline()
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", line)] + [int(line.split()[-1])]
         assert len(pids) == 3
+        if are_stopped:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
         front.kill()
     assert_all_end(pids, within=10)
 
@@ -178,10 +181,11 @@ client.close()
 
 
 def is_worker(pid: int) -> bool:
-    """Whether the process runs our code; just after the fork it still shows its parent's command line."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"shardline.runtime.worker_process" in command or command.startswith(b"shardline: rank")
+    """Whether the process is about to load."""
+    return command_line(pid).startswith("shardline: rank")
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that any thread of a process has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())

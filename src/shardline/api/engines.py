@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.forks import KeptForks
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.limits import describe_shortage
 from shardline.types import Request
 
 if TYPE_CHECKING:
     from shardline.cluster.cluster import Cluster
     from shardline.cluster.ray_nodes import RayNodes
+    from shardline.deployment.deployment import Deployment
 
 _POLL_SECONDS = 0.2
+_FIRST_PAUSE = 1.0
+"""Seconds between a restart that fails and the next one; each further pause is twice as long."""
+_LONGEST_PAUSE = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +78,6 @@ class Engines:
         """
         self._ray: RayNodes | None = None
         self._cluster: Cluster | None = None
-        self._forks = KeptForks()
-        self._modules: list[str] = []
-        """What engines and ranks import, for a fork server; empty: they are not forked."""
         if connect is None:
             connect, config = self._deploy(config)
         self.config = config
@@ -87,8 +88,10 @@ class Engines:
         self._fingerprints: list[str] = []
         """That of each replica, from its first start."""
         self._open: list[Client] = []
-        self._is_closed = False
+        self._ending = threading.Event()
         self._closing = threading.Lock()
+        self._pauses = [0.0] * config.parallel.num_engines
+        """Seconds before the next start of each engine that could not start again."""
         try:
             for index in range(config.parallel.num_engines):
                 client = connect(config, index, partial(on_event, index))
@@ -130,7 +133,6 @@ class Engines:
         if self._cluster is not None:
             last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
             ready[-1] = last
-        self._prepare_restarts()
         return ready
 
     def restart_engine(self, index: int, failed: Client) -> None:
@@ -144,12 +146,11 @@ class Engines:
         Other nodes end with the exit code `code`, and log why.
         """
         with self._closing:
-            self._is_closed = True
+            self._ending.set()
             clients, self._open = self._open, []
             if clients:
                 with ThreadPoolExecutor(len(clients), "close") as pool:
                     list(pool.map(lambda client: client.close(), clients))
-        self._forks.close()
         if self._cluster is not None:
             self._cluster.close(code, why)
         if self._ray is not None:
@@ -157,22 +158,32 @@ class Engines:
 
     def _restart_engine(self, index: int, failed: Client) -> None:
         failed.close()
-        while True:
-            try:
-                if self._cluster is not None:
-                    self._cluster.await_hosts(index)
-            except RuntimeError as error:
-                _log.error("replica %d could not start again: %s", index, error)
+        while not self._ending.wait(self._pauses[index]):
+            error = self._await_hosts(index)
+            if error is None:
+                if (error := self._start_again(index, failed)) is None:
+                    self._pauses[index] = 0.0
+                    return
+                if self._cluster is not None and not self._cluster.has_hosts(index):
+                    continue  # a host was lost meanwhile, which is not the replica's failure
+            self._pauses[index] = pause = min(_LONGEST_PAUSE, 2 * self._pauses[index] or _FIRST_PAUSE)
+            if describe_shortage(error) is None:
                 self._on_event(index, RestartFailed(str(error)))
                 return
-            if (why := self._start_again(index, failed)) is None:
-                return
-            if self._cluster is None or self._cluster.has_hosts(index):
-                self._on_event(index, RestartFailed(why))
-                return
-            # A host was lost meanwhile. That is not the replica's failure, so it waits for the host again.
+            if not self._ending.is_set():  # what is lacking may come back, however often the replica has failed
+                _log.warning("replica %d is tried again in %g s", index, pause)
 
-    def _start_again(self, index: int, failed: Client) -> str | None:
+    def _await_hosts(self, index: int) -> Exception | None:
+        """Wait until the hosts of an engine are there. Returns why they are not, or None."""
+        try:
+            if self._cluster is not None:
+                self._cluster.await_hosts(index)
+        except (OSError, RuntimeError) as error:
+            _log_failure(index, error)
+            return error
+        return None
+
+    def _start_again(self, index: int, failed: Client) -> Exception | None:
         """Start an engine in the place of one that has failed. Returns why it could not, or None."""
         announced = threading.Event()
 
@@ -183,7 +194,7 @@ class Engines:
         client = None
         try:
             with self._closing:
-                if self._is_closed:
+                if self._ending.is_set():
                     return None
                 if failed in self._open:
                     self._open.remove(failed)
@@ -195,22 +206,17 @@ class Engines:
                 raise RuntimeError(f"it would give different answers ({was}, now {ready.fingerprint})")
         except (OSError, RuntimeError, ValueError) as error:
             # Closing awaits the engine's processes, and the log must not wait for them.
-            if not self._is_closed:
-                _log.error("replica %d could not start again: %s", index, error)
+            if not self._ending.is_set():
+                _log_failure(index, error)
             if client is not None:
                 client.close()
                 with self._closing:
                     if client in self._open:
                         self._open.remove(client)
-            return str(error)
+            return error.with_traceback(None)  # its frames hold descriptors
         self._on_event(index, EngineRestarted(client))
         announced.set()
-        self._prepare_restarts()
         return None
-
-    def _prepare_restarts(self) -> None:
-        if self.config.parallel.on_failure == "restart":
-            self._forks.start_later(self._modules)
 
     def _wait_ready(self, client: Client) -> EngineReady:
         # Waits are short, since a client that is closed meanwhile may never answer.
@@ -228,14 +234,14 @@ class Engines:
         """
         from shardline.deployment.here import resolve_here
         from shardline.engine.client import EngineClient
-        from shardline.engine.start import StartedEngine, modules_to_import, start_engine
+        from shardline.engine.start import StartedEngine, start_engine
 
         if config.places_with_ray:
             from shardline.cluster.ray_nodes import RayNodes
 
             self._ray = RayNodes(config)
             config = self._ray.config
-        start: Callable[..., StartedEngine] = start_engine
+        start: Callable[[Deployment, int], StartedEngine] = start_engine
         try:
             if config.cluster.has_nodes:
                 from shardline.cluster.cluster import Cluster
@@ -254,11 +260,16 @@ class Engines:
 
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
             current = deployment if self._cluster is None else self._cluster.deployment
-            return EngineClient(current, index, on_event, partial(start, forks=self._forks.current))
+            return EngineClient(current, index, on_event, start)
 
-        self._modules = modules_to_import(deployment.device)
         found = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=found)
+
+
+def _log_failure(index: int, error: Exception) -> None:
+    shortage = describe_shortage(error)
+    why = str(error) if shortage is None else f"{error}: {shortage}"
+    _log.error("replica %d could not start again: %s", index, why)
 
 
 def _as_exit(error: BaseException) -> tuple[int, str]:

@@ -35,7 +35,6 @@ from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.forks import Forks
 from shardline.engine.ipc import StartEngine
 from shardline.engine.start import StartedEngine, start_engine
 from shardline.segment.pulse import CHECK_INTERVAL
@@ -99,13 +98,13 @@ class Cluster:
         assert self._deployment is not None, "the cluster launches before it starts anything"
         return self._deployment
 
-    def start_engine(self, deployment: Deployment, engine: int, forks: Forks | None = None) -> StartedEngine:
-        """Start an engine on its host, and connect it with its ranks on other hosts. `forks`: those of this host."""
+    def start_engine(self, deployment: Deployment, engine: int) -> StartedEngine:
+        """Start an engine on its host, and connect it with its ranks on other hosts."""
         with self._lock:
             self._starts += 1
             start = self._starts
             if deployment.placements[engine][0].host == 0:
-                started = start_engine(deployment, engine, forks=forks)
+                started = start_engine(deployment, engine)
                 self._head.attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
                 return started
             ours, theirs = socket.socketpair()

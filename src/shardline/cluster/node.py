@@ -45,6 +45,7 @@ from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
+from shardline.limits import describe_shortage, raise_file_limit
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
@@ -52,7 +53,6 @@ from shardline.segment.pulse import CHECK_INTERVAL
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
 _TELL_SECONDS = 2.0
-_HELD_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +78,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
         ValueError: the configuration is at fault, or the head refuses this node; the message says what to change.
     """
     configure_logging()
+    raise_file_limit()
     set_process_title("node")
     token = token or find_token(config.cluster)
     address = own_address(config.cluster)
@@ -89,7 +90,6 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
     node = Node(config, token, join)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: node.ask_to_leave())
-    node.import_modules()
     return node.run()
 
 
@@ -119,17 +119,11 @@ class Node:
         self._streams: Streams
         self._poller: zmq.Poller
         self._heard = time.monotonic()
-        self._held: dict[Stream, list[bytes]] = {}
-        """Streams whose processes start once they can be forked, and the frames that have come for them."""
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
     def ask_to_leave(self) -> None:
         """End soon; for signal handlers."""
         self._asked_to_leave = True
-
-    def import_modules(self) -> None:
-        """Import what ranks need while the head is awaited."""
-        self._processes.import_modules(self._join.host.devices[-1].kind)  # the first one is the host itself
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""
@@ -137,7 +131,7 @@ class Node:
             with self._watch:
                 return self._serve_heads()
         finally:
-            self._processes.close()
+            self._processes.end_all()
 
     def _serve_heads(self) -> int:
         address, port = self._config.cluster.head_address, self._config.cluster.head_port
@@ -158,7 +152,6 @@ class Node:
                 self._wire.send(Unfit(host.name, host.address, str(error)))
                 raise
             finally:
-                self._held.clear()
                 self._processes.end_all()
                 self._streams.close_all()
                 self._wire.close()
@@ -231,11 +224,7 @@ class Node:
                 next_beat = now + BEAT_SECONDS
             while not self._measured.empty():
                 self._wire.send(self._measured.get())
-            if self._held and not self._processes.is_importing:
-                self._start_held()
             patience = min(next_check, next_beat) - time.monotonic()
-            if self._held:
-                patience = min(patience, _HELD_SECONDS)
             for source, event in self._poller.poll(max(1, int(1000 * patience) + 1)):
                 if source is self._wire.socket:
                     self._handle_messages()
@@ -253,16 +242,12 @@ class Node:
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
         if isinstance(message, StreamData):
-            if (frames := self._held.get(message.stream)) is not None:
-                frames.append(message.data)
-            else:
-                self._streams.write(message.stream, message.data)
+            self._streams.write(message.stream, message.data)
         elif isinstance(message, Launch):
             self._deployment = message.deployment
         elif isinstance(message, StartStream):
-            self._held[message.stream] = []
+            self._try_to_start(message.stream)
         elif isinstance(message, StreamEnded):
-            self._held.pop(message.stream, None)
             self._streams.close(message.stream)
             self._processes.retire(message.stream)
         elif isinstance(message, HostLost):
@@ -282,12 +267,16 @@ class Node:
             _log.log(logging.ERROR if message.code else logging.INFO, "the head ends: %s", message.reason)
             raise _Ending(message.code)
 
-    def _start_held(self) -> None:
-        held, self._held = self._held, {}
-        for stream, frames in held.items():
+    def _try_to_start(self, stream: Stream) -> None:
+        """Start what is at this end of a stream. If the host lacks what that needs, the far end is told."""
+        try:
             self._start(stream)
-            for data in frames:
-                self._streams.write(stream, data)
+        except OSError as error:
+            why = f"could not be started on {self._join.host.name}: {describe_shortage(error) or error}"
+            _log.error("a process %s", why)
+            self._send_data(stream, last_words(stream, why))
+            self._wire.send(StreamEnded(stream))
+            self._processes.retire(stream)
 
     def _start(self, stream: Stream) -> None:
         """Start the engine or the rank at this end of a stream."""

@@ -13,18 +13,14 @@ from shardline.channel import encode_message
 from shardline.cluster.messages import ENGINE, Stream
 from shardline.cluster.streams import frame
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.machine import DeviceKind
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child
-from shardline.engine.forks import KeptForks
 from shardline.engine.ipc import EngineBeat, EngineFailed
-from shardline.engine.start import modules_to_import, start_engine
+from shardline.engine.start import start_engine
 
 _END_SECONDS = 7.0
 """Seconds in which a process may end after its stream has ended; an engine gives its ranks 5."""
-_IMPORT_SECONDS = 20.0
-"""Seconds that a fork server may take to import; after that, processes start without it."""
 
 
 @dataclass
@@ -54,26 +50,13 @@ class NodeProcesses:
         self._children: dict[Stream, Child] = {}
         self._ending: list[tuple[float, Child]] = []
         self._segments: dict[tuple[int, int], _Segment] = {}
-        self._forks = KeptForks()
-        self._import_deadline = 0.0
 
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._children
 
-    def import_modules(self, device: DeviceKind) -> None:
-        """Have a fork server import at once what engines and ranks will need, so that they share one import."""
-        self._forks.start_now(modules_to_import(device))
-        self._import_deadline = time.monotonic() + _IMPORT_SECONDS
-
-    @property
-    def is_importing(self) -> bool:
-        """Whether processes had better start a little later, as forks."""
-        return self._forks.is_importing and time.monotonic() < self._import_deadline
-
     def start_engine(self, deployment: Deployment, stream: Stream) -> dict[Stream, socket.socket]:
         """Start an engine; returns the local ends of its own stream and of those to its ranks on other hosts."""
-        started = start_engine(deployment, stream.engine, sends_start=False, forks=self._forks.current)
-        self._forks.start_later(modules_to_import(deployment.device))
+        started = start_engine(deployment, stream.engine, sends_start=False)
         assert started.child is not None
         self._children[stream] = started.child
         to_ranks = {Stream(stream.engine, rank, stream.start): sock for rank, sock in started.streams.items()}
@@ -91,8 +74,7 @@ class NodeProcesses:
         with theirs:
             fds = [theirs.fileno(), segment.fd]
             gpus = deployment.gpus_of(stream.engine, host)
-            child = Child("shardline.runtime.worker_process", fds, gpus, self._forks.current)
-        self._forks.start_later(modules_to_import(deployment.device))
+            child = Child("shardline.runtime.worker_process", fds, gpus)
         self._children[stream] = child
         return ours, frame(encode_message(RankStarted(self._host_name, child.pid)))
 
@@ -141,7 +123,7 @@ class NodeProcesses:
             yield stream, frame(encode_message(message))
 
     def end_all(self) -> None:
-        """End all processes at once."""
+        """End all processes at once, since the head is lost or this node ends."""
         children = [*self._children.values(), *(child for _, child in self._ending)]
         for child in children:
             child.kill()
@@ -150,11 +132,6 @@ class NodeProcesses:
         for segment in self._segments.values():
             os.close(segment.fd)
         self._children, self._ending, self._segments = {}, [], {}
-
-    def close(self) -> None:
-        """End all processes, since this node ends."""
-        self.end_all()
-        self._forks.close()
 
 
 def last_words(stream: Stream, why: str, code: int | None = None, *, host_lost: bool = False) -> bytes:

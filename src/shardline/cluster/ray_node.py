@@ -12,18 +12,18 @@ from typing import IO
 
 import msgspec
 
-from shardline import env
+from shardline import env, lifeline
 from shardline.cluster.ray_messages import StartNode
 
 _LENGTH = struct.Struct("<I")
-_CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; from shardline.cluster.ray_node import main; main()"
+_CODE = "from shardline.cluster.ray_node import main; main()"
 _END_SECONDS = 5.0
 
 
 class NodeStarter:
     """Starts a node process, and knows how it ended. Ray makes an actor of it.
 
-    The process ends soon after the actor: it reads from a pipe that the actor holds.
+    The process ends with the actor, and it leaves its head if the actor closes its standard input.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,8 @@ class NodeStarter:
         `gpus`: its CUDA_VISIBLE_DEVICES; None: it uses no GPUs.
         """
         self.stop()
-        command = [sys.executable, "-c", _CODE]
         pipe, environment = subprocess.PIPE, env.for_ray_node(gpus)
-        process = subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment, start_new_session=True)
+        process = lifeline.start_process(_CODE, [], environment, stdin=pipe, stderr=pipe, start_new_session=True)
         assert process.stdin is not None
         assert process.stderr is not None
         process.stdin.write(_LENGTH.pack(len(message)) + message)

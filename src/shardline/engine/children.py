@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 
-from shardline import env
-from shardline.engine.forks import ForkedProcess, Forks
+from shardline import env, lifeline
 from shardline.segment.activity import Activity, is_stopped, read_activity
 from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
 
@@ -16,39 +14,27 @@ class Child:
     """A Python process that runs `module.main()`; its arguments are the numbers of file descriptors.
 
     The last descriptor is that of its pulse (`segment.pulse.start_pulse`). This is not multiprocessing, so the user's
-    script needs no __main__ guard. The current directory is removed from the import path: otherwise a model's folder
-    could contain code that is imported.
+    script needs no __main__ guard.
     """
 
-    def __init__(
-        self,
-        module: str,
-        fds: Sequence[int],
-        gpus: str | None = None,
-        forks: Forks | None = None,
-        grace: float = 0.0,
-    ) -> None:
-        """Start the process, as a fork of a fork server if there is one.
+    def __init__(self, module: str, fds: Sequence[int], gpus: str | None = None) -> None:
+        """Start the process. `gpus` is as in `env.for_children`.
 
-        `fds`: -1 stands for itself. `gpus` is as in `env.for_children`. `grace`: seconds that a forked process may
-        outlive this one; others see to their end themselves.
+        Raises:
+            OSError: it cannot be started.
         """
         self._pulse = Pulse()
         self._watch = PulseWatch(self._signs_of_life)
         passed = [*fds, self._pulse.fd]
-        forked = forks.fork(module, passed, env.for_children(gpus), grace) if forks is not None else None
-        self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
-            [sys.executable, "-c", self.code(module), *map(str, passed)],
-            pass_fds=[fd for fd in passed if fd >= 0],
-            stdin=subprocess.DEVNULL,
-            env=env.for_children(gpus),
-        )
-        self._pulse.release_fd()
+        try:
+            self._process = lifeline.start_process(self.code(module), passed, env.for_children(gpus), pass_fds=passed)
+        finally:
+            self._pulse.release_fd()
         self._was_silent = False
 
     def code(self, module: str) -> str:
         """What the process runs."""
-        return f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
+        return f"from {module} import main; main()"
 
     @property
     def pid(self) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,7 +17,6 @@ from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.forks import Forks
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -36,22 +33,15 @@ from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 
-_GRACE = 5.0
-"""Seconds in which the engine may end in the usual way once the front is gone."""
-
 _log = logging.getLogger(__name__)
 
 
 class EngineProcess:
     """Serves one front over one channel until either side ends."""
 
-    def __init__(self, channel: Channel[FrontMessage], forks: Forks | None = None, streams: Sequence[int] = ()) -> None:
-        """`forks`: starts the ranks; None: nothing is imported for them.
-
-        `streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order.
-        """
+    def __init__(self, channel: Channel[FrontMessage], streams: Sequence[int] = ()) -> None:
+        """`streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order."""
         self._channel = channel
-        self._forks = forks
         self._streams = streams
         self._stopping = False
         self._ready = False
@@ -69,7 +59,7 @@ class EngineProcess:
             began = time.perf_counter()
             deployment = start.deployment.seen_from(start.deployment.placements[start.replica][0].host)
             streams = dict(zip(deployment.remote_ranks(start.replica), self._streams, strict=True))
-            self._executor = executor = make_executor(deployment, start.replica, streams, self._forks)
+            self._executor = executor = make_executor(deployment, start.replica, streams)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
@@ -100,14 +90,6 @@ class EngineProcess:
                 self._engine.close()
             if self._executor is not None:
                 self._executor.close()
-
-    def end_with_front(self) -> None:
-        """Wait until the front ends, then end this process, even while it loads or while a step hangs."""
-        self._channel.peer_has_ended(wait=True)
-        time.sleep(_GRACE)
-        if self._executor is not None:
-            self._executor.kill()
-        os._exit(1)
 
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:
@@ -168,18 +150,16 @@ class EngineProcess:
 def main() -> None:
     """Serve the front.
 
-    The arguments are descriptors: of the front's socket, of the requests to a fork server (-1: there is none), of the
-    sockets that lead to ranks on other hosts, and of the pulse.
+    The arguments are descriptors: of the front's socket, of the sockets that lead to ranks on other hosts, and of the
+    pulse.
     """
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the front decides when engines end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    front, requests, *streams, pulse = map(int, sys.argv[1:])
+    front, *streams, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)
     configure_logging()
-    forks = Forks(socket.socket(fileno=requests)) if requests >= 0 else None
-    process = EngineProcess(Channel(socket.socket(fileno=front), FrontMessage), forks, streams)  # type: ignore[arg-type]
-    threading.Thread(target=process.end_with_front, daemon=True).start()
+    process = EngineProcess(Channel(socket.socket(fileno=front), FrontMessage), streams)  # type: ignore[arg-type]
     process.run()
 
 

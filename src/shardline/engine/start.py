@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.machine import DeviceKind
 from shardline.engine.children import Child
-from shardline.engine.forks import Forks
 from shardline.engine.ipc import StartEngine
-from shardline.runtime.backends import backend_module, can_fork
-
-_GRACE = 10.0
-"""Seconds that an engine may outlive its front; it ends itself within five."""
 
 
 @dataclass
@@ -29,41 +24,22 @@ class StartedEngine:
     """For each rank on another host, the end that its node must be connected to."""
 
 
-def modules_to_import(device: DeviceKind) -> list[str]:
-    """What engines and ranks on a kind of device import, for a fork server; empty: they cannot be forked."""
-    if not can_fork(device):
-        return []
-    return [
-        "shardline.engine.process",
-        "shardline.engine.executor.multiprocess",
-        "shardline.engine.executor.uni",
-        "shardline.runtime.worker_process",
-        "shardline.runtime.worker",
-        "shardline.runtime.parallel.groups",
-        "shardline.runtime.parallel.interface",
-        "shardline.runtime.parallel.rendezvous",
-        "shardline.runtime.parallel.torch_store",
-        "shardline.seal",
-        backend_module(device),
-    ]
-
-
-def start_engine(
-    deployment: Deployment, engine: int, *, sends_start: bool = True, forks: Forks | None = None
-) -> StartedEngine:
-    """Start an engine's process on this host. With `sends_start`, this process is its front.
-
-    `forks`: starts the engine and its ranks if its server is ready.
-    """
-    ours, theirs = socket.socketpair()
-    pairs = {rank: socket.socketpair() for rank in deployment.remote_ranks(engine)}
-    streams = [pair[0] for pair in pairs.values()]
+def start_engine(deployment: Deployment, engine: int, *, sends_start: bool = True) -> StartedEngine:
+    """Start an engine's process on this host. With `sends_start`, this process is its front."""
     host = deployment.placements[engine][0].host
-    gpus = deployment.gpus_of(engine, host)
-    fds = [theirs.fileno(), forks.fileno() if forks else -1, *(sock.fileno() for sock in streams)]
-    child = Child("shardline.engine.process", fds, gpus, forks, _GRACE)
-    for sock in (theirs, *streams):
-        sock.close()
-    if sends_start:
-        Channel(ours, StartEngine).send(StartEngine(deployment, engine))
-    return StartedEngine(child, ours, {rank: pair[1] for rank, pair in pairs.items()})
+    # A start that fails for want of a descriptor must keep none.
+    with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+        ours, theirs = _open_pair(kept, inherited)
+        pairs = {rank: _open_pair(kept, inherited) for rank in deployment.remote_ranks(engine)}
+        fds = [theirs.fileno(), *(sock.fileno() for _, sock in pairs.values())]
+        child = Child("shardline.engine.process", fds, deployment.gpus_of(engine, host))
+        if sends_start:
+            Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+        kept.pop_all()
+    return StartedEngine(child, ours, {rank: sock for rank, (sock, _) in pairs.items()})
+
+
+def _open_pair(kept: contextlib.ExitStack, inherited: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets: one that this process keeps, and one for the engine's."""
+    ours, theirs = socket.socketpair()
+    return kept.enter_context(ours), inherited.enter_context(theirs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import mmap
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     _Event = RankStep | PendingStep | Probe
     """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_WAIT = 600.0
 """Seconds that a rank waits for another one beyond the engine's deadline: the other may compute for long."""
 _END_SECONDS = 2.0
@@ -226,17 +224,10 @@ def _read_messages(
         os._exit(1)
 
 
-def end_with_parent() -> None:
-    """Have the operating system kill this process when the engine that started it ends, even if this process is
-    stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Entry point; the file descriptors come from the engine."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
     channel_fd, segment_fd, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)
     configure_logging()

@@ -8,13 +8,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 
 from shardline import env
+from shardline.lifeline import start_process
 from shardline.sandbox.confinement import Limit, limit_from_exit
 from shardline.sandbox.nursery import ANSWER, PID, REQUEST
 
-_CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; import shardline.sandbox.nursery as n; n.main()"
+_CODE = "from shardline.sandbox.nursery import main; main()"
 _SEND_SECONDS = 1.0
 """Seconds that a worker may take to read a job; it reads while it has none."""
 _STATUS_SECONDS = 1.0
@@ -134,7 +134,7 @@ class Worker:
 class Sandbox:
     """Workers of one service. Its nursery starts with the first worker, and again if it has ended.
 
-    The kernel kills the nursery and its workers when the thread that started them ends.
+    The kernel kills the nursery and its workers when this process ends.
     """
 
     def __init__(self, module: str, argument: str = "", *, title: str, memory: int) -> None:
@@ -173,12 +173,8 @@ class Sandbox:
     def _start(self) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(os.getpid()), str(theirs.fileno()), *self._arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=env.for_sandbox(),
-            )
+            arguments = [theirs.fileno(), *self._arguments]
+            self._process = start_process(_CODE, arguments, env.for_sandbox(), pass_fds=[theirs.fileno()])
 
     @property
     def pid(self) -> int | None:

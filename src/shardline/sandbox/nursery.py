@@ -34,10 +34,9 @@ _GROWTH = 0.25
 
 
 def main() -> None:
-    """The arguments: the parent's process id, the descriptor of the requests to fork, a module and what it gets, the
-    title of the workers, and the bytes that a worker may allocate."""
-    parent, requests_fd, module, argument, title, memory = sys.argv[1:7]
-    end_with_parent(int(parent))
+    """The arguments: the descriptor of the requests to fork, a module and what it gets, the title of the workers, and
+    the bytes that a worker may allocate."""
+    requests_fd, module, argument, title, memory = sys.argv[1:6]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_process_title(f"{title} nursery")

@@ -29,8 +29,12 @@ class Pulse:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("shardline-pulse")
-        os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        try:
+            os.ftruncate(self.fd, mmap.PAGESIZE)
+            self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        except BaseException:
+            self.release_fd()
+            raise
 
     def release_fd(self) -> None:
         """Close the descriptor, once the child has inherited it. The page stays readable."""

@@ -10,6 +10,7 @@ from starlette.responses import Response
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RETRY_DRAINING_SECONDS = 5
+RETRY_CONNECTIONS_SECONDS = 2
 
 
 class ApiError(HTTPException):
@@ -53,6 +54,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     """A 503: the server cannot run the request now, or has stopped for good."""
     return ApiError(503, message, type=SERVER_ERROR, code=code, retry_after=retry_after)
+
+
+def too_many_connections() -> ApiError:
+    """The answer on connections for which no descriptor is left."""
+    message = "The server has too many connections; try again later."
+    return unavailable(message, "too_many_connections", RETRY_CONNECTIONS_SECONDS)
 
 
 def draining() -> ApiError:

@@ -24,7 +24,17 @@ LOOK_SECONDS = 0.25
 _LOOKS_PER_PROBE = 20
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
-_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+REFUSAL_SECONDS = 1.0
+"""From a connection that is refused to the end of its request. After that, the answer comes without a request."""
+_PROBES = (b"/live", b"/ready", b"/health", b"/ping", b"/metrics")
+"""Paths that answer on refused connections, too: a server is not dead because it has many clients."""
+
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 _CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
 """What precedes a chunk of each length."""
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
@@ -39,11 +49,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _num_header_bytes = 0
     _in_headers = True
     _timer: asyncio.TimerHandle | None = None
+    refusal: ApiError | None = None
+    """The answer to whatever the client asks, if there are too many connections."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
         super().connection_made(transport)
-        self._set_timer(HEADER_SECONDS)
+        self._set_timer(HEADER_SECONDS if self.refusal is None else REFUSAL_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -53,7 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse the next bytes of a request."""
         if self._in_headers:
-            if self._num_header_bytes == 0:
+            if self._num_header_bytes == 0 and self.refusal is None:
                 self._set_timer(HEADER_SECONDS)
             self._num_header_bytes += len(data)
             head, end, body = data.partition(b"\r\n\r\n")
@@ -67,6 +79,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_headers = False
         if sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+            return
+        if self.refusal is not None:
+            if self.url.partition(b"?")[0] not in _PROBES:
+                return  # the answer follows the body: a client that still writes may not read it
+            self.refusal = None
+            super().on_headers_complete()
+            self.cycle.keep_alive = False
             return
         super().on_headers_complete()
         self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
@@ -82,7 +101,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The request is whole."""
         self._in_headers, self._num_header_bytes = True, 0
         self._set_timer(None)
-        if self.cycle is not None:
+        if self.refusal is not None:
+            self._answer(self.refusal)
+        elif self.cycle is not None:
             super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -115,15 +136,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
+        self._answer(ApiError(status, message))
+
+    def _answer(self, error: ApiError) -> None:
         """Answer and close the connection, unless the answer of an earlier request is being sent."""
         self._set_timer(None)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = ApiError(status, message).body
-            head = (
-                f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            self.transport.write(last_answer(error))
         self.transport.close()
 
     def _set_timer(self, seconds: float | None) -> None:
@@ -133,8 +152,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _on_deadline(self) -> None:
         if not self.transport.is_closing():
+            if self.refusal is not None:
+                self._answer(self.refusal)
+                return
             part = "headers" if self._in_headers else "body"
             self._refuse(408, f"The request's {part} did not arrive in time.")
+
+
+def last_answer(error: ApiError) -> bytes:
+    """The bytes of an error after which the connection ends."""
+    lines = [
+        f"HTTP/1.1 {error.status_code} {_REASONS[error.status_code]}",
+        "content-type: application/json",
+        f"content-length: {len(error.body)}",
+        *(f"{name.lower()}: {value}" for name, value in (error.headers or {}).items()),
+        "connection: close\r\n\r\n",
+    ]
+    return "\r\n".join(lines).encode() + error.body
 
 
 def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -> bool:

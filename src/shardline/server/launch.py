@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardline import __version__
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def run_server(
         ValueError: the configuration is at fault, or the server cannot listen on the address; nothing was loaded.
     """
     configure_logging()
+    raise_file_limit()
     check_tls(server_config)
     started = time.monotonic()
     with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
@@ -134,7 +136,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
     stop = _StopSignals()
     try:
         app = create_app(llm, config)
-        server = _make_http_server(app, config)
+        server = _make_http_server(app, config, llm.config.parallel.num_engines)
         with stop.handled(), _reload_handled(app.state.service.keys.reload, config):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
@@ -271,18 +273,30 @@ def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterato
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
     import uvicorn
 
+    from shardline.server.acceptor import Acceptor, reserved_files
     from shardline.server.http_protocol import BoundedHttpProtocol
 
     class Server(uvicorn.Server):
-        """uvicorn without its signal handlers: `_StopSignals` handles the signals, so that requests drain."""
+        """uvicorn with our acceptor, and without its signal handlers: `_StopSignals` lets requests drain."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup([])
+            self.servers = [
+                Acceptor(listener, self._make_protocol, self.config.ssl, reserved)  # type: ignore[misc]
+                for listener in sockets or []
+            ]
+
+        def _make_protocol(self) -> BoundedHttpProtocol:
+            return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    reserved = reserved_files(num_engines)
     return Server(
         uvicorn.Config(
             app,

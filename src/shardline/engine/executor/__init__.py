@@ -7,18 +7,16 @@ from types import MappingProxyType
 
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
-from shardline.engine.forks import Forks
 
 
 def make_executor(
     deployment: Deployment,
     engine: int = 0,
     streams: Mapping[int, int] = MappingProxyType({}),
-    forks: Forks | None = None,
 ) -> Executor:
     """The executor of one of the deployment's engines.
 
-    `streams`: for each rank on another host, the descriptor of the socket that leads to it. `forks`: starts the ranks.
+    `streams`: for each rank on another host, the descriptor of the socket that leads to it.
     """
     if deployment.executor == "uni":
         from shardline.engine.executor.uni import UniExecutor
@@ -30,4 +28,4 @@ def make_executor(
         return ThreadExecutor(deployment, engine)
     from shardline.engine.executor.multiprocess import MultiprocessExecutor
 
-    return MultiprocessExecutor(deployment, engine, streams, forks)
+    return MultiprocessExecutor(deployment, engine, streams)

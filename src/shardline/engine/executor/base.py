@@ -80,7 +80,3 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every rank. Never raises, never waits for long."""
-
-    def kill(self) -> None:
-        """End every rank at once; any thread may call this when nobody is left to close the executor."""
-        self.close()

@@ -27,7 +27,6 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
-from shardline.engine.forks import Forks
 from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
@@ -44,16 +43,13 @@ _log = logging.getLogger(__name__)
 class MultiprocessExecutor(Executor):
     """Starts the ranks, watches their channels, and names the one that dies, is late or does not answer."""
 
-    def __init__(
-        self, deployment: Deployment, engine: int, streams: Mapping[int, int], forks: Forks | None = None
-    ) -> None:
-        """`streams`: for each rank on another host, the descriptor of the socket that leads to it. `forks`: starts the
-        ranks of this host."""
+    def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int]) -> None:
+        """`streams`: for each rank on another host, the descriptor of the socket that leads to it."""
         self._deployment = deployment
         self.max_in_flight = deployment.max_in_flight
         self._num_ranks = deployment.grid.world_size
         self._replica_size = deployment.grid.replica_size
-        self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT, forks)
+        self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT)
         here = deployment.placements[engine][0].host
         lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
         self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
@@ -151,9 +147,6 @@ class MultiprocessExecutor(Executor):
     def close(self) -> None:
         self._channels.close()
         self._processes.close()
-
-    def kill(self) -> None:
-        self._processes.kill()
 
     def _note_beat(self, rank: int, beat: RankBeat) -> None:
         self._remote_progress[rank] = beat.progress

@@ -17,7 +17,6 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child
-from shardline.engine.forks import Forks
 from shardline.segment.activity import Activity
 
 _NO_NEWS = "has lost its connection to the engine"
@@ -45,14 +44,11 @@ class RankProcesses:
         engine: int,
         streams: Mapping[int, int],
         send_timeout: float,
-        forks: Forks | None = None,
     ) -> None:
         """`streams`: for each rank on another host, the descriptor of the socket that leads to it.
 
         `send_timeout`: seconds after which a message that a rank does not read counts as undeliverable.
-        `forks`: starts the ranks of this host.
         """
-        self._forks = forks
         self._deployment = deployment
         self._engine = engine
         self._send_timeout = int(send_timeout)
@@ -81,7 +77,7 @@ class RankProcesses:
             ours, theirs = socket.socketpair()
             with theirs:
                 module = "shardline.runtime.worker_process"
-                self._local[rank] = Child(module, [theirs.fileno(), self._segment_fd], forks=self._forks)
+                self._local[rank] = Child(module, [theirs.fileno(), self._segment_fd])
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
@@ -175,11 +171,6 @@ class RankProcesses:
             child.end(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(OSError):
             os.close(self._segment_fd)
-
-    def kill(self) -> None:
-        """Kill all processes of this host at once; any thread may call this."""
-        for child in self._local.values():
-            child.kill()
 
 
 def _is_kill(code: int) -> bool:

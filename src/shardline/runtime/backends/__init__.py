@@ -15,10 +15,6 @@ _FOLDERS = {"cpu": "host"}
 """Kinds of device whose folder has another name."""
 
 
-_FORKED = ("cpu",)
-"""Kinds of device whose processes may be forks of one that has imported their libraries. CUDA's have not been tried."""
-
-
 def open_backend(kind: str, rank: int, threads: int) -> Backend:
     """The back end of a rank, opened once, in the thread that runs the rank's steps.
 
@@ -33,11 +29,6 @@ def open_backend(kind: str, rank: int, threads: int) -> Backend:
 def backend_module(kind: str) -> str:
     """The name of the module that opens a kind of device."""
     return f"{__name__}.{_FOLDERS.get(kind, kind)}.backend"
-
-
-def can_fork(kind: str) -> bool:
-    """Whether a process that has imported `backend_module` may be forked, as long as it has opened no device."""
-    return kind in _FORKED
 
 
 def reserve_memory(num_bytes: int, touched_bytes: int) -> None:
