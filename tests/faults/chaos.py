@@ -31,7 +31,6 @@ from tests.faults.chaos_clients import REQUESTS, UNSEEDED, Busy, Failed, ask, co
 from tests.faults.chaos_faults import PRODUCT, STALLING, Fault, Faults
 from tests.faults.site import Site, await_line
 
-FAULT_NAMES = tuple(dict.fromkeys(fault.name for fault in PRODUCT))
 _LONG_SHARE = 0.22
 """Of faults at random, the share of those that wait for a deadline: 17 of each kind in 1,000 faults."""
 _LOST_AFTER = 150.0
@@ -57,14 +56,15 @@ class Report:
 
     def lines(self) -> list[str]:
         """A table of the times in Markdown, and the verdict."""
+        names = sorted({key.rpartition(", ")[0] for key in self.named})
         rows = [
             "| fault | faults | named | streams go on | all replicas run again |",
             "|---|---|---|---|---|",
-            *(row for row in (self._row(name) for name in FAULT_NAMES) if row),
+            *map(self._row, names),
             "",
             "Seconds, median / largest of all states; the largest of idle, loading and busy apart:",
             "",
-            *(f"- {name}: {self._by_state(name)}" for name in FAULT_NAMES if self._row(name)),
+            *(f"- {name}: {self._by_state(name)}" for name in names),
             "",
             f"{self.num_faults} faults in {self.seconds / 60:.1f} minutes; {self.answers} answers compared, "
             f"{len(self.wrong)} errors, {len(self.late)} later than promised; {self.given_up} requests were alone at "
@@ -80,13 +80,13 @@ class Report:
         return sum(map(len, self.named.values()))
 
     def _row(self, name: str) -> str:
-        """The row of a fault; empty: it was not caused."""
+        """The row of a fault."""
         kinds = [
             [seconds for key, times in kind.items() if key.startswith(f"{name}, ") for seconds in times]
             for kind in (self.named, self.paused, self.recovered)
         ]
         cells = [f"{statistics.median(times):.1f} / {max(times):.1f}" if times else "-" for times in kinds]
-        return f"| {name} | {len(kinds[0])} | {' | '.join(cells)} |" if kinds[0] else ""
+        return f"| {name} | {len(kinds[0])} | {' | '.join(cells)} |"
 
     def _by_state(self, name: str) -> str:
         words = []
@@ -102,9 +102,14 @@ class Chaos:
     """A server, its clients, and the faults."""
 
     def __init__(
-        self, folder: Path, seed: int, layout: Sequence[str] = ("-dp", "2", "-pp", "2"), pause: float = 0.0
+        self,
+        folder: Path,
+        seed: int,
+        layout: Sequence[str] = ("-dp", "2", "-pp", "2"),
+        pause: float = 0.0,
+        shm: str = "",
     ) -> None:
-        """`layout`: flags of the server. `pause`: seconds that a client waits after each answer."""
+        """`layout`: flags of the server. `pause`: seconds that a client waits after each answer. `shm`: see `Hosts`."""
         self._pause = pause
         self._random = random.Random(seed)
         self.report = Report()
@@ -124,7 +129,7 @@ class Chaos:
         """How many of them no later request can have met: they were named."""
         path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
         flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
-        self.site = Site(folder, 2, *flags, PYTHONPATH=path)
+        self.site = Site(folder, 2, *flags, shm=shm, PYTHONPATH=path)
         self._client = connect(self.site.url)
         self._faults = Faults(self.site, self._random)
         self._expected: list[str] = []
