@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -31,6 +31,7 @@ from tests.faults.chaos_clients import REQUESTS, UNSEEDED, Busy, Failed, ask, co
 from tests.faults.chaos_faults import PRODUCT, STALLING, Fault, Faults
 from tests.faults.site import Site, await_line
 
+LAYOUT = ("-dp", "2", "-pp", "2")
 _LONG_SHARE = 0.22
 """Of faults at random, the share of those that wait for a deadline: 17 of each kind in 1,000 faults."""
 _LOST_AFTER = 150.0
@@ -98,6 +99,17 @@ class Report:
         return "; ".join(words)
 
 
+class AnyFault(Protocol):
+    """What is caused at once; see `chaos_faults.Fault`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def runs_within(self) -> float: ...
+
+
 class Chaos:
     """A server, its clients, and the faults."""
 
@@ -105,7 +117,7 @@ class Chaos:
         self,
         folder: Path,
         seed: int,
-        layout: Sequence[str] = ("-dp", "2", "-pp", "2"),
+        layout: Sequence[str] = LAYOUT,
         pause: float = 0.0,
         shm: str = "",
     ) -> None:
@@ -134,7 +146,7 @@ class Chaos:
         self._faults = Faults(self.site, self._random)
         self._expected: list[str] = []
 
-    def run(self, faults: Sequence[Fault], num_clients: int = 4, seconds: float = 1e9) -> Report:
+    def run(self, faults: Sequence[AnyFault], num_clients: int = 4, seconds: float = 1e9) -> Report:
         """Cause faults for at most so many seconds, and return what happened."""
         try:
             self.site.await_ready()
@@ -185,7 +197,7 @@ class Chaos:
                 return
             time.sleep(0.1)
 
-    def _cause_fault(self, fault: Fault) -> bool:
+    def _cause_fault(self, fault: Any) -> bool:
         """Cause a fault and wait until all is well again; False: it will not be."""
         if fault.state == "idle":
             self._flowing.clear()
@@ -218,7 +230,7 @@ class Chaos:
         bring_back()
         return self._await_replicas(fault, began)
 
-    def _await_replicas(self, fault: Fault, began: float) -> bool:
+    def _await_replicas(self, fault: AnyFault, began: float) -> bool:
         while (seconds := time.monotonic() - began) < _LOST_AFTER:
             try:
                 health = httpx.get(f"{self.site.url}/health", timeout=5.0).json()
@@ -236,7 +248,7 @@ class Chaos:
             print(f"--- {log.name}\n{log.read_text()[-6000:]}", file=sys.stderr)
         return False
 
-    def _await_streams(self, fault: Fault) -> None:
+    def _await_streams(self, fault: AnyFault) -> None:
         """Wait until tokens come, in all streams that have begun."""
         now = time.monotonic()
         while self._last_piece <= now or min(list(self._waiting.values()), default=now + 1) <= now:
@@ -245,7 +257,7 @@ class Chaos:
                 return
             time.sleep(0.02)
 
-    def _note_pause(self, fault: Fault) -> None:
+    def _note_pause(self, fault: AnyFault) -> None:
         """Keep for how long streams paused. All of them go on by now."""
         pause = self._longest_pause
         self.report.paused[f"{fault.name}, {fault.state}"].append(pause)

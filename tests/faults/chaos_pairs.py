@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardline.models.hub import DEMO_FOLDER
-from tests.faults.chaos import Chaos
-from tests.faults.chaos_faults import appears
+from tests.faults.chaos import LAYOUT, Chaos
+from tests.faults.chaos_faults import Fault, appears
 from tests.faults.processes import alive, command_line
 from tests.faults.shortages import full_disk, small_memory, spare_descriptors
 from tests.faults.site import Site
@@ -94,16 +94,18 @@ PAIRS = tuple(Pair(*words) for words in itertools.product(TROUBLES, ("kill", "st
 
 
 class PairChaos(Chaos):
-    """A server, its clients, and pairs of faults."""
+    """A server, its clients, and pairs of faults or single ones."""
 
-    def __init__(self, folder: Path, seed: int, pause: float = 0.0) -> None:
-        super().__init__(folder, seed, pause=pause, shm="64k")
+    def __init__(self, folder: Path, seed: int, layout: Sequence[str] = LAYOUT, pause: float = 0.0) -> None:
+        super().__init__(folder, seed, layout, pause, shm="64k")
         self._folder = folder
 
-    def _cause_fault(self, pair: Pair) -> bool:  # type: ignore[override]
-        """Cause both faults and wait until all is well again; False: it will not be."""
+    def _cause_fault(self, pair: Fault | Pair) -> bool:
+        """Cause the faults and wait until all is well again; False: it will not be."""
+        if isinstance(pair, Fault):
+            return super()._cause_fault(pair)
         self._flowing.set()
-        self._await_streams(pair)  # type: ignore[arg-type]
+        self._await_streams(pair)
         self._begun += 2
         self._longest_pause = 0.0
         began = time.monotonic()
@@ -114,7 +116,7 @@ class PairChaos(Chaos):
             self._await_names(pair, named, began)
             time.sleep(max(0.0, began + pair.seconds - time.monotonic()))
         self._over = self._begun
-        return self._await_replicas(pair, began)  # type: ignore[arg-type]
+        return self._await_replicas(pair, began)
 
     def _await_names(self, pair: Pair, named: Sequence[Callable[[], bool]], began: float) -> None:
         while not all(is_named() for is_named in named):
@@ -286,7 +288,7 @@ def main() -> int:
     with small_disk() as folder:
         chaos = PairChaos(folder, arguments.seed)
         try:
-            chaos.run(pairs, seconds=60 * arguments.minutes)  # type: ignore[arg-type]
+            chaos.run(pairs, seconds=60 * arguments.minutes)
         except (KeyboardInterrupt, SystemExit):
             chaos.report.wrong.append("interrupted")
         if arguments.logs:

@@ -147,7 +147,8 @@ class RankChannels:
 
     def _unread(self, rank: int) -> ExecutorFailure:
         words = f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
-        return ExecutorFailure(words, suspicious=True, stalled_for=FRAME_TIMEOUT)
+        # Between hosts it may be the connection.
+        return ExecutorFailure(words, suspicious=rank not in self._lines, stalled_for=FRAME_TIMEOUT)
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)
