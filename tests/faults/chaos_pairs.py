@@ -115,6 +115,8 @@ class PairChaos(Chaos):
             named.append(self._hit(pair.kind, pair.target, undo))
             self._await_names(pair, named, began)
             time.sleep(max(0.0, began + pair.seconds - time.monotonic()))
+        if pair.trouble.partition(" ")[0] in LINKS:
+            time.sleep(2.0)  # both sides may be about to notice
         self._over = self._begun
         return self._await_replicas(pair, began)
 
@@ -219,6 +221,7 @@ def _owners(title: str, target: str, host: int) -> Iterator[str]:
     if host == 1 or target == "head":
         yield r"node 1 \(.*has (not been heard of|closed its connection)"
         yield "the head has (not been heard of|closed)"
+        yield "still waiting for node 1"
 
 
 def _go_on(pid: int) -> None:
