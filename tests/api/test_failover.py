@@ -116,7 +116,7 @@ def test_a_choice_that_is_there_at_every_failure_ends() -> None:
         cluster.pass_restart(EngineRestarted)
     [output] = cluster.fail(0, "rank 1 was killed")
     assert output.finish_reason == "error"
-    words = "only this request was running, as it was at an earlier failure; it is not tried again"
+    words = "this request was running at an earlier failure, and alone at this one; it is not tried again"
     assert output.error == f"rank 1 was killed ({words})"
     cluster.pass_restart(EngineRestarted)
     assert cluster.replicas.num_in_flight() == 0

@@ -290,7 +290,7 @@ class Chaos:
                 time.sleep(0.2)
                 continue
             except Failed as error:
-                if "only this request was running" in str(error) and self._begun - over >= 2:
+                if "and alone at this one" in str(error) and self._begun - over >= 2:
                     self.report.given_up += 1
                     continue
                 self.report.wrong.append(f"request {number}: {error}")

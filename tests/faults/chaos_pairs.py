@@ -266,7 +266,7 @@ def bad_link(site: Site, kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def small_disk(size: str = "8m") -> Iterator[Path]:
+def small_disk(size: str = "64m") -> Iterator[Path]:
     """A folder on a disk of its own."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "chaos", folder], check=True)

@@ -19,7 +19,7 @@ from shardline.engine.ipc import EngineFailed, EngineOutputs
 from shardline.stats import EngineStats, merge_stats
 from shardline.types import Request, SequenceOutput
 
-_CULPRIT = "only this request was running, as it was at an earlier failure; it is not tried again"
+_CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +162,11 @@ class Replicas:
             logger.error("request %s: %s: %s", name, _CULPRIT, why)
             errors.append(_as_error(culprit, f"{replica.failed} ({_CULPRIT})"))
         waiting = [choice for choice in lost if choice is not culprit]
-        if suspects := sum(choice.is_suspect for choice in waiting):
-            logger.warning("%d choices may have ended replica %d, and go on alone, one by one", suspects, index)
         self._placement.let_wait(waiting)
         if self.dead_reason:
             errors += [_as_error(choice, self.dead_reason) for choice in self._placement.take_homeless()]
+        elif suspects := sum(choice.is_suspect for choice in waiting):
+            logger.warning("%d choices may have ended replica %d, and go on alone, one by one", suspects, index)
         self._placement.settle()
         return errors
 
