@@ -27,9 +27,10 @@ clients: $(VENV)/.tested $(CLIENTS)/.installed ## Real clients, in an environmen
 exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
 
-chaos: $(VENV)/.tested ## Every fault, then FAULTS=1000 at random, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
+chaos: $(VENV)/.tested ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
 	$(BIN)/python -m tests.faults.chaos --product --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.faults.chaos --faults 20 --only kill --layout "-pp 2" --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.faults.chaos_pairs --pairs $(or $(PAIRS),120) --seed $(or $(SEED),0)
 	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
 	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 

@@ -42,11 +42,10 @@ LONG_FUNCTIONS = {
 """Most of them are Triton kernels: a launch compiles one function, and its arguments alone are a screen."""
 
 WIDE_CLASSES = {
-    "api/replicas.py:Replicas": 17,
     "runtime/backends/cuda/weights.py:RowKernels": 21,
     "runtime/backends/kernels.py:CommonKernels": 23,
 }
-"""The last two are tables of kernels, with one method for each operation that a back end offers."""
+"""They are tables of kernels, with one method for each operation that a back end offers."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -54,6 +54,8 @@ class FakeEngineClient:
         self.config, self.replica, self.fingerprint = config, replica, fingerprint
         self.paused = threading.Event()
         self.aborted: list[str] = []
+        self._confirmed: list[str] = []
+        """Aborted requests that the next message names."""
         self.added: list[Request] = []
         self.running: dict[str, tuple[Request, int]] = {}
         self.closed = False
@@ -61,6 +63,7 @@ class FakeEngineClient:
         self._next_token, self._tokens_per_step, self._start_error = next_token, tokens_per_step, start_error
         self._changed = threading.Condition()
         self._dead = ""
+        self._suspicious = False
         self._steps = 0
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
@@ -83,6 +86,8 @@ class FakeEngineClient:
             self.aborted.extend(request_ids)
             for request_id in request_ids:
                 self.running.pop(request_id, None)
+            self._confirmed.extend(request_ids)
+            self._changed.notify()
 
     def close(self, timeout: float = 10.0) -> None:
         with self._changed:
@@ -91,28 +96,34 @@ class FakeEngineClient:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    def die(self, message: str) -> None:
-        """Fail like an engine whose worker was killed."""
+    def die(self, message: str, *, suspicious: bool = False) -> None:
+        """Fail like an engine whose worker was killed; `suspicious`: or in which a step hung."""
         with self._changed:
-            self._dead = message
+            self._dead, self._suspicious = message, suspicious
             self._changed.notify()
         self._thread.join()
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self.closed or self._dead or (self.running and not self.paused.is_set())):
+                while not (self.closed or self._dead or self._confirmed or self._may_step()):
                     self._changed.wait(0.01)
                 if self.closed:
                     return
-                outputs = [] if self._dead else [self._step(request_id) for request_id in list(self.running)]
+                outputs = []
+                if self._may_step() and not self._dead:
+                    outputs = [self._step(request_id) for request_id in list(self.running)]
+                aborted, self._confirmed = self._confirmed, []
                 stats = EngineStats(num_running=len(self.running), num_steps=self._steps, engine_seconds=0.1)
                 self._steps += 1
             if self._dead:
-                self._on_message(EngineFailed(self._dead))
+                self._on_message(EngineFailed(self._dead, suspicious=self._suspicious))
                 return
-            self._on_message(EngineOutputs(outputs, stats))
+            self._on_message(EngineOutputs(outputs, stats, aborted))
             time.sleep(0.0005)
+
+    def _may_step(self) -> bool:
+        return bool(self.running) and not self.paused.is_set()
 
     def _step(self, request_id: str) -> SequenceOutput:
         request, position = self.running[request_id]

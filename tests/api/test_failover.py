@@ -15,7 +15,7 @@ from shardline.api import engines
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
 from shardline.api.errors import EngineDead, EngineRecovering
-from shardline.api.failover import MAX_FAILURES, ONE_CUT, RESTART_WINDOW, RestartLimit, RunningChoice
+from shardline.api.failover import ONE_CUT, RESTART_WINDOW, SUSPECT_AFTER, RestartLimit, RunningChoice
 from shardline.api.llm import LLM
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
@@ -112,12 +112,13 @@ def test_counters_outlive_an_engine() -> None:
 def test_a_choice_that_is_there_at_every_failure_ends() -> None:
     cluster = Cluster()
     cluster.replicas.add_requests(request("poison"))
-    for _ in range(MAX_FAILURES - 1):
+    for _ in range(SUSPECT_AFTER):
         assert cluster.fail(0) == []
         cluster.pass_restart(EngineRestarted)
     [output] = cluster.fail(0, "rank 1 was killed")
     assert output.finish_reason == "error"
-    assert output.error == "rank 1 was killed (this request was running at 3 failures, and is not tried again)"
+    words = "this request was running at an earlier failure, and alone at this one; it is not tried again"
+    assert output.error == f"rank 1 was killed ({words})"
     cluster.pass_restart(EngineRestarted)
     assert cluster.replicas.num_in_flight() == 0
 
@@ -130,10 +131,11 @@ def test_one_cut_is_one_failure_of_a_choice() -> None:
         assert cluster.fail(index, host_lost=True) == []
     choice = RunningChoice(request("b")[0])
     for now, expected in ((100.0, 1), (100.1, 1), (100.0 + ONE_CUT, 2), (101.0 + ONE_CUT, 2)):
-        choice.note_failure(now, "the node is away", host_lost=True)
+        choice.note_failure(0, now, "the node is away", host_lost=True)
         assert len(choice.failures) == expected
-    choice.note_failure(102.0 + ONE_CUT, "the engine has ended", host_lost=False)
-    assert len(choice.failures) == MAX_FAILURES
+        assert choice.is_suspect == (expected >= SUSPECT_AFTER)
+    choice.note_failure(0, 102.0 + ONE_CUT, "the engine has ended")
+    assert len(choice.failures) == 3
 
 
 def test_a_replica_that_fails_too_often_stays_down() -> None:
@@ -247,10 +249,11 @@ def contents(outputs: list[RequestOutput]) -> list[object]:
     return [known_fields(output.outputs) for output in outputs]
 
 
+@pytest.mark.parametrize("suspicious", [False, True], ids=["killed", "hanging"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @on_loop
-async def test_streams_outlive_replicas_and_are_the_same(num_replicas: int) -> None:
-    """Every choice is served by several engines, one after another."""
+async def test_streams_outlive_replicas_and_are_the_same(num_replicas: int, suspicious: bool) -> None:
+    """Every choice is served by several engines, one after another; if a step hung, by one alone for a while."""
 
     async def run(kills: int) -> list[object]:
         cluster = FakeCluster()
@@ -267,8 +270,12 @@ async def test_streams_outlive_replicas_and_are_the_same(num_replicas: int) -> N
                 victim.paused.clear()
                 await asyncio.sleep(0.004)
                 started = len(cluster.clients)
-                await asyncio.to_thread(victim.die, "rank 0 was killed")
+                await asyncio.to_thread(victim.die, "rank 0 was killed", suspicious=suspicious)
                 while len(cluster.clients) == started or not all(llm.replicas_alive()):
+                    await asyncio.sleep(0.001)
+                for client in cluster.clients if suspicious else []:
+                    client.paused.clear()
+                while llm._replicas._placement.quarantine.replica is not None:
                     await asyncio.sleep(0.001)
             for client in cluster.clients:
                 client.paused.clear()

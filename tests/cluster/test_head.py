@@ -24,6 +24,7 @@ from shardline.cluster.messages import (
     FrontToHead,
     HeadMessage,
     Join,
+    Launch,
     NodeMessage,
     Refused,
     Rejoin,
@@ -37,7 +38,9 @@ from shardline.cluster.messages import (
 from shardline.cluster.node import Node, UnreadableMessage, tell_head
 from shardline.cluster.wire import HeadSocket, NodeSocket, encode
 from shardline.config.engine import EngineConfig
+from shardline.deployment.machine import Machine
 from tests.cluster.joins import node, start
+from tests.deployment.machines import host, resolve_on
 
 TOKEN = "the-token-of-this-test-1"
 
@@ -57,8 +60,8 @@ class FakeNode:
 
 
 @pytest.fixture
-def head(own: Join, port: int, caplog: pytest.LogCaptureFixture) -> Iterator[int]:
-    """The port of a head that waits for nodes 1 and 2."""
+def front(own: Join, port: int, caplog: pytest.LogCaptureFixture) -> Iterator[socket.socket]:
+    """The front's end of the channel to a head that waits for nodes 1 and 2."""
     caplog.set_level(logging.INFO)
     front, theirs = socket.socketpair()
     sockets, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,10 +70,16 @@ def head(own: Join, port: int, caplog: pytest.LogCaptureFixture) -> Iterator[int
         Channel(front, Join).send(start(own, token=TOKEN, address="127.0.0.1", port=port))
         thread = threading.Thread(target=Head(channel, passed).run, daemon=True)
         thread.start()
-        yield port
+        yield front
         front.shutdown(socket.SHUT_RDWR)
         thread.join(5)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def head(front: socket.socket, port: int) -> int:
+    """The port of the head."""
+    return port
 
 
 @pytest.fixture
@@ -121,6 +130,21 @@ def test_a_node_that_lacks_the_model_tells_the_head(
     assert "host2 (10.0.0.3) cannot join: no model: `shardline download M`" in caplog.text
     assert "still waiting for nodes 1, 2 (--node-rank)" in caplog.text
     assert isinstance(fake.ask(node(own, 1)), Accepted), "the head still takes nodes"
+
+
+def test_a_head_that_starts_again_names_nodes_that_do_not_come_back(
+    front: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first start, nodes have more time: people start them."""
+    monkeypatch.setattr("shardline.cluster.head._REJOIN_SECONDS", 1.2)
+    time.sleep(1.5)
+    assert "still waiting" not in caplog.text
+    hosts = tuple(host(name=f"host{index}") for index in range(3))
+    Channel(front, Join).send(Launch(resolve_on(Machine(hosts), device="cpu", pipeline_parallel_size=3)))
+    deadline = time.monotonic() + 10
+    while "still waiting for nodes 1, 2 (--node-rank)" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_node_that_came_back_at_once_is_not_refused(

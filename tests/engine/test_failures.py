@@ -93,6 +93,32 @@ def failure(executor: MultiprocessExecutor) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("code", "suspicious"), [(-9, False), (-15, False), (-11, True), (-6, True), (1, True)], ids=str
+)
+def test_a_crash_may_be_the_doing_of_what_ran_but_a_kill_is_not(
+    executor: MultiprocessExecutor, code: int, suspicious: bool
+) -> None:
+    RANKS[0].fail("the connection is lost", consequence=True)
+    RANKS[3].end(code)
+    with pytest.raises(ExecutorFailure, match=r"rank 3") as caught:
+        executor.check_ranks()
+    assert caught.value.suspicious == suspicious
+
+
+def test_an_error_of_a_step_may_be_the_doing_of_what_ran_but_a_lost_connection_is_not(
+    executor: MultiprocessExecutor,
+) -> None:
+    RANKS[1].fail("the connection is lost", consequence=True)
+    with pytest.raises(ExecutorFailure) as caught:
+        executor.check_ranks()
+    assert not caught.value.suspicious
+    RANKS[2].fail("division by zero", consequence=False)
+    with pytest.raises(ExecutorFailure, match="division by zero") as caught:
+        executor.check_ranks()
+    assert caught.value.suspicious
+
+
 def test_an_error_is_named_rather_than_lost_connections(executor: MultiprocessExecutor) -> None:
     for rank in (0, 1, 3):
         RANKS[rank].fail("the connection is lost", consequence=True)

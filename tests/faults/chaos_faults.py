@@ -97,7 +97,7 @@ class Faults:
     def await_loading(self) -> bool:
         """Kill an engine, and wait until a process of its next start is there; whether it came."""
         before = set(self.pids("rank"))
-        os.kill(self._random.choice(self._current("engine")), signal.SIGKILL)
+        os.kill(self._random.choice(self.newest("engine")), signal.SIGKILL)
         deadline = time.monotonic() + _LOADING_SECONDS
         while time.monotonic() < deadline:
             new = set(self.pids("rank")) - before
@@ -123,12 +123,12 @@ class Faults:
             node = site.nodes[0]
             named = self._appears(r"node 1 \(.*has (not been heard of for|closed its connection)")
             os.kill(node.pid, SIGNALS[fault.kind])
-            return named, lambda: self._bring_back_node(fault.kind)
+            return named, lambda: self.bring_back_node(fault.kind)
         # The last one is loading, if any is.
         if fault.state == "loading":
             pid = max(self.pids(fault.target), key=start_time)
         else:
-            pid = self._random.choice(self._current(fault.target))
+            pid = self._random.choice(self.newest(fault.target))
         words = {"head": "the head process ", "engine": r"engine \d"}.get(fault.target, rf"pid {pid}\b")
         logs = [self._appears(words, host=host) for host in range(2)]
         with contextlib.suppress(ProcessLookupError):
@@ -145,24 +145,25 @@ class Faults:
                     found.append(pid)
         return found
 
-    def _current(self, target: str) -> list[int]:
+    def helpers(self) -> list[int]:
+        """The processes with a title that are of no known kind."""
+        known = [title for titles in (*_TITLES.values(), ("shardline: front",)) for title in titles]
+        return [
+            pid
+            for host in range(2)
+            for pid in self._site.hosts.pids(host)
+            if (line := command_line(pid)).startswith("shardline: ") and not any(title in line for title in known)
+        ]
+
+    def newest(self, target: str) -> list[int]:
         """The newest process of each title: the one before it may still be ending."""
         newest = {command_line(pid): pid for pid in sorted(self.pids(target), key=start_time)}
         return [pid for title, pid in newest.items() if title.startswith("shardline: ")]
 
     def _appears(self, pattern: str, host: int = 0) -> Callable[[], bool]:
-        path = self._site.logs[host]
-        begin = path.stat().st_size
-        line = re.compile(rf"^.* (?:ERROR|WARNING) .*{pattern}".encode(), re.MULTILINE)
+        return appears(self._site.logs[host], pattern)
 
-        def appears() -> bool:
-            with path.open("rb") as log:
-                log.seek(begin)
-                return line.search(log.read()) is not None
-
-        return appears
-
-    def _bring_back_node(self, kind: str) -> None:
+    def bring_back_node(self, kind: str) -> None:
         """As the supervisor of a node would; one that was stopped goes on, as after a pause of a virtual machine."""
         node = self._site.nodes[0]
         if kind == "stop":
@@ -170,3 +171,16 @@ class Faults:
             return
         node.wait(20)
         self._site.nodes[0] = self._site.start_node(1)
+
+
+def appears(path: Path, pattern: str) -> Callable[[], bool]:
+    """Whether a log has an error or a warning with this from now on."""
+    begin = path.stat().st_size
+    line = re.compile(rf"^.* (?:ERROR|WARNING) .*(?:{pattern})".encode(), re.MULTILINE)
+
+    def has_appeared() -> bool:
+        with path.open("rb") as log:
+            log.seek(begin)
+            return line.search(log.read()) is not None
+
+    return has_appeared

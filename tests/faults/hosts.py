@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,9 +27,11 @@ class Hosts:
     Names carry the id of this process, and everything goes with `close`.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shm: str = "") -> None:
+        """`shm`: the size of /dev/shm on each host, for example 64k; empty: they have that of this machine."""
         if os.geteuid() != 0 and "CI" not in os.environ:
             pytest.skip("network namespaces need root")
+        self._shm = shm
         pid = os.getpid()
         number = next(_numbers)
         self._prefix = f"sl{pid}n{number}"
@@ -70,6 +74,9 @@ class Hosts:
 
     def command(self, host: int, *words: str) -> list[str]:
         """The words that run a program on a host."""
+        if self._shm:  # a namespace of the network comes with one of mounts
+            mount = f'mount -t tmpfs -o size={self._shm} shm /dev/shm && exec "$@"'
+            words = ("sh", "-c", mount, "sh", *words)
         return ["ip", "netns", "exec", self._spaces[host], *words]
 
     def add_address(self, host: int, address: str) -> None:
@@ -94,8 +101,42 @@ class Hosts:
 
     def slow(self, host: int, rate: str) -> None:
         """Limit what a host sends, for example to 100mbit."""
-        limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
-        _run("ip", "netns", "exec", self._spaces[host], "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
+        self._queue(self._spaces[host], "eth0", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+
+    def mute(self, host: int) -> None:
+        """Drop what a host sends, silently; it still hears the others."""
+        self._queue(self._spaces[host], "eth0", "blackhole")
+
+    def deafen(self, host: int) -> None:
+        """Drop what others send to a host, silently; they still hear it."""
+        self._queue(self._switch, f"p{host}", "blackhole")
+
+    @contextlib.contextmanager
+    def losing(self, host: int, lost: float, passed: float) -> Iterator[None]:
+        """Again and again, drop all packets for `lost` seconds and none for `passed`, in turn in both directions."""
+        ended = threading.Event()
+
+        def lose() -> None:
+            for drop in itertools.cycle((self.mute, self.deafen)):
+                drop(host)
+                is_over = ended.wait(lost)
+                self.clear(host)
+                if is_over or ended.wait(passed):
+                    return
+
+        thread = threading.Thread(target=lose, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def clear(self, host: int) -> None:
+        """End what `slow`, `mute` and `deafen` have done."""
+        for space, device in ((self._spaces[host], "eth0"), (self._switch, f"p{host}")):
+            with contextlib.suppress(subprocess.CalledProcessError):  # there is nothing to end
+                _run("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root")
 
     def close(self) -> None:
         """End all processes and remove the network."""
@@ -123,6 +164,9 @@ class Hosts:
                 if words[3] == "0A":
                     found.add(int(words[1].rpartition(":")[2], 16))
         return found
+
+    def _queue(self, space: str, device: str, *words: str) -> None:
+        _run("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", device, "root", *words)
 
     def _connect(self, port: str, space: str | None, interface: str, address: str) -> None:
         inside = ("-n", space) if space else ()

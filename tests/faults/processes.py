@@ -38,11 +38,15 @@ class Replica:
 
     def failure(self, timeout: float) -> str:
         """The message of the failure that must come within `timeout` seconds."""
+        return self.await_failure(timeout).message
+
+    def await_failure(self, timeout: float) -> EngineFailed:
+        """The failure that must come within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             message = self.messages.get(timeout=max(0.01, deadline - time.monotonic()))
             if isinstance(message, EngineFailed):
-                return message.message
+                return message
 
 
 def clean_up(replica: Replica) -> None:

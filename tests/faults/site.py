@@ -19,10 +19,12 @@ SMALL = ("demo", "--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "
 class Site:
     """A server over hosts of its own."""
 
-    def __init__(self, folder: Path, count: int, *flags: str, started: int | None = None, **environment: str) -> None:
-        """A server over `count` hosts, of which the first `started` start their node; None: all."""
+    def __init__(
+        self, folder: Path, count: int, *flags: str, started: int | None = None, shm: str = "", **environment: str
+    ) -> None:
+        """A server over `count` hosts, of which the first `started` start their node; None: all. `shm`: see `Hosts`."""
         self._environment = environment
-        self.hosts = Hosts(count)
+        self.hosts = Hosts(count, shm)
         self.logs = [folder / f"host{index}.log" for index in range(count)]
         self._flags = (*SMALL, "--nnodes", str(count), "--master-addr", self.hosts.address(0), *flags)
         self.nodes = [self.start_node(index) for index in range(1, started or count)]
@@ -30,9 +32,13 @@ class Site:
         self.url = f"http://{self.hosts.address(0)}:8000"
 
     def start_node(self, index: int, *more: str, **environment: str) -> subprocess.Popen[str]:
+        variables = {**self._environment, **environment}
+        return self.hosts.start(index, *self.words(index), *more, log=self.logs[index], **variables)
+
+    def words(self, index: int) -> tuple[str, ...]:
+        """The words after `shardline` that start a node."""
         flags = ("--host", "0.0.0.0") if index == 0 else ("--node-rank", str(index))
-        words, variables = (*self._flags, *flags, *more), {**self._environment, **environment}
-        return self.hosts.start(index, "serve", *words, log=self.logs[index], **variables)
+        return ("serve", *self._flags, *flags)
 
     def await_ready(self, seconds: float = 60.0) -> None:
         try:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.chaos import Chaos
 from tests.faults.chaos_faults import Fault
+from tests.faults.chaos_pairs import Pair, PairChaos
 
+PAIRS = [
+    Pair("kill rank", "kill", "engine"),
+    Pair("memory node", "kill", "engine"),
+    Pair("descriptors front", "kill", "rank"),
+]
 FAULTS = [
     Fault(*words.split())
     for words in (
@@ -27,7 +32,7 @@ FAULTS = [
         "kill engine idle",
     )
 ]
-"""Each kind, each process and each state, in most of their pairs."""
+"""Single faults: each kind, each process and each state, in most of their pairs."""
 LAYOUT = ("-dp", "2", "-pp", "2", "--step-timeout", "5")
 """A stall is noticed after half of the usual time."""
 PAUSE = 0.5
@@ -36,7 +41,7 @@ limit for streams to be in the middle when a fault comes."""
 
 
 def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -> None:
-    report = Chaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run(FAULTS, num_clients=3, seconds=55.0)
+    report = PairChaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run([*PAIRS, *FAULTS], 3, seconds=65.0)
     assert not report.wrong, "\n".join(report.lines())
     assert report.answers > 20
     assert report.num_faults > 8  # slow machines do not come to the last ones

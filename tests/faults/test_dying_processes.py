@@ -98,7 +98,10 @@ def test_a_stopped_rank_is_named_at_the_deadline(forked_replica: Replica) -> Non
     replica.start_long_request()
     victim = replica.worker_pids[1]
     os.kill(victim, signal.SIGSTOP)
-    message = replica.failure(timeout=10)
+    failed = replica.await_failure(timeout=10)
+    message = failed.message
+    assert failed.suspicious
+    assert failed.stalled_for == 2.0
     assert "no rank has finished anything for 2 s" in message
     assert "rank 1 (pp 0, tp 1)" in message
     assert "rank 0" not in message
@@ -108,7 +111,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(forked_replica: Replica) -> Non
 def test_ranks_end_with_their_engine(replica: Replica) -> None:
     replica.start_long_request()
     os.kill(replica.engine_pid, signal.SIGKILL)
-    assert "killed by signal 9" in replica.failure(timeout=10)
+    failed = replica.await_failure(timeout=10)
+    assert "killed by signal 9" in failed.message
+    assert not failed.suspicious
     assert_all_end(replica.worker_pids, within=10)
 
 

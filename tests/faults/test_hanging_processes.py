@@ -118,6 +118,8 @@ def test_slow_steps_are_spared_and_one_that_hangs_is_named(monkeypatch: pytest.M
         while isinstance(message := replica.messages.get(timeout=10), EngineOutputs):
             num_tokens += sum(len(output.token_ids) for output in message.outputs)
         assert isinstance(message, EngineFailed)
+        assert message.suspicious
+        assert 1.0 < message.stalled_for < 5.0
         assert "has not answered for 1.5 s: it is stopped or hangs in a step" in message.message
         # The fourth token waits for more to go with it.
         assert num_tokens in (3, 4)

@@ -5,49 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from shardline.api.engines import Client, Connect, EngineEvent, EngineRestarted, Engines, RestartFailed
 from shardline.api.errors import EngineDead, EngineRecovering, QueueFull
-from shardline.api.failover import MAX_FAILURES, RestartLimit, RunningChoice
+from shardline.api.failover import RestartLimit, RunningChoice, ran_at
+from shardline.api.placement import Placement
+from shardline.api.replica import Replica
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.router.policies.base import ReplicaLoad
-from shardline.router.router import Router
 from shardline.stats import EngineStats, merge_stats
 from shardline.types import Request, SequenceOutput
 
+_CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Replica:
-    client: Client
-    restarts: RestartLimit
-    in_flight: dict[str, RunningChoice] = field(default_factory=dict)
-    tokens: int = 0
-    """Prompt tokens and maximal output tokens of the requests in flight."""
-    stats: EngineStats = field(default_factory=EngineStats)
-    past: EngineStats = field(default_factory=EngineStats)
-    """The counters of this replica's engines that have failed."""
-    failed: str = ""
-    """Why the replica failed; empty while it runs."""
-    restarting: bool = False
-
-    def estimate_waiting(self, max_running: int) -> int:
-        """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
-        return max(len(self.in_flight) - max_running, min(self.stats.num_waiting, len(self.in_flight)))
-
-    def load(self, index: int, max_running: int) -> ReplicaLoad:
-        """The replica as router policies see it."""
-        return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running)
-
-    def take_choices(self) -> list[RunningChoice]:
-        """The choices in flight, which are no longer this replica's."""
-        choices, self.in_flight, self.tokens = list(self.in_flight.values()), {}, 0
-        return choices
 
 
 class Replicas:
@@ -57,7 +30,7 @@ class Replicas:
     one thread and pass them to `handle_event`.
 
     If a replica fails, its choices go on at another one, with the tokens that their users may have seen. Without
-    another one they wait until a replica has started again.
+    another one they wait until a replica has started again. Those that may have caused the failure go on alone.
     """
 
     def __init__(
@@ -71,14 +44,10 @@ class Replicas:
         self._engines = engines = Engines(config, on_event, connect)
         self.config = engines.config
         self.wait_ready = engines.wait_ready
-        self._max_running = self.config.max_running
-        self._replicas = [
-            _Replica(client, RestartLimit(self.config.parallel.max_restarts)) for client in engines.clients
-        ]
-        self._router = Router(self.config.parallel.router_policy)
-        self._home: dict[str, int] = {}
-        self._homeless: dict[str, RunningChoice] = {}
-        """Choices that wait for a replica to start again."""
+        limit = self.config.parallel.max_restarts
+        self._replicas = [Replica(client, RestartLimit(limit)) for client in engines.clients]
+        self._placement = Placement(self._replicas, self.config.parallel.router_policy, self.config.max_running)
+        self.abort_requests = self._placement.abort
 
     def close(self) -> None:
         """End all replicas, and other nodes with exit code 1 if no replica is left; any thread may call this."""
@@ -94,31 +63,12 @@ class Replicas:
         """
         if self.dead_reason:
             raise EngineDead(self.dead_reason)
-        choices = [RunningChoice(child) for child in children]
-        if not any(self.alive()):
-            if bounded:
-                raise EngineRecovering("every replica has failed and is being restarted; try again later")
-            self._homeless |= {child.request_id: choice for child, choice in zip(children, choices, strict=True)}
-            return
+        if bounded and not any(self.alive()):
+            raise EngineRecovering("every replica has failed and is being restarted; try again later")
         limit = self.config.scheduler.max_num_waiting
         if bounded and self.num_waiting() >= limit:
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
-        self._place_choices(choices)
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Stop engine requests on the replicas that run them. Unknown ids are ignored."""
-        by_replica: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            self._homeless.pop(request_id, None)
-            index = self._home.get(request_id)
-            if index is not None:
-                by_replica.setdefault(index, []).append(request_id)
-                self._forget_request(request_id)
-        for index, ids in by_replica.items():
-            try:
-                self._replicas[index].client.abort(ids)
-            except OSError:
-                continue  # the replica has died, and its requests with it
+        self._placement.place([RunningChoice(child) for child in children])
 
     def handle_event(self, index: int, event: EngineEvent) -> Sequence[SequenceOutput]:
         """Apply an event of replica `index` and return its outputs.
@@ -128,7 +78,7 @@ class Replicas:
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
-            return self._note_outputs(replica, event.outputs)
+            return self._placement.note_outputs(index, event)
         if isinstance(event, EngineRestarted):
             return self._welcome_replica(index, event.client)
         if isinstance(event, RestartFailed):
@@ -136,28 +86,13 @@ class Replicas:
             return self._recover(index, [])
         return self._lose_replica(index, event)
 
-    def _note_outputs(self, replica: _Replica, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
-        """Keep new tokens; returns the outputs as they would be if nothing had failed."""
-        corrected = []
-        find = replica.in_flight.get
-        for output in outputs:
-            choice = find(output.request_id)
-            if choice is not None:
-                choice.token_ids += output.token_ids
-                if output.num_cached_tokens != choice.num_cached_tokens:
-                    output = choice.correct_output(output)
-                if output.finish_reason is not None:
-                    self._forget_request(output.request_id)
-            corrected.append(output)
-        return corrected
-
     def num_waiting(self) -> int:
-        """About how many requests wait, on all living replicas together."""
-        return sum(replica.estimate_waiting(self._max_running) for replica in self._replicas if not replica.failed)
+        """About how many requests wait, on all living replicas together, or for one."""
+        return self._placement.num_waiting
 
     def num_in_flight(self) -> int:
         """Engine requests that have not finished."""
-        return len(self._home) + len(self._homeless)
+        return len(self._placement)
 
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica, failed replicas included."""
@@ -177,67 +112,55 @@ class Replicas:
             return ""
         return "; ".join(dict.fromkeys(replica.failed for replica in self._replicas))
 
-    def _place_choices(self, choices: Sequence[RunningChoice]) -> None:
-        """Hand choices of one prompt to the living replica that the router policy chooses."""
-        loads = [one.load(index, self._max_running) for index, one in enumerate(self._replicas) if not one.failed]
-        request = choices[0].request
-        index = self._router.choose(request.prompt_token_ids, request.cache_salt, loads)
-        replica = self._replicas[index]
-        for choice in choices:
-            replica.in_flight[choice.request.request_id] = choice
-            replica.tokens += _num_tokens(choice.request)
-            self._home[choice.request.request_id] = index
-        try:
-            replica.client.add([choice.as_request() for choice in choices])
-        except OSError:
-            # The replica has just died. Its EngineFailed will arrive, and `handle_event` will move these requests too.
-            return
-        except BaseException:  # the requests cannot be sent
-            for choice in choices:
-                self._forget_request(choice.request.request_id)
-            raise
-
     def _lose_replica(self, index: int, event: EngineFailed) -> Sequence[SequenceOutput]:
         replica, now = self._replicas[index], time.monotonic()
         reason = event.message or "the engine's process has ended"
-        replica.failed = reason
-        self._router.forget_replica(index)
+        replica.failed, replica.host_lost = reason, event.host_lost
         gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
         replica.stats = msgspec.structs.replace(replica.stats, **gauges)
-        lost = replica.take_choices()
+        lost, alone = self._placement.lose_replica(index)
         logger.error("replica %d is lost with %d choices; %d left: %s", index, len(lost), sum(self.alive()), reason)
         if self.config.parallel.on_failure == "exit":
-            for other in self._replicas:
-                other.failed = other.failed or reason
-                lost += other.take_choices()
+            for other, one in enumerate(self._replicas):
+                one.failed = one.failed or reason
+                lost += self._placement.lose_replica(other)[0]
+        ran = ran_at(lost, now - event.stalled_for) if event.suspicious else []
+        suspicious = {choice.request.request_id for choice in ran}
         for choice in lost:
-            self._home.pop(choice.request.request_id, None)
-            choice.note_failure(now, reason, host_lost=event.host_lost)
-        return self._recover(index, lost)
+            ran_here = choice.request.request_id in suspicious
+            choice.note_failure(index, now, reason, host_lost=event.host_lost, suspicious=ran_here)
+        return self._recover(index, lost, None if event.host_lost else alone)
 
-    def _recover(self, index: int, lost: Sequence[RunningChoice]) -> Sequence[SequenceOutput]:
-        """Restart a failed replica if that is allowed, and find a place for lost choices; returns their errors."""
+    def _recover(
+        self, index: int, lost: Sequence[RunningChoice], culprit: RunningChoice | None = None
+    ) -> Sequence[SequenceOutput]:
+        """Restart a failed replica if that is allowed, and find a place for lost choices; returns their errors.
+
+        `culprit`: the choice that was alone, so it has caused the failure.
+        """
         replica = self._replicas[index]
         if self.config.parallel.on_failure == "restart":
-            replica.restarting = replica.restarts.allow_restart()
+            # A failure that a request was shown to cause says nothing about the replica.
+            replica.restarting = culprit is not None or replica.restarts.allow_restart()
             if replica.restarting:
                 logger.info("replica %d starts again", index)
                 self._engines.restart_engine(index, replica.client)
             else:
                 logger.error("replica %d failed too often and stays down", index)
         errors = []
-        for choice in lost:
-            if len(choice.failures) >= MAX_FAILURES:
-                times = f"this request was running at {len(choice.failures)} failures, and is not tried again"
-                logger.error("request %s: %s: %s", choice.request.request_id, times, "; ".join(choice.failures))
-                errors.append(_as_error(choice, f"{replica.failed} ({times})"))
-            elif any(self.alive()):
-                self._place_choices([choice])
-            else:
-                self._homeless[choice.request.request_id] = choice
+        if culprit is not None:
+            for home, _ in culprit.failures[:-1]:
+                self._replicas[home].restarts.forgive()
+            name, why = culprit.request.request_id, "; ".join(reason for _, reason in culprit.failures)
+            logger.error("request %s: %s: %s", name, _CULPRIT, why)
+            errors.append(_as_error(culprit, f"{replica.failed} ({_CULPRIT})"))
+        waiting = [choice for choice in lost if choice is not culprit]
+        self._placement.let_wait(waiting)
         if self.dead_reason:
-            errors += [_as_error(choice, self.dead_reason) for choice in self._homeless.values()]
-            self._homeless = {}
+            errors += [_as_error(choice, self.dead_reason) for choice in self._placement.take_homeless()]
+        elif suspects := sum(choice.is_suspect for choice in waiting):
+            logger.warning("%d choices may have ended replica %d, and go on alone, one by one", suspects, index)
+        self._placement.settle()
         return errors
 
     def _welcome_replica(self, index: int, client: Client) -> Sequence[SequenceOutput]:
@@ -245,21 +168,9 @@ class Replicas:
         replica.past = merge_stats([replica.past, msgspec.structs.replace(replica.stats, kv_blocks_total=0)])
         replica.stats = EngineStats()
         replica.client, replica.failed, replica.restarting = client, "", False
-        waiting, self._homeless = self._homeless, {}
-        logger.info("replica %d runs again, and goes on with %d choices", index, len(waiting))
-        for choice in waiting.values():
-            self._place_choices([choice])
+        logger.info("replica %d runs again, and goes on with %d choices", index, self._placement.num_homeless)
+        self._placement.settle()
         return []
-
-    def _forget_request(self, request_id: str) -> None:
-        index = self._home.pop(request_id, None)
-        if index is not None:
-            replica = self._replicas[index]
-            replica.tokens -= _num_tokens(replica.in_flight.pop(request_id).request)
-
-
-def _num_tokens(request: Request) -> int:
-    return len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
 
 
 def _as_error(choice: RunningChoice, message: str) -> SequenceOutput:

@@ -51,6 +51,8 @@ from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 
 _NOTICE_SECONDS = 30.0
+_REJOIN_SECONDS = 4.0
+"""Seconds after which a head process that has started again names the nodes that do not join anew."""
 _OWN_DELAY = 2.0
 _QUIET = 1.5 * BEAT_SECONDS
 """Seconds of silence after which a node may have ended, although it does not count as lost yet."""
@@ -128,6 +130,8 @@ class Head:
             message = self._channel.receive()
             if isinstance(message, Launch):
                 self._relay.deployment = message.deployment
+                if not self._is_complete:  # the nodes had joined a head process before this one
+                    self._noticed = time.monotonic() - _NOTICE_SECONDS + _REJOIN_SECONDS
                 for member in self._members.present():
                     self._wire.send(member.identity, message)
                 self._report_members()

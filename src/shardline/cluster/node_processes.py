@@ -15,7 +15,7 @@ from shardline.cluster.streams import frame
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted
 from shardline.deployment.segment import segment_layout
-from shardline.engine.children import Child
+from shardline.engine.children import Child, is_own_end
 from shardline.engine.ipc import EngineBeat, EngineFailed
 from shardline.engine.start import start_engine
 
@@ -140,5 +140,6 @@ def last_words(stream: Stream, why: str, code: int | None = None, *, host_lost: 
     `code`: its exit code; None: it has none. `host_lost`: its host is away.
     """
     if stream.rank == ENGINE:
-        return frame(encode_message(EngineFailed(f"engine {stream.engine} {why}", host_lost=host_lost)))
+        failed = EngineFailed(f"engine {stream.engine} {why}", host_lost=host_lost, suspicious=is_own_end(code))
+        return frame(encode_message(failed))
     return frame(encode_message(RankEnded(why, code, host_lost)))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Sequence
 
 from shardline import env, lifeline
 from shardline.segment.activity import Activity, is_stopped, read_activity
 from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
+
+_FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that somebody else sends; the kernel does, too, if memory is short or the parent has ended."""
+
+
+def is_own_end(code: int | None) -> bool:
+    """Whether a process that ended with this exit code did so by itself: it exited, or crashed. None: it runs."""
+    return code is not None and -code not in _FOREIGN_SIGNALS
 
 
 class Child:

@@ -14,6 +14,7 @@ import msgspec
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import Probe, ProbeDone
+from shardline.engine.children import is_own_end
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -69,6 +70,8 @@ class EngineClient:
         self._ready = threading.Event()
         self._remote = Activity()
         self._killed_because = ""
+        self._silence = 0.0
+        """Seconds for which the engine had done nothing when it was killed."""
         interval = probe_interval(deployment.step_timeout)
         self._watchdog = Watchdog(interval, deployment.step_timeout + _GRACE - interval)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -161,7 +164,7 @@ class EngineClient:
                 return
 
     def _give_up(self, reason: str) -> None:
-        self._killed_because = reason
+        self._killed_because, self._silence = reason, self._watchdog.silence
         if self._child is not None:
             self._child.kill()
         # A process that hangs in a driver outlives even this; the front must not wait for its end.
@@ -184,9 +187,14 @@ class EngineClient:
         pid = f", pid {self._child.pid}" if self._child else ""
         return f"engine {self._replica} ({rank}on {host}{pid})"
 
-    def _describe_end(self) -> str:
-        how = self._child.describe_end() if self._child else "has lost its connection"
-        return f"{self._name()} {how}"
+    def _describe_end(self) -> EngineFailed:
+        """The failure of an engine that could not tell it."""
+        if self._killed_because:
+            return EngineFailed(self._killed_because, suspicious=True, stalled_for=self._silence)
+        if self._child is None:
+            return EngineFailed(f"{self._name()} has lost its connection", host_lost=True)
+        words = f"{self._name()} {self._child.describe_end()}"
+        return EngineFailed(words, suspicious=is_own_end(self._child.poll()))
 
     def _read(self) -> None:
         ready = False
@@ -194,8 +202,7 @@ class EngineClient:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                host_lost = self._child is None and not self._killed_because
-                message = EngineFailed(self._killed_because or self._describe_end(), host_lost=host_lost)
+                message = self._describe_end()
             if isinstance(message, EngineBeat):
                 if message.activity.work != self._remote.work:
                     self._watchdog.note_life()

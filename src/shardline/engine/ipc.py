@@ -57,6 +57,8 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: Sequence[SequenceOutput]
     stats: EngineStats
+    aborted: Sequence[str] = ()
+    """Requests that were aborted as the front has asked: no output of them follows."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +70,10 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The configuration is at fault, not the program."""
     host_lost: bool = False
     """The cause is the loss of a host or of the connection to it, not anything that the engine ran."""
+    suspicious: bool = False
+    """What it ran may be the cause: a step hung, or raised an error, or a process of it crashed."""
+    stalled_for: float = 0.0
+    """Seconds for which nothing had been done when this was noticed."""
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):

@@ -129,7 +129,8 @@ class EngineProcess:
             elif isinstance(message, AbortRequests):
                 engine.abort_requests(message.request_ids)
                 # The gauges must show the blocks that came back even if no step follows.
-                self._channel.send(EngineOutputs([], engine.stats()))
+                outputs = self._outbox.take_outputs()
+                self._channel.send(EngineOutputs(outputs, engine.stats(), message.request_ids))
             elif isinstance(message, StopEngine):
                 self._stopping = True
         return changed
@@ -141,8 +142,12 @@ class EngineProcess:
             _log.error("the engine failed\n%s", traceback.format_exc())
         message = str(error) if expected else f"the engine failed: {type(error).__name__}: {error}"
         try:
-            host_lost = isinstance(error, ExecutorFailure) and error.host_lost
-            self._channel.send(EngineFailed(message, user_error=user_error, host_lost=host_lost))
+            failed = EngineFailed(message, user_error=user_error, suspicious=True)
+            if isinstance(error, ExecutorFailure):
+                failed = EngineFailed(
+                    message, host_lost=error.host_lost, suspicious=error.suspicious, stalled_for=error.stalled_for
+                )
+            self._channel.send(failed)
         except OSError:
             _log.error("%s", message)
 

@@ -50,6 +50,11 @@ class Watchdog:
         """The peer answered, or sent anything else."""
         self._heard = self._clock()
 
+    @property
+    def silence(self) -> float:
+        """Seconds since the peer last showed that it gets on."""
+        return self._clock() - self._heard
+
     def check(self) -> Verdict:
         """What to do now. Call it again within `seconds_to_check`."""
         now = self._clock()

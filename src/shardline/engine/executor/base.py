@@ -14,12 +14,16 @@ from shardline.types import StepPlan, StepResult
 class ExecutorFailure(RuntimeError):
     """A rank died, failed or missed a deadline; the message names it. The replica cannot go on.
 
-    `host_lost`: the cause is the loss of a host or of the connection to it.
+    `host_lost`, `suspicious`, `stalled_for`: as in `engine.ipc.EngineFailed`.
     """
 
-    def __init__(self, message: str, *, host_lost: bool = False) -> None:
+    def __init__(
+        self, message: str, *, host_lost: bool = False, suspicious: bool = False, stalled_for: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.host_lost = host_lost
+        self.suspicious = suspicious
+        self.stalled_for = stalled_for
 
 
 class Executor(ABC):

@@ -31,6 +31,8 @@ class FailureSearch:
         self._closed: set[int] = set()
         self.guilty: list[int] = []
         """The ranks that `describe` has named, unless one of them has reported an error itself."""
+        self.suspicious = False
+        """Whether a rank failed by itself, so what it ran may be the cause."""
 
     def describe(self, rank: int, error: RankFailed | None, at_step: str) -> str:
         """What has failed, for people. `rank` has just sent `error`, or has closed its channel if that is None."""
@@ -40,8 +42,10 @@ class FailureSearch:
             self._errors[rank] = error
         weight = self._search()
         guilty = [one for one in self._failed() if self._weight(one) == weight] or [rank]
+        self.suspicious = weight == _ERROR
         if weight == _KILLED:
             self.guilty = guilty
+            self.suspicious = any(map(self._processes.crashed_by_itself, guilty))
             return self._processes.describe_ends(guilty) + at_step
         # Errors may follow from each other, so the first one counts.
         first = rank if rank in guilty else guilty[0]

@@ -117,7 +117,8 @@ class MultiprocessExecutor(Executor):
                 last_progress, work = time.monotonic(), now_done
                 note_work()  # for the front, which watches this process
             elif time.monotonic() - last_progress >= self._deployment.step_timeout and not all(self._results):
-                raise ExecutorFailure(self._stall())
+                waited = self._deployment.step_timeout
+                raise ExecutorFailure(self._stall(), suspicious=True, stalled_for=waited)
         self._submitted.pop(0)
         self._watchdog.note_life()
         return [results.popleft() for results in self._results]
@@ -138,7 +139,8 @@ class MultiprocessExecutor(Executor):
             self._channels.send_step_to_all(encode_message(Probe(self._probe_number)))
         elif verdict is Verdict.LOST:
             names = " ".join(self._processes.name_rank(rank) for rank in sorted(self._unanswered))
-            raise ExecutorFailure(f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle")
+            words = f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle"
+            raise ExecutorFailure(words, suspicious=True, stalled_for=self._watchdog.silence)
         return min(CHECK_INTERVAL, self._watchdog.seconds_to_check())
 
     def expert_load(self) -> Counts:

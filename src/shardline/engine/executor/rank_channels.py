@@ -146,9 +146,12 @@ class RankChannels:
         return reply
 
     def _unread(self, rank: int) -> ExecutorFailure:
-        return ExecutorFailure(f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}")
+        words = f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
+        # Between hosts it may be the connection.
+        return ExecutorFailure(words, suspicious=rank not in self._lines, stalled_for=FRAME_TIMEOUT)
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)
         words = search.describe(rank, error, self._at_step())
-        return ExecutorFailure(words, host_lost=self._processes.were_cut_off(search.guilty))
+        host_lost = self._processes.were_cut_off(search.guilty)
+        return ExecutorFailure(words, host_lost=host_lost, suspicious=search.suspicious and not host_lost)

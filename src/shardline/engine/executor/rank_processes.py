@@ -16,7 +16,7 @@ from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
-from shardline.engine.children import Child
+from shardline.engine.children import Child, is_own_end
 from shardline.segment.activity import Activity
 
 _NO_NEWS = "has lost its connection to the engine"
@@ -58,6 +58,8 @@ class RankProcesses:
         self._local: dict[int, Child] = {}
         hosts = [deployment.machine.hosts[place.host].name for place in deployment.placements[engine]]
         self._remote = {rank: RemoteRank(hosts[rank]) for rank in streams}
+        self.has_remote = bool(streams)
+        """Whether ranks run on other hosts."""
         # The kernel removes an anonymous file with its last user, so nothing is left in /dev/shm after a crash.
         self._segment_fd = os.memfd_create("shardline")
         num_bytes = segment_layout(deployment, engine, deployment.placements[engine][0].host).num_bytes
@@ -110,11 +112,6 @@ class RankProcesses:
             *(rank.activity for rank in self._remote.values()),
         ]
 
-    @property
-    def has_remote(self) -> bool:
-        """Whether ranks run on other hosts."""
-        return bool(self._remote)
-
     def name_rank(self, rank: int) -> str:
         """The rank's place in the grid, its host and its process id, with a comma at the end."""
         remote = self._remote.get(rank)
@@ -157,6 +154,11 @@ class RankProcesses:
         """Whether the process has ended with an error, or it cannot be known."""
         remote = self._remote.get(rank)
         return remote.code != 0 if remote is not None else self._local[rank].poll() not in (None, 0)
+
+    def crashed_by_itself(self, rank: int) -> bool:
+        """Whether the process has ended, and nothing from outside has ended it."""
+        remote = self._remote.get(rank)
+        return is_own_end(remote.code if remote is not None else self._local[rank].poll())
 
     def close(self) -> None:
         """Wait two seconds for the processes to end, since their channels are closed; kill those that do not.

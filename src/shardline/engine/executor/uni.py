@@ -90,4 +90,4 @@ def _named_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error
+        raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}", suspicious=True) from error
