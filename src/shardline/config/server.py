@@ -48,6 +48,9 @@ class ServerConfig:
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM or SIGINT")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    special_tokens_in_content: bool = option(
+        False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
+    )
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"
     )

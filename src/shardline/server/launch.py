@@ -194,6 +194,12 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
         logger.info(
             "tool calls: parser %s, chosen from the chat template", service.chat.tool_parser.__module__.split(".")[-1]
         )
+    untold = service.untold_special_tokens
+    if untold:
+        logger.warning(
+            "the tokenizer cannot tell special tokens from text that spells them; in chats it becomes the tokens: %s",
+            ", ".join(untold[:20]),
+        )
     notice = loopback_notice(listener)
     if notice is not None:
         logger.info("%s", notice)

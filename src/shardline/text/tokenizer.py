@@ -14,6 +14,7 @@ from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
+from shardline.text.special_tokens import SpecialTokens
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
@@ -49,6 +50,9 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = (*eos_token_ids, *own)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
+        self.special = SpecialTokens(backend, named)
+        """Keeps special tokens that users spell apart from those of the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
