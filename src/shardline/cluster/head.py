@@ -285,7 +285,7 @@ class Head:
 
 def main() -> None:
     """Entry point; the arguments are descriptors: of the front's channel, of its sockets, and of the pulse."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel_fd, sockets_fd, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)

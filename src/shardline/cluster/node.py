@@ -48,6 +48,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.stop_signals import stop_signals
 
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
@@ -87,7 +88,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
         tell_head(config.cluster, token, Unfit(socket.gethostname(), address, str(error)))
         raise
     node = Node(config, token, join)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, lambda *_: node.ask_to_leave())
     node.import_modules()
     return node.run()

@@ -46,7 +46,7 @@ class ServerConfig:
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
-    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM or SIGINT")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
     special_tokens_in_content: bool = option(
         False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"

@@ -152,7 +152,7 @@ def _why_not() -> str | None:
 
 def main() -> None:
     """Entry point. The arguments are the descriptor of the requests, and the modules to import."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_process_title("fork server")
     configure_logging()

@@ -238,7 +238,7 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Entry point; the file descriptors come from the engine."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     channel_fd, segment_fd, pulse = map(int, sys.argv[1:])

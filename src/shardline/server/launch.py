@@ -22,6 +22,7 @@ from shardline import __version__
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.log import configure_logging
+from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     import uvicorn
@@ -45,7 +46,7 @@ def run_server(
     *,
     start_llm: Callable[[EngineConfig], AsyncLLM] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT arrives or the engine dies; `start_llm` is for tests.
+    """Serve until SIGTERM, SIGINT or SIGHUP arrives or the engine dies; `start_llm` is for tests.
 
     After a first signal, running requests have `shutdown_timeout` seconds to finish; a second signal ends them at once.
 
@@ -131,7 +132,7 @@ def loopback_notice(listener: socket.socket) -> str | None:
 async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, started: float) -> int:
     from shardline.server.app import create_app
 
-    stop = _StopSignals()
+    stop = _StopSignals(reloads=config.api_key_file is not None)
     try:
         app = create_app(llm, config)
         server = _make_http_server(app, config)
@@ -240,9 +241,13 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first one drains the server, the second one ends it at once."""
+    """SIGTERM, SIGINT and the end of the terminal: the first one drains the server, the second one ends it at once.
 
-    def __init__(self) -> None:
+    `reloads`: SIGHUP means something else.
+    """
+
+    def __init__(self, reloads: bool) -> None:
+        self._signals = [number for number in stop_signals() if not (reloads and number is signal.SIGHUP)]
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
@@ -250,13 +255,12 @@ class _StopSignals:
     def handled(self) -> Iterator[None]:
         """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
+        for number in self._signals:
             loop.add_signal_handler(number, self._count_signal)
         try:
             yield
         finally:
-            for number in signals:
+            for number in self._signals:
                 loop.remove_signal_handler(number)
 
     def _count_signal(self) -> None:
