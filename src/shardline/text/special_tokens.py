@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 import tokenizers
 
+from shardline.text.foreign_code import FOREIGN_CODE, TokenizerError
+
 _MARKS = range(0xF0000, 0xFFFFE)
 _ALIAS_CHARS = range(0x100000, 0x10FFFE)
 _SECRET_CHARS = 6
@@ -89,7 +91,8 @@ class SpecialTokens:
     def encode(self, rendered: str, marks: Marks, add_special_tokens: bool) -> list[int]:
         """The ids of a rendered text with `marks`: only special tokens outside of the marks are special tokens."""
         own = self._own.sub(lambda match: self._aliases[match[0]], rendered)
-        [encoding] = self._plain.encode_batch([marks.resolve(own)], add_special_tokens=add_special_tokens)
+        with FOREIGN_CODE:
+            [encoding] = self._plain.encode_batch([marks.resolve(own)], add_special_tokens=add_special_tokens)
         added_behind = encoding.special_tokens_mask
         return [
             token_id if behind else self._plain_ids.get(token_id, token_id)
@@ -101,8 +104,12 @@ class SpecialTokens:
         untold = []
         for content in sorted({*self._ids, *(name for name in self._named if name)}):
             token_id = self._backend.token_to_id(content)
-            if token_id is not None and token_id in self._plain.encode(content, add_special_tokens=False).ids:
-                untold.append(content)
+            try:
+                with FOREIGN_CODE:
+                    if token_id is not None and token_id in self._plain.encode(content, add_special_tokens=False).ids:
+                        untold.append(content)
+            except TokenizerError:
+                continue  # requests with this text are refused
         return untold
 
     @cached_property

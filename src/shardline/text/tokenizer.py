@@ -14,6 +14,7 @@ from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
+from shardline.text.foreign_code import FOREIGN_CODE, TokenizerError
 from shardline.text.special_tokens import SpecialTokens
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
@@ -73,8 +74,9 @@ class Tokenizer:
                     )
             return None
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
+            with FOREIGN_CODE:
+                backend = tokenizers.Tokenizer.from_file(str(path))
+        except TokenizerError as error:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
         special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
         special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
@@ -87,8 +89,9 @@ class Tokenizer:
             return None
         vocabulary = read_vocabulary(header)
         try:
-            backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
-        except Exception as error:  # tokenizers raises plain Exception
+            with FOREIGN_CODE:
+                backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
+        except TokenizerError as error:
             raise ValueError(
                 f"the tokenizer in {file} is broken ({error}); give the model's own with --tokenizer"
             ) from error
@@ -146,7 +149,8 @@ class Tokenizer:
         if len(text) > MAX_INLINE_CHARS:
             # Unlike `encode`, this lets other threads run meanwhile.
             return self.encode_texts([text], add_special_tokens)[0]
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with FOREIGN_CODE:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def exceeds(self, text: str, limit: int) -> bool:
@@ -162,7 +166,8 @@ class Tokenizer:
         count = 0
         for start in range(0, len(text), size):
             # `len` of an encoding makes no list of its ids, which would hold up other threads.
-            count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
+            with FOREIGN_CODE:
+                count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
             if count > limit + limit // 16 + start // size:
                 return True
         return False
@@ -182,8 +187,10 @@ class Tokenizer:
 
     def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, encoded in parallel."""
-        return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        with FOREIGN_CODE:
+            return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
-        return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+        with FOREIGN_CODE:
+            return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
