@@ -14,7 +14,7 @@ from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
-from shardline.text.foreign_code import FOREIGN_CODE, TokenizerError
+from shardline.text.foreign_code import FOREIGN_CODE
 from shardline.text.special_tokens import SpecialTokens
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
@@ -76,7 +76,7 @@ class Tokenizer:
         try:
             with FOREIGN_CODE:
                 backend = tokenizers.Tokenizer.from_file(str(path))
-        except TokenizerError as error:
+        except Exception as error:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
         special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
         special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
@@ -91,7 +91,7 @@ class Tokenizer:
         try:
             with FOREIGN_CODE:
                 backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
-        except TokenizerError as error:
+        except Exception as error:
             raise ValueError(
                 f"the tokenizer in {file} is broken ({error}); give the model's own with --tokenizer"
             ) from error
