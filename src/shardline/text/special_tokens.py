@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -60,14 +61,6 @@ class SpecialTokens:
     def _spelling(self) -> _Spelling:
         return _Spelling(self._ids)
 
-    @cached_property
-    def _own(self) -> re.Pattern[str]:
-        """Finds the special tokens of a template, as the tokenizer does."""
-        words = [content for content, token in self._flags.items() if token.single_word]
-        others = [content for content in self._flags if content not in words]
-        patterns = [rf"(?<!\w)(?:{_as_trie_pattern(words)})(?!\w)"] if words else []
-        return re.compile("|".join([*patterns, *([_as_trie_pattern(others)] if others else [])]))
-
     def mark(self, values: Sequence[Any]) -> tuple[list[Any], Marks] | None:
         """The users' values for a chat template, with marks for the special tokens that they spell; see `encode`.
 
@@ -90,7 +83,7 @@ class SpecialTokens:
 
     def encode(self, rendered: str, marks: Marks, add_special_tokens: bool) -> list[int]:
         """The ids of a rendered text with `marks`: only special tokens outside of the marks are special tokens."""
-        own = self._own.sub(lambda match: self._aliases[match[0]], rendered)
+        own = self._spelling.pattern.sub(self._as_alias, rendered)
         with FOREIGN_CODE:
             [encoding] = self._plain.encode_batch([marks.resolve(own)], add_special_tokens=add_special_tokens)
         added_behind = encoding.special_tokens_mask
@@ -98,6 +91,15 @@ class SpecialTokens:
             token_id if behind else self._plain_ids.get(token_id, token_id)
             for token_id, behind in zip(encoding.ids, added_behind, strict=True)
         ]
+
+    def _as_alias(self, match: re.Match[str]) -> str:
+        if self._flags[match[0]].single_word:
+            neighbours = (
+                match.string[max(match.start() - 1, 0) : match.start()] + match.string[match.end() : match.end() + 1]
+            )
+            if any(map(_is_word_char, neighbours)):
+                return match[0]  # as in the tokenizer, this is a part of a word
+        return self._aliases[match[0]]
 
     def find_untold(self) -> list[str]:
         """Special tokens that plain text becomes even so, because the tokenizer's model has them as words."""
@@ -178,7 +180,7 @@ class _Spelling:
 
     def __init__(self, contents: Iterable[str]) -> None:
         contents = list(contents)
-        self._pattern = re.compile(_as_trie_pattern(contents))
+        self.pattern = re.compile(_as_trie_pattern(contents))
         self._longest = max(map(len, contents))
         self._begins = {content[:size] for content in contents for size in range(2, len(content))}
         self._ends = {content[-size:] for content in contents for size in range(2, len(content))}
@@ -187,13 +189,13 @@ class _Spelling:
     def occurs_in(self, text: str) -> bool:
         """Whether the text spells a special token, or the beginning or end of one at its bounds."""
         for start in range(0, len(text), _SEARCHED_CHARS):
-            if self._pattern.search(text, start, start + _SEARCHED_CHARS + self._longest):
+            if self.pattern.search(text, start, start + _SEARCHED_CHARS + self._longest):
                 return True
         return bool(self._begin_at_end(text) or self._end_at_begin(text))
 
     def replace(self, text: str, mark: Callable[[str], str]) -> str:
         """The text with marks for all that `occurs_in` finds."""
-        text = self._pattern.sub(lambda match: mark(match[0]), text)
+        text = self.pattern.sub(lambda match: mark(match[0]), text)
         if size := self._begin_at_end(text):
             text = text[:-size] + mark(text[-size:])
         if size := self._end_at_begin(text):
@@ -263,6 +265,11 @@ def _unspecial(token: tokenizers.AddedToken, content: str) -> tokenizers.AddedTo
         normalized=token.normalized,
         special=False,
     )
+
+
+def _is_word_char(char: str) -> bool:
+    category = unicodedata.category(char)
+    return category[0] in "LM" or category in ("Nd", "Nl", "Pc")
 
 
 def _as_alias_chars(number: int) -> str:

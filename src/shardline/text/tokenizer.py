@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
+from shardline.models.folder_files import MAX_TOKENIZER_BYTES, read_bytes
 from shardline.models.gguf.header import read_header
 from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
@@ -16,7 +17,7 @@ from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
 from shardline.text.foreign_code import FOREIGN_CODE
 from shardline.text.special_tokens import SpecialTokens
-from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
+from shardline.text.tokenizer_files import read_eos_token_ids, read_json_if_there, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
@@ -65,7 +66,7 @@ class Tokenizer:
         if is_gguf(folder):
             return cls._from_gguf(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
                 if (folder / other).is_file():
                     raise ValueError(
@@ -73,13 +74,14 @@ class Tokenizer:
                         "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
                     )
             return None
+        content = read_bytes(path, MAX_TOKENIZER_BYTES)
         try:
             with FOREIGN_CODE:
-                backend = tokenizers.Tokenizer.from_file(str(path))
+                backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
-        special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
+        special = read_special_tokens(read_json_if_there(folder / "special_tokens_map.json"))
+        special.update(read_special_tokens(read_json_if_there(folder / "tokenizer_config.json")))
         return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
 
     @classmethod
