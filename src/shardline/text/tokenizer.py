@@ -17,10 +17,11 @@ from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
 from shardline.text.foreign_code import FOREIGN_CODE
 from shardline.text.special_tokens import SpecialTokens
+from shardline.text.text_growth import check_growth
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json_if_there, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
-"""Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
+"""Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
 
 _PIECE_CHARS = 65_536
 
@@ -32,6 +33,9 @@ class Tokenizer:
 
     `special_tokens` maps names such as "bos_token" to their text. `eos_token_ids` are all ids that end a text; the
     model's own ids (from generation_config.json, else config.json) come first.
+
+    Raises:
+        ValueError: the normalizer or the decoder can make a text so long that it fills the memory.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Tokenizer:
         # Training scripts save both in tokenizer.json; they would cut prompts without a message.
         backend.no_truncation()
         backend.no_padding()
+        self._growth = check_growth(backend.normalizer, "normalizer")
+        check_growth(backend.decoder, "decoder")
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         eos = self.token_id(self.special_tokens.get("eos_token"))
@@ -82,7 +88,11 @@ class Tokenizer:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
         special = read_special_tokens(read_json_if_there(folder / "special_tokens_map.json"))
         special.update(read_special_tokens(read_json_if_there(folder / "tokenizer_config.json")))
-        return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
+        eos = read_eos_token_ids(folder)
+        try:
+            return cls(backend, special_tokens=special, eos_token_ids=eos)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be used: {error}") from None
 
     @classmethod
     def _from_gguf(cls, file: Path) -> Tokenizer | None:
@@ -148,7 +158,7 @@ class Tokenizer:
         add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
         special tokens: encode it with add_special_tokens=False.
         """
-        if len(text) > MAX_INLINE_CHARS:
+        if len(text) * self._growth > MAX_INLINE_CHARS:
             # Unlike `encode`, this lets other threads run meanwhile.
             return self.encode_texts([text], add_special_tokens)[0]
         with FOREIGN_CODE:
@@ -162,7 +172,7 @@ class Tokenizer:
         """
         if len(text) // self._most_chars > limit:
             return True
-        size = max(_PIECE_CHARS, limit)
+        size = int(max(_PIECE_CHARS, limit) / self._growth)
         if len(text) <= 2 * size:
             return False
         count = 0
@@ -183,7 +193,7 @@ class Tokenizer:
 
     async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
-        if len(text) <= MAX_INLINE_CHARS:
+        if len(text) * self._growth <= MAX_INLINE_CHARS:
             return self.encode_text(text, add_special_tokens)
         return await asyncio.to_thread(self.encode_text, text, add_special_tokens)
 
