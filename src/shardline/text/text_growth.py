@@ -91,7 +91,8 @@ class _Weights:
 
 
 def _flatten(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rules, pending = [], [rule]
+    rules: list[Mapping[str, Any]] = []
+    pending = [rule]
     while pending and len(rules) <= MAX_RULES:
         one = pending.pop()
         inner = one.get("normalizers", one.get("decoders"))
