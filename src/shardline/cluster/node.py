@@ -119,7 +119,7 @@ class Node:
         self._wire: NodeSocket
         self._streams: Streams
         self._poller: zmq.Poller
-        self._heard = time.monotonic()
+        self._heard, self._last_beat = time.monotonic(), 0.0
         self._held: dict[Stream, list[bytes]] = {}
         """Streams whose processes start once they can be forked, and the frames that have come for them."""
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
@@ -198,7 +198,7 @@ class Node:
                 raise ValueError(f"the head refuses this node: {message.message}")
             if isinstance(message, Accepted):
                 env.adopt_isa(message.isa)
-                self._heard = time.monotonic()
+                self._heard, self._last_beat = time.monotonic(), 0.0
                 _log.info("joined %s as node %d", place, self._join.node)
                 return
             if isinstance(message, Rejoin) and now - asked > 1.0:
@@ -226,7 +226,7 @@ class Node:
                         f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off"
                     )
             if now >= next_beat:
-                self._wire.send(Beat())
+                self._wire.send(Beat(self._last_beat))
                 for stream, data in self._processes.beats():
                     self._send_data(stream, data)
                 next_beat = now + BEAT_SECONDS
@@ -253,7 +253,10 @@ class Node:
 
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
-        if isinstance(message, StreamData):
+        if isinstance(message, Beat):
+            self._last_beat = message.sent
+            self._wire.send(message)
+        elif isinstance(message, StreamData):
             if (frames := self._held.get(message.stream)) is not None:
                 frames.append(message.data)
             else:
