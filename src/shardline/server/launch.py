@@ -22,6 +22,7 @@ from shardline import __version__
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.log import configure_logging
+from shardline.server.heap import bound_heap, keep_heap_small
 from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def run_server(
         ValueError: the configuration is at fault, or the server cannot listen on the address; nothing was loaded.
     """
     configure_logging()
+    bound_heap()
     check_tls(server_config)
     started = time.monotonic()
     with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
@@ -158,6 +160,7 @@ async def _serve_until_stopped(
     loading = asyncio.create_task(llm.wait_ready())
     stopping = asyncio.create_task(stop.first.wait())
     dying = asyncio.create_task(llm.wait_dead())
+    trimming = asyncio.create_task(keep_heap_small())
     try:
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -173,7 +176,7 @@ async def _serve_until_stopped(
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
-        tasks = (loading, stopping, dying)
+        tasks = (loading, stopping, dying, trimming)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
