@@ -93,7 +93,7 @@ class Head:
         try:
             with LoopWatch("head process") as watch:
                 self._serve(watch)
-        except EOFError:
+        except (EOFError, ConnectionError):  # the latter if there is something to tell it
             _log.debug("the front has ended")
         finally:
             if self._shutdown is not None:
