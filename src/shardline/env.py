@@ -18,8 +18,20 @@ def log_level() -> str:
 
 
 def api_key() -> str | None:
-    """SHARDLINE_API_KEY: the key that clients must send, if --api-key is not given."""
-    return os.environ.get("SHARDLINE_API_KEY")
+    """SHARDLINE_API_KEY, else VLLM_API_KEY: the key that clients must send, if --api-key is not given.
+
+    Raises:
+        ValueError: both are set, and they differ.
+    """
+    own, other = os.environ.get("SHARDLINE_API_KEY"), os.environ.get("VLLM_API_KEY")
+    if own and other and own != other:
+        raise ValueError("the variables SHARDLINE_API_KEY and VLLM_API_KEY are both set and differ; unset one of them")
+    return own or other
+
+
+def vllm_variables() -> dict[str, str]:
+    """All VLLM_* variables."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
 def openai_api_key() -> str | None:

@@ -188,6 +188,27 @@ def test_a_node_whose_connection_ends_is_lost_at_once(own: Join, head: int, capl
     second.wire.close()
 
 
+def test_a_node_that_does_not_hear_its_head_is_lost(
+    own: Join, head: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network may drop what the head sends, and bring what the node has sent late, again and again."""
+    monkeypatch.setattr("shardline.cluster.head.UNANSWERED", 2.0)
+    deaf, well = FakeNode(head), FakeNode(head)
+    assert isinstance(deaf.ask(node(own, 1)), Accepted)
+    assert isinstance(well.ask(node(own, 2)), Accepted)
+    deadline = time.monotonic() + 8.0
+    while "node 1 (host1, 10.0.0.2) has not answered for 2 s" not in caplog.text:
+        assert time.monotonic() < deadline
+        deaf.wire.send(Beat())
+        while well.wire.socket.poll(50):
+            message = msgspec.msgpack.decode(well.wire.socket.recv(), type=HeadMessage)
+            if isinstance(message, Beat):
+                well.wire.send(message)
+    assert "host2, 10.0.0.3) has not" not in caplog.text
+    for one in (deaf, well):
+        one.wire.close()
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_node_ends_if_it_cannot_read_its_head(own: Join, port: int, joined: bool) -> None:
     head = HeadSocket(TOKEN, "127.0.0.1", port)

@@ -160,6 +160,21 @@ def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: s
         assert int(choices) > 0, "streams ran on the node that ended"
 
 
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_links_that_are_cut_in_one_direction_are_named_on_both_hosts(
+    deaf: int, tmp_path: Path, undisturbed: str
+) -> None:
+    with site(tmp_path, 2, "-dp", "2") as server:
+        readers = [Reader(server.url) for _ in range(4)] if deaf else []
+        for reader in readers:
+            assert reader.begun.wait(20)
+        server.hosts.deafen(deaf)
+        began = time.monotonic()
+        await_line(server, r"node 1 \(.*\) has not (been heard of for 4 s|answered for 5 s)", _slack(6.0))
+        await_line(server, "the head has not been heard of for 4 s", began + _slack(6.0) - time.monotonic(), index=1)
+        assert [reader.finish(30) for reader in readers] == [undisturbed] * len(readers)
+
+
 SCRIPT = f"""
 import sys
 from pathlib import Path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardline.models.hf_config import HFConfig
@@ -79,6 +82,16 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"rope_scaling": {"type": "spiral"}}, "rope_scaling.rope_type 'spiral' is not supported; supported: default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "rope_parameters.factor must be positive"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e308}},
+            r"rope_scaling.factor must be from 1e-20 to 1e\+15",
+        ),
+        ({"rope_theta": 10**30}, r"rope_theta must be from 1e-20 to 1e\+15, got 1000"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            "parameters that do not fit each other",
+        ),
+        ({"vocab_size": 2**63}, "vocab_size must be at most 281474976710656, got 9223372036854775808"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor is missing"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
@@ -136,6 +149,34 @@ def test_names_that_a_family_has_not(name: str) -> None:
     for wrong in ("layers.0.attention.r.weight", "middle.weight", "layers.0", "layers.x.attention.q.weight", "embed"):
         with pytest.raises(ValueError, match="parameter"):
             family(name).tensor_source(wrong, spec)
+
+
+_ODD_NUMBERS = (0, 0.0, -1, 0.5, 1, 1.0, 2, 3, 1e-300, 1e-45, 1e-20, 1e15, 1e30, 1e308, 2**31, 2**40, 2**63, 10**30)
+_ODD_VALUES = (*_ODD_NUMBERS, 10**400, math.inf, -math.inf, math.nan, "x", [], [math.nan], True, None)
+_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_FACTORS = {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", known_families())
+def test_no_number_is_more_than_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[tuple[str, str]] = set()
+    is_there = HFConfig.has
+    monkeypatch.setattr(HFConfig, "has", lambda self, key: read.add((self.section_name, key)) or is_there(self, key))
+    for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope"):
+        rope = {"rope_type": kind, **_ROPE, **_FACTORS}
+        config = {"model_type": name, "num_experts_per_tok": 1, "head_dim": 128, "num_hidden_layers": 2}
+        config["rope_parameters"] = rope
+        read.clear()
+        with contextlib.suppress(ValueError):
+            decoder_spec(config)
+        for section, key in sorted(read):
+            if section not in ("", "rope_parameters.") or (kind != "default" and not section):
+                continue
+            for value in _ODD_VALUES:
+                odd = {**config, "rope_parameters": {**rope, key: value}} if section else {**config, key: value}
+                with contextlib.suppress(ValueError):
+                    msgspec.msgpack.encode(decoder_spec(odd))  # engines and workers get it in this form
 
 
 def test_null_and_missing_differ_where_it_matters() -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from shardline import __version__
+from shardline.cli.main import main
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
 from shardline.server import event_stream
@@ -253,6 +254,37 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLINE_API_KEY", "secret")
     assert ServerConfig().keys == ("secret",)
     assert ServerConfig(api_key=("own",)).keys == ("own",)
+
+
+def test_key_in_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with serve(ServerConfig()) as running, running.http() as http:
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+    monkeypatch.setenv("SHARDLINE_API_KEY", "secret")
+    assert ServerConfig().keys == ("secret",)
+    monkeypatch.setenv("SHARDLINE_API_KEY", "another")
+    with pytest.raises(ValueError, match="SHARDLINE_API_KEY and VLLM_API_KEY are both set and differ"):
+        ServerConfig()
+    assert ServerConfig(api_key=("own",)).keys == ("own",), "a flag goes before both"
+
+
+@pytest.mark.parametrize("name", ["VLLM_MAX_N_SEQUENCES", "VLLM_ADMIN_API_KEY", "VLLM_SSL_KEYFILE", "VLLM_AUTH"])
+def test_a_protection_of_vllm_that_is_not_understood_ends_the_start(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+
+
+def test_other_variables_of_vllm_are_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_HOST_IP", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_ATTENTION_BACKEND", "VLLM_SERVICE_HOST"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("VLLM_SSL_KEYFILE", "")
+    assert ServerConfig().keys == ()
 
 
 @pytest.mark.parametrize("chunked", [False, True])

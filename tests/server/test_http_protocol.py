@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import socket
 import time
 
 import pytest
 
 from shardline.server import http_protocol
-from tests.server.conftest import Running, serve
+from shardline.server.refused_requests import RefusedRequests
+from tests.server.conftest import Running, serve, wait_until
 
 
 def talk(running: Running, *parts: bytes, seconds: float = 5.0) -> bytes:
@@ -35,6 +38,40 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 def test_malformed_http_gets_a_json_error(shared: Running) -> None:
     assert error_of(talk(shared, b"HELLO\r\n\r\n"))[0] == 400
+
+
+def test_refused_requests_are_logged_with_addresses_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "refused_requests", RefusedRequests())
+    monkeypatch.setattr("shardline.server.refused_requests.INTERVAL", 0.5)
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    with serve() as running:
+        for _ in range(50):
+            assert error_of(talk(running, b"HELLO\r\n\r\n"))[0] == 400
+        assert lines()[0] == "refused a request from 127.0.0.1: 400 Invalid HTTP request received."
+        wait_until(lambda: sum(int(line.split()[1]) for line in lines()[1:]) == 49)
+        assert len(lines()) <= 25
+        assert all("from 127.0.0.1 (" in line for line in lines()[1:])
+
+
+def test_addresses_of_refused_requests_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async def refuse() -> None:
+        refused = RefusedRequests()
+        for index in range(3000):
+            refused.note(f"10.0.{index // 256}.{index % 256}", 400, "oh no")
+        assert len(refused._counts) <= 1001
+        refused._tell()
+
+    asyncio.run(refuse())
+    assert "refused 2999 more requests in 10 s, from others (1999), 10.0.0.1 (1)" in caplog.text
+
+
+def test_a_tunnel_is_refused(shared: Running) -> None:
+    assert error_of(talk(shared, b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n"))[0] in (400, 404)
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])

@@ -71,7 +71,7 @@ def client(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=10, trust_env=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
     with process(seconds_per_token=0.03) as server, client(server.url()) as http:
         with http.stream("POST", "/v1/completions", json=STREAM) as stream:
@@ -212,6 +212,17 @@ def test_tls(tmp_path: Path) -> None:
         assert answer.json()["choices"][0]["text"] == REPLY
         server.popen.terminate()
         assert server.end()[0] == 0
+
+
+def test_sighup_is_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process() as server, client(server.url()) as http:
+            server.popen.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+            assert http.get("/ready").status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sighup_reads_the_file_of_keys_again(tmp_path: Path) -> None:

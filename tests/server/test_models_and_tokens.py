@@ -51,6 +51,20 @@ def test_tokenize_a_conversation(http: httpx.Client) -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<|bos|><|user|>Hi<|end|>\n"
 
 
+def test_a_special_token_stays_text_in_a_chat_and_is_a_token_in_a_raw_prompt() -> None:
+    chat = {"messages": [{"role": "user", "content": "a <|eos|> b"}]}
+    eos = TOKENIZER.token_id("<|eos|>")
+    with serve(ServerConfig()) as running, running.http() as http:
+        ids = http.post("/tokenize", json=chat).json()["tokens"]
+        assert eos not in ids
+        assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<|bos|><|user|>a <|eos|> b<|end|>\n<|assistant|>"
+        assert eos in http.post("/tokenize", json={"prompt": "a <|eos|> b"}).json()["tokens"]
+        usage = http.post("/v1/chat/completions", json={**chat, "max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == len(ids), "the chat endpoint takes the same way"
+    with serve(ServerConfig(special_tokens_in_content=True)) as running, running.http() as http:
+        assert eos in http.post("/tokenize", json=chat).json()["tokens"]
+
+
 def test_tokenize_long_text(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={"prompt": "ab " * 5000}).json()["count"] >= 5000
 

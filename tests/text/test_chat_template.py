@@ -63,9 +63,6 @@ def test_a_rendered_prompt_is_encoded_as_a_whole() -> None:
         text, ids = render_and_encode(template, tokenizer, chat, variables={"enable_thinking": False}, **options)
         assert text == template.render(chat, enable_thinking=False, **options)
         assert ids == tokenizer.encode_text(text, add_special_tokens=False)
-    spelled_out = [{"role": "user", "content": "<|eos|>"}]
-    _, ids = render_and_encode(template, tokenizer, spelled_out)
-    assert tokenizer.token_id("<|eos|>") in ids
 
 
 @pytest.mark.parametrize("source", [CHATML, builders.TEMPLATE], ids=["chatml", "simple"])

@@ -173,9 +173,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """The answers to one or several conversations, in their order; see `generate`.
+
+        `special_tokens_in_content`: whether a special token that a message spells becomes that token.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -194,6 +197,7 @@ class LLM:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 variables=chat_template_kwargs,
+                special_tokens_in_content=special_tokens_in_content,
             )
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

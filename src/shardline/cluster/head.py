@@ -45,10 +45,10 @@ from shardline.cluster.messages import (
 )
 from shardline.cluster.relay import Relay
 from shardline.cluster.survey import Survey
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, HeadSocket
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import start_pulse
+from shardline.segment.pulse import CHECK_INTERVAL, start_pulse
 
 _NOTICE_SECONDS = 30.0
 _REJOIN_SECONDS = 4.0
@@ -95,7 +95,7 @@ class Head:
         try:
             with LoopWatch("head process") as watch:
                 self._serve(watch)
-        except EOFError:
+        except (EOFError, ConnectionError):  # the latter if there is something to tell it
             _log.debug("the front has ended")
         finally:
             if self._shutdown is not None:
@@ -105,14 +105,16 @@ class Head:
             self._wire.close()
 
     def _serve(self, watch: LoopWatch) -> None:
-        next_beat = 0.0
+        next_beat = next_check = 0.0
         while self._shutdown is None:
             watch.note_round()
             now = time.monotonic()
-            if now >= next_beat:
-                self._beat(now, was_late=now > next_beat + _OWN_DELAY)
-                next_beat = now + BEAT_SECONDS
-            for source, event in self._poller.poll(max(1, int((next_beat - now) * 1000))):
+            if now >= next_check:
+                self._check_members(now, was_late=now > next_check + _OWN_DELAY, is_due=now >= next_beat)
+                next_check = now + CHECK_INTERVAL
+                if now >= next_beat:
+                    next_beat = now + BEAT_SECONDS
+            for source, event in self._poller.poll(max(1, int((next_check - now) * 1000))):
                 self._handle(source, event)
 
     def _handle(self, source: object, event: int) -> None:
@@ -186,7 +188,9 @@ class Head:
             self._wire.send(identity, Rejoin())
             return
         member.heard = time.monotonic()
-        if isinstance(message, (StreamData, StreamEnded)):
+        if isinstance(message, Beat):
+            member.answered = max(member.answered, min(message.sent, member.heard))
+        elif isinstance(message, (StreamData, StreamEnded)):
             self._relay.pass_on(member, message)
         elif isinstance(message, StartStream):
             self._relay.start(member, message.stream)
@@ -272,15 +276,18 @@ class Head:
         for other in self._members.present():
             self._wire.send(other.identity, HostLost(host, words))
 
-    def _beat(self, now: float, *, was_late: bool) -> None:
+    def _check_members(self, now: float, *, was_late: bool, is_due: bool) -> None:
+        """Lose nodes that are silent. `is_due`: the others get a beat."""
         self._survey.check(now)
         for member in self._members.present():
             if was_late:  # this process was stopped, and has not read what the nodes have sent
-                member.heard = now
+                member.heard = member.answered = now
             if now - member.heard > SILENCE:
                 self._lose(member, f"has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off")
-            else:
-                self._wire.send(member.identity, Beat())
+            elif now - member.answered > UNANSWERED:
+                self._lose(member, f"has not answered for {UNANSWERED:g} s: what the head sends does not arrive")
+            elif is_due:
+                self._wire.send(member.identity, Beat(now))
         if now - self._noticed >= _NOTICE_SECONDS:
             self._noticed = now
             if missing := self._members.missing():
@@ -289,7 +296,7 @@ class Head:
 
 def main() -> None:
     """Entry point; the arguments are descriptors: of the front's channel, of its sockets, and of the pulse."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel_fd, sockets_fd, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)

@@ -21,6 +21,8 @@ class Member:
     join: Join
     heard: float = field(default_factory=time.monotonic)
     """When the last message of it came."""
+    answered: float = field(default_factory=time.monotonic)
+    """When the head sent the last beat that the node has answered."""
     connection: int = -1
     """The number of its connection on the head's socket."""
 

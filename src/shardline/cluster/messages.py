@@ -114,7 +114,14 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Both ways, once a second: the sender lives."""
+    """Both ways, once a second: the sender lives. A node answers a head's beat at once.
+
+    A network that drops packets in one direction still brings what was sent before, again and late. So the head counts
+    only answers to its own beats.
+    """
+
+    sent: float = 0.0
+    """When the head sent the beat, or the last one that the node has got, on the head's clock; 0: none yet."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):

@@ -49,6 +49,7 @@ from shardline.limits import describe_shortage, raise_file_limit
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.stop_signals import stop_signals
 
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
@@ -88,7 +89,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
         tell_head(config.cluster, token, Unfit(socket.gethostname(), address, str(error)))
         raise
     node = Node(config, token, join)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, lambda *_: node.ask_to_leave())
     return node.run()
 
@@ -118,7 +119,7 @@ class Node:
         self._wire: NodeSocket
         self._streams: Streams
         self._poller: zmq.Poller
-        self._heard = time.monotonic()
+        self._heard, self._last_beat = time.monotonic(), 0.0
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
     def ask_to_leave(self) -> None:
@@ -190,7 +191,7 @@ class Node:
                 raise ValueError(f"the head refuses this node: {message.message}")
             if isinstance(message, Accepted):
                 env.adopt_isa(message.isa)
-                self._heard = time.monotonic()
+                self._heard, self._last_beat = time.monotonic(), 0.0
                 _log.info("joined %s as node %d", place, self._join.node)
                 return
             if isinstance(message, Rejoin) and now - asked > 1.0:
@@ -218,7 +219,7 @@ class Node:
                         f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off"
                     )
             if now >= next_beat:
-                self._wire.send(Beat())
+                self._wire.send(Beat(self._last_beat))
                 for stream, data in self._processes.beats():
                     self._send_data(stream, data)
                 next_beat = now + BEAT_SECONDS
@@ -241,7 +242,10 @@ class Node:
 
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
-        if isinstance(message, StreamData):
+        if isinstance(message, Beat):
+            self._last_beat = message.sent
+            self._wire.send(message)
+        elif isinstance(message, StreamData):
             self._streams.write(message.stream, message.data)
         elif isinstance(message, Launch):
             self._deployment = message.deployment

@@ -189,7 +189,11 @@ def main() -> None:
         start = channel.receive()
         assert isinstance(start, StartDriver)
         cluster = RayCluster()
-        for number in (signal.SIGINT, signal.SIGTERM):  # the front says when to end; Ray has set handlers
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # the front says when to end; Ray has set handlers
             signal.signal(number, signal.SIG_IGN)
         driver = Driver(cluster, start)
         try:

@@ -20,6 +20,8 @@ BEAT_SECONDS = 1.0
 """Seconds between two beats of a node or its head."""
 SILENCE = 4.0
 """Seconds without any message after which a node or its head counts as lost."""
+UNANSWERED = SILENCE + BEAT_SECONDS
+"""Seconds after which a node whose answers do not come counts as lost, although other messages of it do."""
 
 _DOMAIN = b"shardline"
 _HANDSHAKE_MILLISECONDS = 2000

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardline import env
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
+from shardline.config.vllm_variables import check_vllm_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -24,7 +25,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
     port: int = option(8000, "port to listen on; 0: any free one")
-    api_key: tuple[str, ...] = option((), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY")
+    api_key: tuple[str, ...] = option(
+        (), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY or $VLLM_API_KEY"
+    )
     api_key_file: str | None = option(None, "file with further keys, one a line; SIGHUP makes the server read it again")
     admin_api_key: str | None = option(None, "key for administration, such as /requests; it is valid everywhere")
     served_model_name: tuple[str, ...] = option(
@@ -43,8 +46,11 @@ class ServerConfig:
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
-    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM or SIGINT")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    special_tokens_in_content: bool = option(
+        False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
+    )
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"
     )
@@ -87,13 +93,14 @@ def _validate(config: ServerConfig) -> None:
         if not holds:
             raise ValueError(message)
 
+    check_vllm_variables(env.vllm_variables())
     require(bool(config.host), "host must not be empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
     require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
     for name in ("api_key", "served_model_name", "allowed_origins"):
         values = getattr(config, name)
         require(not isinstance(values, str), f"{name} must be a sequence of strings, not one string")
         require(all(values), f"{name} must not be empty")
-    require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
+    require(all(key.isascii() and key.isprintable() for key in config.keys), "api_key must be printable ASCII")
     admin = config.admin_api_key
     require(
         admin is None or (bool(admin) and admin.isascii() and admin.isprintable()),

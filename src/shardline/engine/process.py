@@ -158,8 +158,9 @@ def main() -> None:
     The arguments are descriptors: of the front's socket, of the sockets that lead to ranks on other hosts, and of the
     pulse.
     """
-    # Ctrl-C and a service manager's SIGTERM reach the whole process group; the front decides when engines end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, a closed terminal and a service manager's SIGTERM reach the whole process group; the front decides when
+    # engines end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     front, *streams, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)

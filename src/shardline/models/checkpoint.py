@@ -17,12 +17,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
+from shardline.models.folder_files import not_itself
 from shardline.models.lookup import family
 from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, tensor_problems
 from shardline.models.stored_weights import RuleBook, StoredRules
-from shardline.models.weight_files import not_itself, weight_files
+from shardline.models.weight_files import weight_files
 from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MAX_INTEGER = 1 << 48
+MIN_NUMBER, MAX_NUMBER = 1e-20, 1e15
+"""Far beyond what any model has. In these bounds, float32 neither overflows nor vanishes."""
+
 
 class HFConfig:
     """A parsed config.json, or one section of it.
@@ -25,15 +29,15 @@ class HFConfig:
         """Whether the key exists and is not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         """A whole number from `minimum` to `maximum`."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, got {value!r}")
         if value < minimum:
-            raise self.error(key, f"must be at least {minimum}, got {value}")
-        if maximum is not None and value > maximum:
-            raise self.error(key, f"must be at most {maximum}, got {value}")
+            raise self.error(key, f"must be at least {minimum}, got {value!r:.40}")
+        if value > maximum:
+            raise self.error(key, f"must be at most {maximum}, got {value!r:.40}")
         return value
 
     def optional_integer(self, key: str, default: int | None) -> int | None:
@@ -43,12 +47,14 @@ class HFConfig:
         return None if key in self.values else default
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
+        """A positive number from MIN_NUMBER to MAX_NUMBER."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, got {value!r}")
         if not 0 < value < float("inf"):
-            raise self.error(key, f"must be positive and finite, got {value}")
+            raise self.error(key, f"must be positive and finite, got {value!r:.40}")
+        if not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(key, f"must be from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {value!r:.40}")
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shardline.models.download_lock import download_lock
+from shardline.models.folder_files import read_json, read_token_ids, require_regular_files
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.config import read_config
 from shardline.models.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
 from shardline.models.lookup import family, language_model_type
 from shardline.models.stored_beside import BESIDE, with_quantization
-from shardline.models.weight_files import read_json, weight_files
+from shardline.models.weight_files import weight_files
 from shardline.models.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -36,6 +37,7 @@ _TOKENIZER_PATTERNS = (
 )
 _CONFIG_PATTERNS = ("config.json", "generation_config.json", *BESIDE, *_TOKENIZER_PATTERNS)
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+_READ_PATTERNS = (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS, "*.gguf")
 # Subfolders and "consolidated" files repeat the same weights under other names.
 _IGNORED_PATTERNS = ("*/*", "consolidated*", "*.bin", "*.pth", "*.gguf")
 
@@ -80,10 +82,7 @@ class ModelFiles:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence, from generation_config.json, else from config.json."""
         of_config = self.config.get("eos_token_id", text_config(self.config).get("eos_token_id"))
-        ids = self.generation_config.get("eos_token_id", of_config)
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return read_token_ids(self.generation_config.get("eos_token_id", of_config), self.location)
 
 
 def resolve_model(
@@ -104,6 +103,8 @@ def resolve_model(
         return _gguf_files(model, path, load_format)
     name, quant = (model, None) if path.is_dir() else split_quant(model)
     local = _local_folder(name)
+    if local is not None:
+        require_regular_files(local, _READ_PATTERNS)
     if quant is not None or load_format == "gguf":
         return _gguf_files(model, _choose_gguf(name, local, quant, revision, load_format), load_format)
     if local is not None and weights and not _has_safetensors(local) and model_names(_names_in(local)):
@@ -222,7 +223,9 @@ def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
     """
     if is_gguf(tokenizer) and Path(tokenizer).expanduser().is_file():
         return Path(tokenizer).expanduser().absolute()
-    return _local_folder(tokenizer) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
+    folder = _local_folder(tokenizer) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
+    require_regular_files(folder, _READ_PATTERNS)
+    return folder
 
 
 def _local_folder(model: str) -> Path | None:

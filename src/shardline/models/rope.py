@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.models.hf_config import HFConfig
+from shardline.models.hf_config import MAX_INTEGER, HFConfig
 from shardline.models.spec import Rope
 
 _Frequencies = tuple[NDArray[np.float32], float]
@@ -39,12 +39,18 @@ class RopeConfig:
 
         As in vLLM, "linear" and "dynamic" multiply max_position_embeddings, and "yarn" multiplies
         original_max_position_embeddings. For other types, max_position_embeddings already includes the scaling.
+
+        Raises:
+            ValueError: it is longer than any model's.
         """
+        length = self.max_position_embeddings
         if self.kind in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * self.section.number("factor"))
-        if self.kind == "yarn":
-            return int(self.original_max_position_embeddings * self._factor())
-        return self.max_position_embeddings
+            length = int(self.max_position_embeddings * self.section.number("factor"))
+        elif self.kind == "yarn":
+            length = int(self.original_max_position_embeddings * self._factor())
+        if length > MAX_INTEGER:
+            raise self.section.error("factor", f"makes sequences of {length} tokens, more than {MAX_INTEGER}")
+        return length
 
     def build(self, max_model_len: int | None) -> Rope:
         """The frequencies for sequences of up to `max_model_len` tokens. None means `max_length`.
@@ -52,7 +58,11 @@ class RopeConfig:
         Raises:
             ValueError: a parameter is missing or wrong.
         """
-        inv_freq, attention_scaling = _KINDS[self.kind](self, max_model_len or self.max_length)
+        try:
+            with np.errstate(all="raise", under="ignore"):
+                inv_freq, attention_scaling = _KINDS[self.kind](self, max_model_len or self.max_length)
+        except ArithmeticError as error:
+            raise self.section.error("", f"has parameters that do not fit each other ({error})") from None
         return Rope(tuple(float(f) for f in inv_freq), attention_scaling)
 
     def _factor(self) -> float:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+
+from shardline.models.folder_files import read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _OTHER_SUFFIXES = (".bin", _SUFFIX, ".gguf", ".pth", ".pt", ".incomplete")
 _NAMED = 5
-_POINTER = b"version https://git-lfs"
 _REASONS = {
     "consolidated": "this is Mistral's own format: download the files of the same repository with config.json's names",
     "adapter_": "this is an adapter (LoRA): merge it into its model (in peft: merge_and_unload), and save that",
@@ -43,9 +42,9 @@ def _files_of(index: Path) -> tuple[Path, ...]:
     """The files that an index names."""
     folder = index.parent
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         files = tuple(folder / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is corrupt: it must be an object with a weight_map of key to file name") from None
     outside = [name for name in names if Path(name).name != name]
     if outside or not files:
@@ -89,29 +88,3 @@ def _files_in(folder: Path) -> tuple[Path, ...]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-
-
-def not_itself(file: Path) -> str:
-    """What a corrupt file is, if it was never the file itself; empty: nothing known."""
-    with file.open("rb") as stream:
-        begin = stream.read(64)
-    if begin.startswith(_POINTER):
-        return "a Git LFS pointer, not the file itself, which `git lfs pull` gets"
-    if begin.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "a web page, not the file itself"
-    return ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt: {not_itself(path) or error}; download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is corrupt: it must hold an object, not {type(value).__name__}; download it again")
-    return value

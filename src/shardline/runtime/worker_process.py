@@ -226,7 +226,7 @@ def _read_messages(
 
 def main() -> None:
     """Entry point; the file descriptors come from the engine."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel_fd, segment_fd, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)

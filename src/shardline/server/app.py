@@ -18,7 +18,7 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.access_log import AccessMiddleware
 from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware, SlashMiddleware
-from shardline.server.errors import ApiError, internal_error
+from shardline.server.errors import ApiError, bad_request, internal_error
 from shardline.server.health import health_routes
 from shardline.server.in_flight import InFlightMiddleware
 from shardline.server.keys import ApiKeys
@@ -34,6 +34,7 @@ from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.validation import explain_validation
 from shardline.structured.grammar import load_compiler
+from shardline.text.foreign_code import TokenizerError
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -116,6 +117,7 @@ def _install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(TokenizerError, _answer_tokenizer_error)
     app.add_exception_handler(Exception, _answer_crash)
 
 
@@ -127,6 +129,10 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return explain_validation(error.errors(), error.body).response()
+
+
+async def _answer_tokenizer_error(request: Request, error: Exception) -> Response:
+    return bad_request(str(error)).response()
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

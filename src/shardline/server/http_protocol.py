@@ -7,11 +7,13 @@ import re
 import socket
 from functools import partial
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardline.server.errors import ApiError
 from shardline.server.event_stream import PROBE_CLIENT, WRITE_NOW
+from shardline.server.refused_requests import RefusedRequests
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 20.0
@@ -37,6 +39,7 @@ _REASONS = {
 }
 _CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
 """What precedes a chunk of each length."""
+refused_requests = RefusedRequests()
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
@@ -70,7 +73,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        except httptools.HttpParserUpgrade:
+            self._refuse(400, "CONNECT is not supported.")
+            return
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
 
@@ -141,6 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _answer(self, error: ApiError) -> None:
         """Answer and close the connection, unless the answer of an earlier request is being sent."""
         self._set_timer(None)
+        refused_requests.note(self.client[0] if self.client else "-", status, message)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(last_answer(error))
         self.transport.close()

@@ -23,6 +23,8 @@ from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
+from shardline.server.heap import bound_heap, keep_heap_small
+from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     import uvicorn
@@ -46,7 +48,7 @@ def run_server(
     *,
     start_llm: Callable[[EngineConfig], AsyncLLM] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT arrives or the engine dies; `start_llm` is for tests.
+    """Serve until SIGTERM, SIGINT or SIGHUP arrives or the engine dies; `start_llm` is for tests.
 
     After a first signal, running requests have `shutdown_timeout` seconds to finish; a second signal ends them at once.
 
@@ -58,6 +60,7 @@ def run_server(
     """
     configure_logging()
     raise_file_limit()
+    bound_heap()
     check_tls(server_config)
     started = time.monotonic()
     with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
@@ -133,7 +136,7 @@ def loopback_notice(listener: socket.socket) -> str | None:
 async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, started: float) -> int:
     from shardline.server.app import create_app
 
-    stop = _StopSignals()
+    stop = _StopSignals(reloads=config.api_key_file is not None)
     try:
         app = create_app(llm, config)
         server = _make_http_server(app, config, llm.config.parallel.num_engines)
@@ -159,6 +162,7 @@ async def _serve_until_stopped(
     loading = asyncio.create_task(llm.wait_ready())
     stopping = asyncio.create_task(stop.first.wait())
     dying = asyncio.create_task(llm.wait_dead())
+    trimming = asyncio.create_task(keep_heap_small())
     try:
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -174,7 +178,7 @@ async def _serve_until_stopped(
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
-        tasks = (loading, stopping, dying)
+        tasks = (loading, stopping, dying, trimming)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,6 +199,12 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
     if service.config.tool_call_parser == "auto" and service.chat.tool_parser is not None:
         logger.info(
             "tool calls: parser %s, chosen from the chat template", service.chat.tool_parser.__module__.split(".")[-1]
+        )
+    untold = service.untold_special_tokens
+    if untold:
+        logger.warning(
+            "the tokenizer cannot tell special tokens from text that spells them; in chats it becomes the tokens: %s",
+            ", ".join(untold[:20]),
         )
     notice = loopback_notice(listener)
     if notice is not None:
@@ -236,9 +246,13 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first one drains the server, the second one ends it at once."""
+    """SIGTERM, SIGINT and the end of the terminal: the first one drains the server, the second one ends it at once.
 
-    def __init__(self) -> None:
+    `reloads`: SIGHUP means something else.
+    """
+
+    def __init__(self, reloads: bool) -> None:
+        self._signals = [number for number in stop_signals() if not (reloads and number is signal.SIGHUP)]
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
@@ -246,13 +260,12 @@ class _StopSignals:
     def handled(self) -> Iterator[None]:
         """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
+        for number in self._signals:
             loop.add_signal_handler(number, self._count_signal)
         try:
             yield
         finally:
-            for number in signals:
+            for number in self._signals:
                 loop.remove_signal_handler(number)
 
     def _count_signal(self) -> None:

@@ -51,6 +51,14 @@ class Service:
         """How chats are written and read."""
         return ChatSetup(self.llm, self.config)
 
+    @property
+    def untold_special_tokens(self) -> list[str]:
+        """Special tokens that become tokens in chats although they should stay text."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None or self.chat.template is None or self.config.special_tokens_in_content:
+            return []
+        return tokenizer.special.find_untold()
+
     async def require_ready(self) -> None:
         """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)
 
@@ -182,6 +190,7 @@ class Service:
                 tools=tools,
                 variables=variables,
                 max_tokens=max_tokens,
+                special_tokens_in_content=self.config.special_tokens_in_content,
             )
         except ValueError as error:
             raise bad_request(str(error), param) from error

@@ -114,13 +114,15 @@ def render_and_encode(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
+    special_tokens_in_content: bool = False,
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation, as text and as token ids. It may take long: servers call it on a thread.
 
-    As in other engines, the rendered text is encoded as a whole: if a user spells out a special token such as
-    <|assistant|>, it becomes that token. Applications that must prevent this remove such text from the messages.
+    The rendered text is encoded as a whole. If a message, a tool or a variable spells a special token such as
+    <|assistant|>, this part stays text; only the template writes special tokens.
 
     Args:
+        special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
         add_special_tokens: whether the tokenizer adds its special tokens; most templates contain them already.
         tools: as the other arguments, see `ChatTemplate.render`.
         max_tokens: the longest prompt that is encoded; a longer one is refused before, where possible.
@@ -130,15 +132,24 @@ def render_and_encode(
         ValueError: the messages are malformed, or the template refuses them.
     """
     generation = add_generation_prompt and not continue_final_message
-    text = template.render(messages, tools=tools, add_generation_prompt=generation, **dict(variables or {}))
+    messages, variables = normalize_messages(messages), dict(variables or {})
+    marked = None if special_tokens_in_content else tokenizer.special.mark([messages, tools, variables])
+    if marked is not None:
+        [messages, tools, variables], marks = marked
+    rendered = template.render(messages, tools=tools, add_generation_prompt=generation, **variables)
+    if marked is not None:
+        rendered = marks.recover(rendered)
     if continue_final_message:
-        text = _cut_after_content(text, messages[-1])
+        rendered = _cut_after_content(rendered, messages[-1])
+    text = rendered if marked is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise ValueError(
             f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
             "the model's maximum length"
         )
-    return text, tokenizer.encode_text(text, add_special_tokens)
+    if marked is None:
+        return text, tokenizer.encode_text(text, add_special_tokens)
+    return text, tokenizer.special.encode(rendered, marks, add_special_tokens)
 
 
 def _cut_after_content(text: str, message: Message) -> str:

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import tokenizers
 
+from shardline.models.folder_files import MAX_TOKENIZER_BYTES, read_bytes
 from shardline.models.gguf.header import read_header
 from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
-from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
+from shardline.text.foreign_code import FOREIGN_CODE
+from shardline.text.special_tokens import SpecialTokens
+from shardline.text.text_growth import check_growth
+from shardline.text.tokenizer_files import read_eos_token_ids, read_json_if_there, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
-"""Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
+"""Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
 
 _PIECE_CHARS = 65_536
 
@@ -29,6 +33,9 @@ class Tokenizer:
 
     `special_tokens` maps names such as "bos_token" to their text. `eos_token_ids` are all ids that end a text; the
     model's own ids (from generation_config.json, else config.json) come first.
+
+    Raises:
+        ValueError: the normalizer or the decoder can make a text so long that it fills the memory.
     """
 
     def __init__(
@@ -41,6 +48,8 @@ class Tokenizer:
         # Training scripts save both in tokenizer.json; they would cut prompts without a message.
         backend.no_truncation()
         backend.no_padding()
+        self._growth = check_growth(backend.normalizer, "normalizer")
+        check_growth(backend.decoder, "decoder")
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         eos = self.token_id(self.special_tokens.get("eos_token"))
@@ -49,6 +58,9 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = (*eos_token_ids, *own)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
+        self.special = SpecialTokens(backend, named)
+        """Keeps special tokens that users spell apart from those of the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -60,7 +72,7 @@ class Tokenizer:
         if is_gguf(folder):
             return cls._from_gguf(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
                 if (folder / other).is_file():
                     raise ValueError(
@@ -68,13 +80,19 @@ class Tokenizer:
                         "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
                     )
             return None
+        content = read_bytes(path, MAX_TOKENIZER_BYTES)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
+            with FOREIGN_CODE:
+                backend = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
-        special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
-        return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
+        special = read_special_tokens(read_json_if_there(folder / "special_tokens_map.json"))
+        special.update(read_special_tokens(read_json_if_there(folder / "tokenizer_config.json")))
+        eos = read_eos_token_ids(folder)
+        try:
+            return cls(backend, special_tokens=special, eos_token_ids=eos)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be used: {error}") from None
 
     @classmethod
     def _from_gguf(cls, file: Path) -> Tokenizer | None:
@@ -83,8 +101,9 @@ class Tokenizer:
             return None
         vocabulary = read_vocabulary(header)
         try:
-            backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
-        except Exception as error:  # tokenizers raises plain Exception
+            with FOREIGN_CODE:
+                backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
+        except Exception as error:
             raise ValueError(
                 f"the tokenizer in {file} is broken ({error}); give the model's own with --tokenizer"
             ) from error
@@ -139,10 +158,11 @@ class Tokenizer:
         add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
         special tokens: encode it with add_special_tokens=False.
         """
-        if len(text) > MAX_INLINE_CHARS:
+        if len(text) * self._growth > MAX_INLINE_CHARS:
             # Unlike `encode`, this lets other threads run meanwhile.
             return self.encode_texts([text], add_special_tokens)[0]
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with FOREIGN_CODE:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def exceeds(self, text: str, limit: int) -> bool:
@@ -152,13 +172,14 @@ class Tokenizer:
         """
         if len(text) // self._most_chars > limit:
             return True
-        size = max(_PIECE_CHARS, limit)
+        size = int(max(_PIECE_CHARS, limit) / self._growth)
         if len(text) <= 2 * size:
             return False
         count = 0
         for start in range(0, len(text), size):
             # `len` of an encoding makes no list of its ids, which would hold up other threads.
-            count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
+            with FOREIGN_CODE:
+                count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
             if count > limit + limit // 16 + start // size:
                 return True
         return False
@@ -172,14 +193,16 @@ class Tokenizer:
 
     async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
-        if len(text) <= MAX_INLINE_CHARS:
+        if len(text) * self._growth <= MAX_INLINE_CHARS:
             return self.encode_text(text, add_special_tokens)
         return await asyncio.to_thread(self.encode_text, text, add_special_tokens)
 
     def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, encoded in parallel."""
-        return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        with FOREIGN_CODE:
+            return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
-        return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+        with FOREIGN_CODE:
+            return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)

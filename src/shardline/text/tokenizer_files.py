@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from shardline.models.folder_files import read_json, read_text, read_token_ids
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_if_there(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is missing.
 
     Raises:
-        ValueError: the file does not hold a JSON object.
+        ValueError: the file does not hold a JSON object, or exceeds a limit.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(token_id) for token_id in value)
+        ids = read_token_ids(read_json_if_there(folder / name).get("eos_token_id"), folder / name)
+        if ids:
+            return ids
     return ()
 
 
@@ -58,14 +52,17 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
         ValueError: a file is broken.
     """
     sources: dict[str, str] = {}
-    entry = read_json(folder / "tokenizer_config.json").get("chat_template")
-    entry = read_json(folder / "chat_template.json").get("chat_template", entry)
+    entry = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
+    entry = read_json_if_there(folder / "chat_template.json").get("chat_template", entry)
     if isinstance(entry, str):
         sources["default"] = entry
     elif isinstance(entry, list):
-        sources.update({str(named["name"]): str(named["template"]) for named in entry})
+        try:
+            sources.update({str(named["name"]): str(named["template"]) for named in entry})
+        except (TypeError, KeyError):
+            raise ValueError(f"{folder}: each chat_template must have a name and a template") from None
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = path.read_text(encoding="utf-8")
+        sources[path.stem] = read_text(path)
     if (folder / "chat_template.jinja").is_file():
-        sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        sources["default"] = read_text(folder / "chat_template.jinja")
     return sources

@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     )
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
-    group.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY)")
+    group.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY or $VLLM_API_KEY)")
     group.add_argument("--system-prompt", help="instructions at the beginning of every conversation")
     group.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
     group.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability (default: 1)")

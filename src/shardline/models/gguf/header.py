@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.models.folder_files import not_itself
 from shardline.models.parameters import Shape
-from shardline.models.weight_files import not_itself
 
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_ENTRIES = 1 << 16
