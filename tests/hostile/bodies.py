@@ -240,7 +240,12 @@ def _extremes(rng: random.Random) -> tuple[str, Fields]:
     own: Fields = {"top_logprobs": 20, "messages": _user(draws.text(rng, 20_000) or "a")}
     if path == COMPLETION:
         prompts = [draws.text(rng, 50) or "a" for _ in range(draws.size(rng, 64))]
-        own = {"echo": True, "best_of": MOST_CHOICES, "suffix": "b", "prompt": rng.choice((prompts, [[5] * 9] * 9, "a" * 3000))}
+        own = {
+            "echo": True,
+            "best_of": MOST_CHOICES,
+            "suffix": "b",
+            "prompt": rng.choice((prompts, [[5] * 9] * 9, "a" * 3000)),
+        }
     expensive |= own
     for name in rng.sample(list(expensive), rng.randrange(1, 7)):
         body[name] = expensive[name]
@@ -252,7 +257,9 @@ def _raw(rng: random.Random) -> tuple[str, bytes]:
     path = rng.choice(list(MODELS))
     whole = _json(usual(path))
     depth = draws.size(rng, 100_000)
-    odd = rng.choice(("NaN", "-Infinity", "1e999", "1" * draws.size(rng, 9000), "-0", "1E400", "0x10", "01", "1.", "'a'", '"\t"'))
+    odd = rng.choice(
+        ("NaN", "-Infinity", "1e999", "1" * draws.size(rng, 9000), "-0", "1E400", "0x10", "01", "1.", "'a'", '"\t"')
+    )
     return path, rng.choice(
         (
             lambda: whole[: rng.randrange(len(whole))],

@@ -23,7 +23,9 @@ def doubling(levels: int, name: str = "T") -> str:
 
 def many_choices(count: int) -> str:
     """Masks that take long: at each place, many rules may go on."""
-    lines = [f'r{index}: /[a-z ]*{index}/ r{index % 7} | "x{index}" r{(index * 31 + 7) % count}' for index in range(count)]
+    lines = [
+        f'r{index}: /[a-z ]*{index}/ r{index % 7} | "x{index}" r{(index * 31 + 7) % count}' for index in range(count)
+    ]
     return "\n".join(["start: " + " | ".join(f"r{index}" for index in range(count)), *lines])
 
 
@@ -63,7 +65,9 @@ def _atom(rng: random.Random, depth: int) -> str:
 
 def _item(rng: random.Random, depth: int) -> str:
     count = draws.size(rng, 5000)
-    suffix = rng.choice(("",) * 6 + ("*", "+", "?", "~3", f"~1..{count}", "{%d}" % count, "{1,%d}" % count, "{%d,}" % count))
+    suffix = rng.choice(
+        ("",) * 6 + ("*", "+", "?", "~3", f"~1..{count}", "{%d}" % count, "{1,%d}" % count, "{%d,}" % count)
+    )
     return _atom(rng, depth) + suffix
 
 
@@ -77,7 +81,15 @@ def _drawn(rng: random.Random) -> str:
     lines += [f"r{index}: {_alternatives(rng, 2)}" for index in range(_RULES)]
     lines += [f"T{index}: {_alternatives(rng, 1)}" for index in range(_RULES)]
     if rng.random() < 0.2:
-        extra = ("%ignore /[ ]+/", "%import common.INT", "%llguidance {}", "r0[capture]: r1", "start: r0", "// text", "T0.99: /a/")
+        extra = (
+            "%ignore /[ ]+/",
+            "%import common.INT",
+            "%llguidance {}",
+            "r0[capture]: r1",
+            "start: r0",
+            "// text",
+            "T0.99: /a/",
+        )
         lines.append(rng.choice((*extra, 'r1[temperature=1e308, max_tokens=0, stop="a"]: /.*/', "%unknown")))
     grammar = "\n".join(lines)
     if rng.random() < 0.1:

@@ -51,7 +51,9 @@ def _drawn(rng: random.Random, depth: int) -> str:
 
 def _count(rng: random.Random) -> str:
     least, most = draws.size(rng, 3000), draws.size(rng, 3000)
-    return rng.choice(("*", "+", "?", "{%d}" % least, "{%d,}" % least, "{%d,%d}" % (least, least + most), "{,%d}" % most))
+    return rng.choice(
+        ("*", "+", "?", "{%d}" % least, "{%d,}" % least, "{%d,%d}" % (least, least + most), "{,%d}" % most)
+    )
 
 
 _SHAPES: tuple[Callable[[random.Random], str], ...] = (

@@ -118,7 +118,18 @@ class _Grammar:
     def reference(self) -> Schema:
         rng = self.rng
         target = f"#/$defs/d{rng.randrange(_DEFINITIONS + 1)}"  # the last one is missing
-        odd = ("#", "", "#/", "#/$defs", "#/properties/a", "#/$defs/%64%30", "#a", "d0", "https://example.org/s", "#/~2")
+        odd = (
+            "#",
+            "",
+            "#/",
+            "#/$defs",
+            "#/properties/a",
+            "#/$defs/%64%30",
+            "#a",
+            "d0",
+            "https://example.org/s",
+            "#/~2",
+        )
         key = rng.choice(("$ref",) * 8 + ("$dynamicRef", "$recursiveRef"))
         return {key: target if rng.random() < 0.7 else rng.choice(odd)}
 
@@ -169,7 +180,9 @@ class _Grammar:
         if rng.random() < 0.5:
             schema["additionalProperties"] = rng.choice((False, True, self.schema(depth - 1)))
         if rng.random() < 0.1:
-            keyword = rng.choice(("propertyNames", "minProperties", "maxProperties", "dependentSchemas", "dependencies"))
+            keyword = rng.choice(
+                ("propertyNames", "minProperties", "maxProperties", "dependentSchemas", "dependencies")
+            )
             schema[keyword] = rng.choice((self.schema(1), draws.number(rng)))
         return schema
 
