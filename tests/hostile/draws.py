@@ -11,8 +11,10 @@ NUMBERS: tuple[Any, ...] = (
     -(2**63), 2**64, 10**30, 10**300, 0.0, -0.0, 0.1, 1e-7, 1e-320, 1e308, -1e308, 1.5, 3.0000000000000004,
 )  # fmt: skip
 TEXTS = (
-    "", " ", "a", "A b", "\0", "\n", "\r\n", "\x1b[31m", "\x7f", "é", "ß", "İ", "ﬁ", "e\u0301" * 3, "\u202e", "\ufeff", "\ufffe",
-    "\u2028", "🙂", "👩‍👩‍👧‍👦", "\ud800", "\udfff x", "{{ 7 * 7 }}", "{% for %}", "<|begin|>", "<|end|>", "</s>", "%s%n", "%3000000000d",
+    "", " ", "a", "A b", "\0", "\n", "\r\n", "\x1b[31m", "\x7f", "é", "ß", "İ", "ﬁ", "e\u0301" * 3, "\u202e",
+    "\ufeff", "\ufffe",
+    "\u2028", "🙂", "👩‍👩‍👧‍👦", "\ud800", "\udfff x", "{{ 7 * 7 }}", "{% for %}", "<|begin|>", "<|end|>", "</s>",
+    "%s%n", "%3000000000d",
     "../../etc/passwd", "'; --", '"', "\\", "\\u0000", "start", "$ref", "__class__", "constructor", "NaN", "null", "0x",
 )  # fmt: skip
 """Two of them have halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""

@@ -94,7 +94,8 @@ NAMED: dict[str, Callable[[Path], None]] = {
     "/dev/zero as tokenizer.json": _link("tokenizer.json", "/dev/zero"),
     "a link to itself as config.json": _link("config.json", "config.json"),
     "a pre-tokenizer that panics": _set(
-        "tokenizer.json", pre_tokenizer={"type": "Split", "pattern": {"Regex": "(?=(a*)*)$"}, "behavior": "Isolated", "invert": True}
+        "tokenizer.json", pre_tokenizer={"type": "Split", "pattern": {"Regex": "(?=(a*)*)$"},
+        "behavior": "Isolated", "invert": True}
     ),
     "a normalizer that doubles 40 times": _normalizer(*[_DOUBLING] * 40),
     "nested empty loops as template": _template(templates.nested_loops(6, 99_999)),
@@ -155,19 +156,24 @@ def _odd_tokenizer(rng: random.Random, folder: Path) -> None:
         "pre_tokenizer": rng.choice(
             (
                 {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": rng.random() < 0.5},
-                {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}] * draws.size(rng, 50)},
+                {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": True,
+                "trim_offsets": True}] * draws.size(rng, 50)},
                 {"type": "FixedLength", "length": 0},
                 draws.value(rng),
             )
         ),
         "added_tokens": [
-            {"id": draws.number(rng), "content": draws.text(rng), "special": True, "single_word": False, "lstrip": True, "rstrip": True, "normalized": True}
+            {"id": draws.number(rng), "content": draws.text(rng), "special": True, "single_word": False,
+            "lstrip": True, "rstrip": True, "normalized": True}
             for _ in range(draws.size(rng, 30))
         ],
-        "decoder": rng.choice(({"type": "Replace", "pattern": regex, "content": "a" * 99}, {"type": "Strip", "content": "a", "start": 2**40, "stop": 0}, draws.value(rng))),
-        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": [], "special_tokens": {}},
+        "decoder": rng.choice(({"type": "Replace", "pattern": regex, "content": "a" * 99}, {"type": "Strip",
+        "content": "a", "start": 2**40, "stop": 0}, draws.value(rng))),
+        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+        "pair": [], "special_tokens": {}},
         "truncation": {"max_length": 0, "strategy": "LongestFirst", "stride": 2**40, "direction": "Right"},
-        "padding": {"strategy": {"Fixed": 2**40}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"},
+        "padding": {"strategy": {"Fixed": 2**40}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "x"},
         "model": draws.value(rng),
         "version": draws.value(rng),
     }  # fmt: skip

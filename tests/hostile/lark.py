@@ -1,5 +1,7 @@
 """Hostile grammars in Lark, and a few in GBNF."""
 
+# ruff: noqa: UP031  braces are part of what is written here
+
 from __future__ import annotations
 
 import json
@@ -27,6 +29,11 @@ def many_choices(count: int) -> str:
         f'r{index}: /[a-z ]*{index}/ r{index % 7} | "x{index}" r{(index * 31 + 7) % count}' for index in range(count)
     ]
     return "\n".join(["start: " + " | ".join(f"r{index}" for index in range(count)), *lines])
+
+
+def ambiguous(operators: int) -> str:
+    """Expressions that can be read in many ways."""
+    return 'start: e\ne: e e | e "+" e | "(" e ")" | "a"' + "".join(f' | e "{index}" e' for index in range(operators))
 
 
 NAMED: dict[str, Callable[[], str]] = {
@@ -110,12 +117,12 @@ _SHAPES: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: "start: " + "(" * (depth := draws.size(rng, 5000)) + '"a"' + ")" * depth,
     lambda rng: "start: " + "(" * (depth := draws.size(rng, 8)) + '"a"' + "){1,%d}" % draws.size(rng, 3000) * depth,
     lambda rng: 'start: "a" start "b" | start start | ""',
-    lambda rng: 'start: e\ne: e e | e "+" e | "(" e ")" | "a"' + "".join(f' | e "{index}" e' for index in range(draws.size(rng, 50))),
+    lambda rng: ambiguous(draws.size(rng, 50)),
     lambda rng: "start: " + " ".join(f'"{index}"?' for index in range(draws.size(rng, 3000))),
     lambda rng: "start: " + " | ".join(f'"{"a" * index}"' for index in range(1, draws.size(rng, 400) + 1)),
     lambda rng: "start: T0\n" + "\n".join(f"T{index}: /{regexes.regex(rng)}/" for index in range(draws.size(rng, 300))),
     lambda rng: "start: " + " & ".join(f"/.*{chr(97 + index)}.*/" for index in range(draws.size(rng, 26))),
-    lambda rng: "start: r0\n" + "\n".join(f"r{index}: r{rng.randrange(200)} r{rng.randrange(200)} |" for index in range(200)),
+    lambda rng: "start: r0\n" + "\n".join(f"r{i}: r{rng.randrange(200)} r{rng.randrange(200)} |" for i in range(200)),
     lambda rng: '%%ignore / */\nstart: "a"{%d}' % draws.size(rng, 10**7),
     lambda rng: f"start: %json {json.dumps(schemas.schema(rng))}",
 )  # fmt: skip

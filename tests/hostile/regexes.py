@@ -1,5 +1,7 @@
 """Hostile regular expressions."""
 
+# ruff: noqa: UP031  braces are part of what is written here
+
 from __future__ import annotations
 
 import random
@@ -15,12 +17,16 @@ NAMED: dict[str, Callable[[], str]] = {
 }
 
 _ATOMS = (
-    "a", "b", "ab", ".", "é", "🙂", r"\d", r"\w", r"\W", r"\s", r"\S", r"\p{L}", r"\p{Greek}", r"\P{Lu}", r"\x{1F600}", r"\u00e9",
-    "[a-z]", "[^a]", "[^\\n\"]", "[a-zA-Z0-9_.-]", r"[\p{L}&&[^a-z]]", "[[:alpha:]]", "(?i)straße", "(?s).", r"\b", "^", "$", r"\A", r"\z",
+    "a", "b", "ab", ".", "é", "🙂", r"\d", r"\w", r"\W", r"\s", r"\S", r"\p{L}", r"\p{Greek}", r"\P{Lu}",
+    r"\x{1F600}", r"\u00e9",
+    "[a-z]", "[^a]", "[^\\n\"]", "[a-zA-Z0-9_.-]", r"[\p{L}&&[^a-z]]", "[[:alpha:]]", "(?i)straße", "(?s).", r"\b",
+    "^", "$", r"\A", r"\z",
 )  # fmt: skip
 _ODD = (
-    "(", ")", "[", "]", "{", "a{", "a{2,1}", "*", "a**", "\\", "[z-a]", "(?", "(?=a)", "(?!a)", "(?<=a)", r"(a)\1", "(?P<n>a)(?P=n)",
-    "a{99999999999999999999}", r"\x{110000}", r"\x{D800}", "\ud800", "\0", "(?#", "(?R)", "[[", r"\p{Nothing}", "", "a++", "a*?", "(?>a)",
+    "(", ")", "[", "]", "{", "a{", "a{2,1}", "*", "a**", "\\", "[z-a]", "(?", "(?=a)", "(?!a)", "(?<=a)", r"(a)\1",
+    "(?P<n>a)(?P=n)",
+    "a{99999999999999999999}", r"\x{110000}", r"\x{D800}", "\ud800", "\0", "(?#", "(?R)", "[[", r"\p{Nothing}", "",
+    "a++", "a*?", "(?>a)",
 )  # fmt: skip
 
 

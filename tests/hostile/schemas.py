@@ -218,7 +218,8 @@ _SHAPES: tuple[Callable[[random.Random], Schema], ...] = (
     lambda rng: {"type": "string", "minLength": draws.size(rng, 10**6), "pattern": regexes.regex(rng)},
     lambda rng: {"type": "array", "items": _drawn(rng), "minItems": draws.size(rng, 10**5)},
     lambda rng: {"anyOf": [properties(draws.size(rng, 30)) for _ in range(draws.size(rng, 60))]},
-    lambda rng: {"allOf": [{"anyOf": [{"required": [f"p{i}"]}, {"required": [f"q{i}"]}]} for i in range(draws.size(rng, 24))]},
+    lambda rng: {"allOf": [{"anyOf": [{"required": [f"p{i}"]},
+    {"required": [f"q{i}"]}]} for i in range(draws.size(rng, 24))]},
 )  # fmt: skip
 
 

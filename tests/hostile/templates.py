@@ -52,17 +52,25 @@ _NAMES = (
     "self",
 )
 _FILTERS = (
-    "abs", "attr('__class__')", "batch(3)", "batch(10**9, 'x')", "capitalize", "center(10**8)", "count", "default('x')", "dictsort", "e",
-    "escape", "filesizeformat", "first", "float", "forceescape", "format(1)", "groupby('role')", "indent(99999, true)", "int(base=36)",
-    "items", "join('ab')", "last", "length", "list", "lower", "map('upper')", "map(attribute='content')", "max", "min", "pprint", "random",
-    "reject('none')", "replace('a', 'aa')", "reverse", "round(400)", "safe", "select('string')", "slice(10**7)", "sort", "string", "striptags",
-    "sum(start=[])", "title", "tojson", "tojson(indent=9999)", "trim", "truncate(10**9)", "unique", "upper", "urlencode", "urlize",
+    "abs", "attr('__class__')", "batch(3)", "batch(10**9, 'x')", "capitalize", "center(10**8)", "count",
+    "default('x')", "dictsort", "e",
+    "escape", "filesizeformat", "first", "float", "forceescape", "format(1)", "groupby('role')",
+    "indent(99999, true)", "int(base=36)",
+    "items", "join('ab')", "last", "length", "list", "lower", "map('upper')", "map(attribute='content')", "max",
+    "min", "pprint", "random",
+    "reject('none')", "replace('a', 'aa')", "reverse", "round(400)", "safe", "select('string')", "slice(10**7)",
+    "sort", "string", "striptags",
+    "sum(start=[])", "title", "tojson", "tojson(indent=9999)", "trim", "truncate(10**9)", "unique", "upper",
+    "urlencode", "urlize",
     "wordcount", "wordwrap(1)", "xmlattr", "nothing",
 )  # fmt: skip
 _METHODS = (
-    ".split('')", ".split('a')", ".zfill(10**9)", ".rjust(10**9)", ".expandtabs(10**8)", ".join(messages)", ".replace('', 'b' * 9999)", ".encode()",
-    ".format_map({})", ".format(messages)", ".translate({97: 'b' * 9999})", ".items()", ".append(1)", ".__class__.__mro__", ".strip()",
-    "[::-1]", "[:10**9]", "[0]", "[-1]", ".content", "['role']", ".__init__.__globals__", ".title()", ".casefold()", "(1)", "()",
+    ".split('')", ".split('a')", ".zfill(10**9)", ".rjust(10**9)", ".expandtabs(10**8)", ".join(messages)",
+    ".replace('', 'b' * 9999)", ".encode()",
+    ".format_map({})", ".format(messages)", ".translate({97: 'b' * 9999})", ".items()", ".append(1)",
+    ".__class__.__mro__", ".strip()",
+    "[::-1]", "[:10**9]", "[0]", "[-1]", ".content", "['role']", ".__init__.__globals__", ".title()", ".casefold()",
+    "(1)", "()",
 )  # fmt: skip
 
 
@@ -172,6 +180,7 @@ def _statements(rng: random.Random, depth: int) -> str:
     return "\n".join(_statement(rng, depth) for _ in range(draws.size(rng, 4)))
 
 
+_APPEND = "{% if x.append(1) %}{% endif %}"
 _SHAPES: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: nested_loops(draws.size(rng, 12), draws.size(rng, 99_999)),
     lambda rng: doubling(draws.size(rng, 60), rng.random() < 0.5),
@@ -188,7 +197,7 @@ _SHAPES: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: "{{ " + f"(('a' * {draws.size(rng, 10**7)})|{rng.choice(_FILTERS)})|{rng.choice(_FILTERS)}" + " }}",
     lambda rng: "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     lambda rng: "{% for x in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    lambda rng: "{% set x = [] %}{% for i in range(99999) %}{% for j in range(99999) %}{{ x.append(i) or '' }}{% endfor %}{% endfor %}",
+    lambda rng: "{% set x = [] %}" + nested_loops(2, 99_999).replace("{% endfor %}", _APPEND + "{% endfor %}", 1),
 )  # fmt: skip
 
 
