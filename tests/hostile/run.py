@@ -73,6 +73,19 @@ def _pauses(gaps: Sequence[float]) -> tuple[float, float]:
     return ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
 
 
+def _steady_memory(processes: Sequence[Process]) -> dict[Process, int]:
+    """The memory of each process, once none grows any more: some import modules after the server is ready."""
+    deadline = time.monotonic() + _MEMORY_SECONDS
+    before = {process: process.memory for process in processes}
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        now = {process: process.memory for process in processes}
+        if all(memory - before[process] < 1 << 20 for process, memory in now.items()):
+            return now
+        before = now
+    return before
+
+
 class Run:
     """One run over cases; it starts a new server whenever one has ended."""
 
@@ -88,7 +101,7 @@ class Run:
         batches = [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
         while batches:
             with self._site() as (site, processes):
-                baseline = {process: process.memory for process in processes}
+                baseline = _steady_memory(processes)
                 while batches and site.runs:
                     self._send(site, batches.pop(0))
                     print(
