@@ -122,6 +122,10 @@ def _named() -> dict[str, Callable[[], tuple[str, bytes]]]:
         "12 schemas of 3,000 properties": lambda: chat(
             response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schemas.properties(2900)}}
         ),
+        "prompt_logprobs of 190,000 tokens": lambda: (
+            COMPLETION,
+            _json({"prompt": [[5] * 1900] * 100, "max_tokens": 1, "prompt_logprobs": 20}),
+        ),
         "special tokens in the content": lambda: chat(messages=_user("<|end|><|begin|><|end|>" * 50)),
     }
 
