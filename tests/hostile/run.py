@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.hostile import connections
 from tests.hostile.bodies import Case, drawn_case, named_cases
 from tests.hostile.site import Answer, Process, Site, open_site
 from tests.hostile.victim import MAX_TOKENS
@@ -97,7 +98,8 @@ class Run:
         self._processes: list[Process] = []
 
     def run(self, cases: Sequence[Case]) -> Found:
-        """Send all cases."""
+        """Send all cases, and open hostile connections."""
+        connecting = True
         batches = [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
         while batches:
             with self._site() as (site, processes):
@@ -109,6 +111,9 @@ class Run:
                         file=sys.stderr,
                         flush=True,
                     )
+                if site.runs and connecting:
+                    self._connect(site)
+                    connecting = False
                 if site.runs:
                     self._check_memory(site, baseline)
                 self._read_log(site)
@@ -147,6 +152,18 @@ class Run:
                 else f"a batch that begins with {batch[0]}"
             )
             (self.found.ended if ended else self.found.pauses).append(f"{ended or late} after {blame}")
+
+    def _connect(self, site: Site) -> None:
+        """Hostile connections, one kind after another."""
+        for act in connections.ALL:
+            before = self._processes = site.settle(self._processes)
+            site.take_victim()
+            problem = act(site.port)
+            ended, late = self._look(site, before)
+            name = act.__name__.replace("_", " ")
+            self.found.wrong += [problem] if problem else []
+            self.found.ended += [f"{ended} after {name}"] if ended else []
+            self.found.pauses += [f"{late} after {name}"] if late else []
 
     def _count(self, answers: Sequence[Answer]) -> None:
         for answer in answers:

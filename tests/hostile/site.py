@@ -60,7 +60,7 @@ class Site:
     def __init__(self, server: Server, victim: subprocess.Popen[str]) -> None:
         self.server = server
         self._victim = victim
-        self._port = int(server.url.rpartition(":")[2])
+        self.port = int(server.url.rpartition(":")[2])
 
     def take_victim(self) -> dict[str, Any]:
         """What has happened to the victim since the last call; see `Victim.take`."""
@@ -113,7 +113,7 @@ class Site:
             time.sleep(1.0)
 
     def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5.0)
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", "/ready")
             return connection.getresponse().status == 200
@@ -128,7 +128,7 @@ class Site:
         """Send one case, and look at the answer."""
         if not self.runs:
             return Answer(case, 0, "the server has ended")
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=case.leave_after or ANSWER_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=case.leave_after or ANSWER_SECONDS)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the end
                 connection.request("POST", case.path, case.body, {"Content-Type": "application/json"})
