@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -106,3 +107,13 @@ def test_pauses_are_held_to_their_bounds() -> None:
     found.gaps.append(0.2)
     assert len(found.failures()) == 1
     assert found.failures(BUSY) == []
+
+
+def test_the_security_page_names_tests_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text()
+    named = re.findall(r"`(tests/[\w/.]+)`", page)
+    assert len(set(named)) > 15
+    assert [path for path in named if not (root / path).exists()] == []
+    links = re.findall(r"\]\(([^)#]+)", page)
+    assert [link for link in links if not (root / "docs" / link).exists()] == []
