@@ -30,7 +30,7 @@ _LEAST_GROWTH = 12 << 20
 """Bytes of growth that are none, even in a small process."""
 _MEMORY_SECONDS = 60.0
 _BATCH = 48
-_QUIET_SECONDS = 8.0
+_QUIET_SECONDS = 5.0
 
 
 @dataclass
@@ -173,9 +173,9 @@ class Run:
 
     def _look(self, site: Site, before: Sequence[Process]) -> tuple[str, str]:
         """Which processes have ended since, and how late the victim was; empty: none, and not too late."""
+        taken = site.take_victim_later()
         now = site.processes()
         ended = [process.title for process in before if process not in now]
-        taken = site.take_victim()
         self.found.gaps += taken["gaps"]
         self._check_victim(taken)
         longest = max(taken["gaps"], default=0.0)
@@ -190,29 +190,25 @@ class Run:
 
     def _shrink(self, batch: Sequence[Case]) -> Sequence[Case]:
         """The smallest part of a batch that does it again; the batch itself if no half does."""
-        with contextlib.ExitStack() as stack:
-            site: Site | None = None
-            while len(batch) > 1:
-                middle = len(batch) // 2
-                for half in (batch[:middle], batch[middle:]):
-                    if site is None or not site.runs:
-                        stack.close()
-                        site = stack.enter_context(open_site())
-                    if self._harms(site, half):
-                        batch = half
-                        break
-                else:
-                    return batch
+        while len(batch) > 1:
+            middle = len(batch) // 2
+            for half in (batch[:middle], batch[middle:]):
+                if self._harms(half):
+                    batch = half
+                    break
+            else:
+                return batch
         return batch
 
-    def _harms(self, site: Site, cases: Sequence[Case]) -> bool:
-        before = site.settle()
-        site.take_victim()
-        site.send(cases)
-        time.sleep(0.5)
-        now = site.processes()
-        longest = max(site.take_victim()["gaps"], default=0.0)
-        return any(process not in now for process in before) or longest > LONGEST_PAUSE * self._slack
+    def _harms(self, cases: Sequence[Case]) -> bool:
+        """Whether cases harm a new server: one that knows their grammars already may be harmed no more."""
+        with open_site() as site:
+            before = site.settle()
+            site.take_victim()
+            site.send(cases)
+            longest = max(site.take_victim_later()["gaps"], default=0.0)
+            now = site.processes()
+            return any(process not in now for process in before) or longest > LONGEST_PAUSE * self._slack
 
     def _check_memory(self, site: Site, baseline: dict[Process, int]) -> None:
         """Wait until each process has about as much memory as before."""

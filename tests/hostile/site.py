@@ -26,6 +26,8 @@ ANSWER_SECONDS = 60.0
 SHORT_LIVED = ("shardline: sandbox", "shardline: masks")
 """How the titles of processes begin that may come and go."""
 _SETTLE_SECONDS = 30.0
+_STALL_SECONDS = 20.0
+"""A victim that is silent for longer is not waited for."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,18 @@ class Site:
         taken = json.loads(self._victim.stdout.readline())
         assert isinstance(taken, dict)
         return taken
+
+    def take_victim_later(self) -> dict[str, Any]:
+        """As `take_victim`, but a pause that lasts is waited for: what a case has begun may go on when it is over."""
+        taken = self.take_victim()
+        deadline = time.monotonic() + _STALL_SECONDS
+        while True:
+            time.sleep(0.3)
+            more = self.take_victim()
+            for name, values in more.items():
+                taken[name] += values
+            if more["gaps"] or not self.runs or time.monotonic() > deadline:
+                return taken
 
     @property
     def runs(self) -> bool:
