@@ -34,7 +34,9 @@ chaos: $(VENV)/.tested ## Every fault, FAULTS=1000 at random, PAIRS=120, on two 
 	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
 	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 
-fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
+fuzz: $(VENV)/.tested ## Hostile requests and model folders: CASES=10000 SEED=0; random frames on every listener: FRAMES=1000000
+	$(BIN)/python -m tests.hostile.run --cases $(or $(CASES),10000) --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.hostile.library --cases $$(( $(or $(CASES),10000) / 10 )) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.faults.fuzz --frames $(or $(FRAMES),1000000)
 
 ray: compiler ## Servers on real Ray clusters (needs root), in an environment of their own: RAY_VENV

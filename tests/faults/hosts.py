@@ -91,12 +91,6 @@ class Hosts:
         """End a cut."""
         _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "3")
 
-    def deafen(self, host: int) -> None:
-        """Drop all packets to a host, silently; what it sends arrives."""
-        never = ("tbf", "rate", "8bit", "burst", "10", "limit", "10")  # no packet is so small
-        switch = ("ip", "netns", "exec", self._switch)
-        _run(*switch, "tc", "qdisc", "replace", "dev", f"p{host}", "root", *never)
-
     def unplug(self, host: int) -> None:
         """Cut a host off so that it notices: its link is down."""
         _ip("-n", self._switch, "link", "set", "dev", f"p{host}", "down")

@@ -74,6 +74,24 @@ def test_a_tunnel_is_refused(shared: Running) -> None:
     assert error_of(talk(shared, b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n"))[0] in (400, 404)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000000000000000000000000000000\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked, identity\r\n",
+        b"CONNECT localhost:22 HTTP/1.1\r\n",
+        b"PRI * HTTP/2.0\r\n",
+    ],
+)
+def test_no_second_request_is_smuggled(shared: Running, head: bytes) -> None:
+    answer = talk(shared, head + b"Host: x\r\n\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert error_of(answer)[0] == 400
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 @pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
 def test_large_headers_are_refused(shared: Running, end: bytes) -> None:
     head = b"GET /health HTTP/1.1\r\nHost: x\r\n"

@@ -152,7 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _answer(self, error: ApiError) -> None:
         """Answer and close the connection, unless the answer of an earlier request is being sent."""
         self._set_timer(None)
-        refused_requests.note(self.client[0] if self.client else "-", status, message)
+        refused_requests.note(self.client[0] if self.client else "-", error.status_code, str(error.detail))
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(last_answer(error))
         self.transport.close()

@@ -1,0 +1,337 @@
+"""Hostile requests to every endpoint that takes a body.
+
+The fields are those of the server's own models, so that a new field is attacked from the day it exists.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardline.server.openai.chat import ChatRequest
+from shardline.server.openai.completions import CompletionRequest
+from shardline.server.openai.embeddings import EmbeddingRequest
+from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.hostile import draws, lark, regexes, schemas
+
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
+MODELS = {
+    CHAT: ChatRequest,
+    COMPLETION: CompletionRequest,
+    RESPONSE: ResponsesRequest,
+    EMBEDDING: EmbeddingRequest,
+    TOKENIZE: TokenizeRequest,
+    DETOKENIZE: DetokenizeRequest,
+}
+MOST_CHOICES = 128
+_EARLY = 0.08
+"""The share of the clients that leave before they have read the answer."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. `leave_after`: seconds after which the client leaves; None: it reads the whole answer."""
+
+    name: str
+    path: str
+    body: bytes
+    leave_after: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: POST {self.path}, {len(self.body):,} bytes"
+
+
+Fields = dict[str, Any]
+
+
+def _user(content: Any = "Hi") -> list[Fields]:
+    return [{"role": "user", "content": content}]
+
+
+def _tool(parameters: Any, index: int = 0) -> Fields:
+    return {"type": "function", "function": {"name": f"f{index}", "parameters": parameters}}
+
+
+def usual(path: str) -> Fields:
+    """A harmless request."""
+    return {
+        CHAT: {"messages": _user(), "max_tokens": 4},
+        COMPLETION: {"prompt": "The first", "max_tokens": 4},
+        RESPONSE: {"input": "Hi", "max_output_tokens": 4},
+        EMBEDDING: {"input": "Hi"},
+        TOKENIZE: {"prompt": "Hi"},
+        DETOKENIZE: {"tokens": [5, 6]},
+    }[path]
+
+
+def _with_schema(schema: Any, way: int) -> tuple[str, Fields]:
+    """A request for an answer of this schema, in one of the ways of the API."""
+    if way == 2:
+        text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
+        return RESPONSE, {**usual(RESPONSE), "text": text}
+    if way == 3:
+        tool = _tool(schema)
+        tool["function"]["strict"] = True
+        return CHAT, {**usual(CHAT), "tools": [tool], "tool_choice": "required"}
+    if way == 4:
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        return RESPONSE, {**usual(RESPONSE), "tools": [tool], "tool_choice": "required"}
+    path = (COMPLETION, CHAT)[way % 2]
+    if way > 4:
+        return path, {**usual(path), "structured_outputs": {"json": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    return path, {**usual(path), "response_format": form}
+
+
+def _json(body: Any) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _named() -> dict[str, Callable[[], tuple[str, bytes]]]:
+    """The literal examples of the attack that this corpus grew from, by name."""
+
+    def with_schema(make: Callable[[], Any], way: int, **fields: Any) -> tuple[str, bytes]:
+        path, body = _with_schema(make(), way)
+        return path, _json({**body, **fields})
+
+    def chat(**fields: Any) -> tuple[str, bytes]:
+        return CHAT, _json({**usual(CHAT), **fields})
+
+    def grammar(make: Callable[[], str], n: int) -> tuple[str, bytes]:
+        return COMPLETION, _json({**usual(COMPLETION), "n": n, "structured_outputs": {"grammar": make()}})
+
+    named: dict[str, Callable[[], tuple[str, bytes]]] = {}
+    for name, make in schemas.NAMED.items():
+        named |= {f"schema of {name}, way {way}": partial(with_schema, make, way) for way in range(5)}
+    for name, make in lark.NAMED.items():
+        named |= {f"Lark of {name}, n {n}": partial(grammar, make, n) for n in (1, MOST_CHOICES)}
+    for name, make in regexes.NAMED.items():
+        named[f"regex of {name}"] = lambda make=make: chat(regex=make())
+    tools = [_tool(make(), index) for index, make in enumerate(schemas.NAMED.values()) if index not in (0, 2, 3)]
+    few_bytes = schemas.NAMED["multipleOf 999983"]
+    return named | {
+        "schema of few bytes with n 128": lambda: with_schema(few_bytes, 0, n=MOST_CHOICES),
+        "metadata of 49,000 members": lambda: chat(metadata={f"m{index}": "x" for index in range(49_000)}),
+        "tools with each kind of schema": lambda: chat(tools=tools, tool_choice="required"),
+        "12 schemas of 3,000 properties": lambda: chat(
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schemas.properties(2900)}}
+        ),
+        "prompt_logprobs of 190,000 tokens": lambda: (
+            COMPLETION,
+            _json({"prompt": [[5] * 1900] * 100, "max_tokens": 1, "prompt_logprobs": 20}),
+        ),
+        "special tokens in the content": lambda: chat(messages=_user("<|end|><|begin|><|end|>" * 50)),
+    }
+
+
+def _constrained(rng: random.Random) -> tuple[str, Fields]:
+    """An answer with a form."""
+    match rng.randrange(4):
+        case 0 | 1:
+            path, body = _with_schema(schemas.schema(rng), rng.randrange(7))
+        case 2:
+            path = rng.choice((CHAT, COMPLETION))
+            key, value = "ebnf", lark.grammar(rng)
+            body = usual(path) | ({key: value} if rng.random() < 0.3 else {"structured_outputs": {"grammar": value}})
+        case _:
+            path = rng.choice((CHAT, COMPLETION))
+            form: Fields = {"regex": regexes.regex(rng)}
+            if rng.random() < 0.2:
+                form = {"choice": [draws.text(rng) for _ in range(draws.size(rng, 500))]}
+            elif rng.random() < 0.2:
+                form = {"json": schemas.schema(rng), "whitespace_pattern": regexes.regex(rng)}
+            body = usual(path) | {"structured_outputs": form}
+    if path != RESPONSE and rng.random() < 0.15:
+        body["n"] = draws.size(rng, MOST_CHOICES)
+    body["max_output_tokens" if path == RESPONSE else "max_tokens"] = draws.size(rng, 64)
+    if rng.random() < 0.3:
+        body["stream"] = True
+    return path, body
+
+
+def _wrong_fields(rng: random.Random) -> tuple[str, Fields]:
+    """Fields of the wrong type, or with odd values."""
+    path = rng.choice(list(MODELS))
+    names = [field.alias or name for name, field in MODELS[path].model_fields.items()]
+    body = usual(path)
+    for name in rng.sample(names, min(len(names), rng.choice((1, 1, 1, 2, 5)))):
+        body[name] = draws.value(rng)
+    return path, body
+
+
+_NESTED: dict[str, tuple[Fields, ...]] = {
+    CHAT: (
+        {"tools": [_tool({"type": "object", "properties": {"a": {"type": "string"}}})], "tool_choice": "auto"},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},
+        {"messages": [*_user(), {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f",
+        "arguments": "{}"}}]}, *_user()]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"},
+        "strict": True}}},
+        {"documents": [{"title": "a", "text": "b"}], "reasoning_effort": "low", "logprobs": True, "top_logprobs": 3},
+    ),
+    COMPLETION: ({"logit_bias": {"5": 1}, "stop": ["a"], "structured_outputs": {"regex": "a+",
+    "disable_any_whitespace": True}},),
+    RESPONSE: (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "reasoning": {"effort": "low"}},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"}]},
+        {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "include": ["message.output_text.logprobs"]},
+        {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
+        "previous_response_id": "resp_0"},
+    ),
+    EMBEDDING: ({"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3},),
+    TOKENIZE: ({"prompt": None, "messages": _user(), "tools": [_tool({})]},),
+    DETOKENIZE: ({"tokens": [1, 2, 3]},),
+}  # fmt: skip
+
+
+def _wrong_parts(rng: random.Random) -> tuple[str, Any]:
+    """A request whose parts, at any depth, have been replaced, removed or repeated."""
+    path = rng.choice(list(_NESTED))
+    body = json.loads(json.dumps(usual(path) | rng.choice(_NESTED[path])))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        holder: Any = body
+        while True:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not keys:
+                break
+            key = rng.choice(keys)
+            if isinstance(holder[key], dict | list) and rng.random() < 0.8:
+                holder = holder[key]
+                continue
+            action = rng.randrange(6)
+            if action == 0:
+                del holder[key]
+            elif action == 1 and isinstance(holder, list):
+                holder.extend([holder[key]] * draws.size(rng, 2000))
+            elif action == 2 and isinstance(holder, dict):
+                holder[draws.text(rng)] = holder[key]
+            else:
+                holder[key] = draws.value(rng)
+            break
+    return path, body
+
+
+def _extremes(rng: random.Random) -> tuple[str, Fields]:
+    """Fields that are valid one by one, and expensive together."""
+    path = rng.choice((CHAT, COMPLETION))
+    body = usual(path)
+    expensive: Fields = {
+        "n": draws.size(rng, MOST_CHOICES),
+        "max_tokens": draws.size(rng, 300),
+        "logprobs": 20 if path == COMPLETION else True,
+        "prompt_logprobs": rng.choice((0, 20)),
+        "stop": [draws.text(rng) or "x" for _ in range(draws.size(rng, 2000))],
+        "stop_token_ids": [rng.choice((5, 2047, 2**31, -1)) for _ in range(draws.size(rng, 4096))],
+        "logit_bias": {str(rng.randrange(2048)): rng.uniform(-100, 100) for _ in range(draws.size(rng, 2000))},
+        "bad_words": [draws.text(rng) or "x" for _ in range(draws.size(rng, 2000))],
+        "allowed_token_ids": [rng.randrange(2048) for _ in range(draws.size(rng, 4000))],
+        "seed": draws.number(rng),
+        "temperature": rng.choice((0, 1e-9, 100, 1e-300)),
+        "top_k": draws.number(rng),
+        "min_tokens": draws.size(rng, 300),
+        "ignore_eos": True,
+        "stream": True,
+        "logits_digest": True,
+        "return_token_ids": True,
+        "cache_salt": draws.text(rng),
+        "priority": draws.number(rng),
+        "truncate_prompt_tokens": draws.number(rng),
+        "repetition_penalty": rng.choice((1e-30, 100.0)),
+    }
+    own: Fields = {"top_logprobs": 20, "messages": _user(draws.text(rng, 20_000) or "a")}
+    if path == COMPLETION:
+        prompts = [draws.text(rng, 50) or "a" for _ in range(draws.size(rng, 64))]
+        own = {
+            "echo": True,
+            "best_of": MOST_CHOICES,
+            "suffix": "b",
+            "prompt": rng.choice((prompts, [[5] * 9] * 9, "a" * 3000)),
+        }
+    expensive |= own
+    for name in rng.sample(list(expensive), rng.randrange(1, 7)):
+        body[name] = expensive[name]
+    return path, body
+
+
+def _raw(rng: random.Random) -> tuple[str, bytes]:
+    """Bytes that are no JSON, or JSON that parsers disagree about."""
+    path = rng.choice(list(MODELS))
+    whole = _json(usual(path))
+    depth = draws.size(rng, 100_000)
+    odd = rng.choice(
+        ("NaN", "-Infinity", "1e999", "1" * draws.size(rng, 9000), "-0", "1E400", "0x10", "01", "1.", "'a'", '"\t"')
+    )
+    return path, rng.choice(
+        (
+            lambda: whole[: rng.randrange(len(whole))],
+            lambda: whole + draws.text(rng).encode("utf-8", "surrogatepass"),
+            lambda: b"\xef\xbb\xbf" + whole,
+            lambda: whole.decode().encode(rng.choice(("utf-16", "utf-32", "utf-16-le"))),
+            lambda: whole.replace(b'"', rng.choice((b"'", b"\xff", b'\\"', b"\xed\xa0\x80"))),
+            lambda: whole[:-1] + b',"seed":' + odd.encode() + b"}",
+            lambda: whole[:-1] + b',"metadata":' + b"[" * depth + b"]" * depth + b"}",
+            lambda: whole[:-1] + b',"user":"' + b"\\ud83d" * draws.size(rng, 3000) + b'"}',
+            lambda: whole[:-1] + b"," + b",".join([whole[1:-1]] * draws.size(rng, 1000)) + b"}",
+            lambda: rng.choice((b"", b"null", b"[]", b"0", b'""', b"{}", b"true", b"\0", b"{" * depth,
+            b'{"a":' * depth)),
+            lambda: rng.randbytes(draws.size(rng, 5000)),
+        )
+    )()  # fmt: skip
+
+
+def _large(rng: random.Random) -> tuple[str, Fields]:
+    """A large request, within the limits or beyond them."""
+    count = draws.size(rng, 60_000)
+    path, fields = rng.choice(
+        (
+            (CHAT, {"metadata": {f"m{index}": "x" for index in range(count)}}),
+            (CHAT, {"messages": _user("word " * (10 * count))}),
+            (CHAT, {"messages": _user([{"type": "text", "text": "a"}] * min(count, 5000))}),
+            (CHAT, {"chat_template_kwargs": {"a": list(range(count))}}),
+            (CHAT, {"tools": [_tool({}, index) for index in range(min(count, 1100))]}),
+            (COMPLETION, {"prompt": ["a"] * min(count, 2100), "max_tokens": 1}),
+            (COMPLETION, {"prompt": [5] * count}),
+            (COMPLETION, {"user": "x" * (50 * count)}),
+            (RESPONSE, {"input": [{"role": "user", "content": "a"}] * min(count, 5000)}),
+            (RESPONSE, {"metadata": {f"m{index}": "x" * 600 for index in range(min(count, 30))}}),
+            (EMBEDDING, {"input": ["ab"] * min(count, 2100)}),
+            (TOKENIZE, {"prompt": "é" * (10 * count), "return_token_strs": True}),
+            (DETOKENIZE, {"tokens": [rng.choice((7, 2**40, -1))] * count}),
+        )
+    )
+    return path, usual(path) | fields
+
+
+_KINDS: dict[str, tuple[Callable[[random.Random], tuple[str, Any]], int]] = {
+    "constrained": (_constrained, 40),
+    "wrong fields": (_wrong_fields, 20),
+    "wrong parts": (_wrong_parts, 15),
+    "extremes": (_extremes, 12),
+    "raw": (_raw, 10),
+    "large": (_large, 3),
+}
+"""How each kind of case is made, and how many of a hundred are of this kind."""
+
+
+def named_cases() -> list[Case]:
+    """The cases with names."""
+    return [Case(name, *make()) for name, make in _named().items()]
+
+
+def drawn_case(seed: int, number: int, only: str = "") -> Case:
+    """Case `number`; `only`: of this kind."""
+    rng = draws.draw(seed, "body", number)
+    (kind,) = rng.choices(list(_KINDS), [share for _, share in _KINDS.values()])
+    path, body = _KINDS[only or kind][0](rng)
+    leave_after = 0.5 * rng.random() ** 3 if rng.random() < _EARLY else None
+    encoded = body if isinstance(body, bytes) else _json(body)
+    return Case(f"case {number} of seed {seed} ({only or kind})", path, encoded, leave_after)
