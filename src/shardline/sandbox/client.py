@@ -9,14 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from shardline import env
 from shardline.sandbox.confinement import Limit, limit_from_exit
 from shardline.sandbox.nursery import ANSWER, PID, REQUEST
 
 _CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; import shardline.sandbox.nursery as n; n.main()"
-_STATUS_SECONDS = 1.0
+STATUS_SECONDS = 1.0
 """Seconds that the nursery may take to tell how a worker has ended."""
+
+starter = ThreadPoolExecutor(1, "sandboxes")
+"""The kernel kills a nursery when the thread that started it ends; this one lives as long as the process."""
 
 
 class WorkerEnded(Exception):
@@ -36,7 +41,8 @@ class Worker:
         self.pid = 0
         """0 until the worker has begun."""
         self._pidfd = -1
-        self._status_fd = status_fd
+        self.status_fd = status_fd
+        """Readable when the nursery has told how the worker has ended."""
         self._unread = bytearray()
 
     def fileno(self) -> int:
@@ -67,8 +73,20 @@ class Worker:
             if answers := self.take_answers():
                 return answers[0]
 
-    def take_answers(self) -> list[bytes]:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has ended and all its answers were taken; never waits if the socket does not block."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    def take_answers(self, status_seconds: float = STATUS_SECONDS) -> list[bytes]:
         """The answers that have come, without waiting if the socket is readable.
+
+        `status_seconds`: how long to wait for the nursery to tell how the worker has ended.
 
         Raises:
             WorkerEnded: the worker has ended.
@@ -78,7 +96,7 @@ class Worker:
         with contextlib.suppress(ConnectionError):
             data = self.sock.recv(1 << 20)
         if not data:
-            raise WorkerEnded(self._find_limit())
+            raise WorkerEnded(self._find_limit(status_seconds))
         self._unread += data
         if self.pid == 0 and len(self._unread) >= PID.size:
             (self.pid,) = PID.unpack_from(self._unread)
@@ -97,18 +115,18 @@ class Worker:
             answers.append(body)
         return answers
 
-    def _find_limit(self) -> Limit:
+    def _find_limit(self, seconds: float) -> Limit:
         """Why the worker has ended."""
         poll = select.poll()
-        poll.register(self._status_fd, select.POLLIN)
-        code = os.read(self._status_fd, PID.size) if poll.poll(1000 * _STATUS_SECONDS) else b""
+        poll.register(self.status_fd, select.POLLIN)
+        code = os.read(self.status_fd, PID.size) if poll.poll(1000 * seconds) else b""
         return limit_from_exit(PID.unpack(code)[0]) if code else Limit.UNKNOWN
 
-    def yield_processor(self) -> None:
-        """Let the worker run only when nothing else wants the processor."""
+    def yield_processor(self, nice: int = 19) -> None:
+        """Run the worker with this niceness; 19: only when nothing else wants the processor."""
         with contextlib.suppress(OSError):
             if self.pid:
-                os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+                os.setpriority(os.PRIO_PROCESS, self.pid, nice)
 
     def kill(self) -> None:
         """Kill the worker, even in the middle of a job."""
@@ -120,29 +138,36 @@ class Worker:
         """Give the worker up and kill it. One that has not begun ends when it does."""
         self.kill()
         self.sock.close()
-        for fd in (self._status_fd, self._pidfd):
+        for fd in (self.status_fd, self._pidfd):
             if fd >= 0:
                 os.close(fd)
 
 
 class Sandbox:
-    """Workers of one service. Its nursery starts with the first worker, and again if it has ended.
+    """Workers of one service, for any thread. Its nursery starts with the first worker, and again if it has ended.
 
-    The kernel kills the nursery and its workers when the thread that started them ends.
+    The kernel kills the nursery and its workers when this process ends.
     """
 
     def __init__(self, module: str, argument: str = "", *, title: str, memory: int) -> None:
         """`module`: has `open_service(argument)`, see `nursery.Service`. `memory`: bytes that a worker may allocate."""
         self._arguments = [module, argument, title, str(memory)]
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the nursery, unless it runs. This takes some milliseconds."""
+        with self._lock:
+            self._start()
 
     def fork(self) -> Worker:
         """A new worker. It begins when the nursery has prepared its service."""
         ours, theirs = socket.socketpair()
         status, status_end = os.pipe()
         try:
-            self._send_request([theirs.fileno(), status_end])
+            with self._lock:
+                self._send_request([theirs.fileno(), status_end])
         except BaseException:
             ours.close()
             os.close(status)
@@ -154,31 +179,42 @@ class Sandbox:
 
     def _send_request(self, fds: list[int]) -> None:
         if self._requests is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has ended, or reads nothing
                 socket.send_fds(self._requests, [b"fork"], fds)
                 return
-        self.close()
+        self._end()
         self._start()
         assert self._requests is not None
         socket.send_fds(self._requests, [b"fork"], fds)
 
     def _start(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self._requests is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(os.getpid()), str(theirs.fileno()), *self._arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=env.for_sandbox(),
-            )
+            command = [sys.executable, "-c", _CODE, str(os.getpid()), str(theirs.fileno()), *self._arguments]
+            self._process = starter.submit(_start_process, command, theirs.fileno()).result()
+        ours.setblocking(False)
+        self._requests = ours
 
     @property
     def pid(self) -> int | None:
         """The nursery's process id; None: it has not started."""
-        return None if self._process is None else self._process.pid
+        process = self._process
+        return None if process is None else process.pid
 
-    def close(self) -> None:
-        """End the nursery and all workers."""
+    @property
+    def has_started(self) -> bool:
+        """Whether a nursery was started that has not been closed."""
+        return self._requests is not None
+
+    def close(self, pid: int | None = None) -> None:
+        """End the nursery and all workers. `pid`: only if this is the nursery's process id."""
+        with self._lock:
+            if pid is None or pid == self.pid:
+                self._end()
+
+    def _end(self) -> None:
         if self._requests is not None:
             self._requests.close()
             self._requests = None
@@ -186,3 +222,7 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _start_process(command: list[str], requests_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, pass_fds=[requests_fd], stdin=subprocess.DEVNULL, env=env.for_sandbox())
