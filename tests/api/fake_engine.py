@@ -55,7 +55,6 @@ class FakeEngineClient:
         self.paused = threading.Event()
         self.aborted: list[str] = []
         self.added: list[Request] = []
-        self.grammars: list[str] = []
         self.running: dict[str, tuple[Request, int]] = {}
         self.closed = False
         self._on_message = on_message
@@ -78,9 +77,6 @@ class FakeEngineClient:
             self.added.extend(requests)
             self.running.update({request.request_id: (request, len(request.output_token_ids)) for request in requests})
             self._changed.notify()
-
-    def prepare_grammar(self, grammar: str) -> None:
-        self.grammars.append(grammar)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:

@@ -37,7 +37,6 @@ class FakeEngine:
         self.tokenizer: Tokenizer = tokenizer(byte_level_json())
         self.aborted: list[str] = []
         self.requests: list[Request] = []
-        self.grammars: list[str] = []
         self.paused = False
         self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
@@ -74,9 +73,6 @@ class FakeEngine:
                 self._running[request.request_id] = (request, self._reply(request)[done:])
                 self._taken[request.request_id] = done
         self._wake.set()
-
-    def prepare_grammar(self, grammar: str) -> None:
-        self.grammars.append(grammar)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._lock:

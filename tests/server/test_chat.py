@@ -204,12 +204,6 @@ def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> 
     assert shared.engine.requests[-1].constraints is None
 
 
-def test_a_new_grammar_is_announced_once(shared: Running, http: httpx.Client) -> None:
-    for _ in range(2):
-        http.post("/v1/chat/completions", json={"messages": HI, "regex": "announced (once){3}"})
-    assert sum("announced" in grammar for grammar in shared.engine.grammars) == 1
-
-
 def test_a_path_may_end_with_a_slash(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions/", json={"messages": HI}).status_code == 200
     assert http.get("/health/").status_code == 200

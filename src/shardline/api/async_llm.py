@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Literal
@@ -19,18 +18,12 @@ from shardline.api.streams import RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
-from shardline.structured.grammar import check_grammar, is_checked
+from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
-
-MAX_INLINE_GRAMMAR_CHARS = 4096
-"""Longest grammar that is checked on the event loop. It takes about 1 ms."""
-
-_RANKS_TIME = 3
-"""How much longer ranks may take to compile a grammar than the front takes to check it."""
 
 
 class AsyncLLM:
@@ -38,7 +31,7 @@ class AsyncLLM:
 
     These are valid once the engine is ready: `tokenizer` (None: prompts must be token ids), `chat_template` (None: no
     chats), `max_model_len` and `block_size` in tokens, `fingerprint`, and `report` (the engines' start-up lines).
-    `dead_reason` says why the state is "dead".
+    `grammars` writes and checks grammars. `dead_reason` says why the state is "dead".
     """
 
     def __init__(
@@ -56,6 +49,7 @@ class AsyncLLM:
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
+        self.grammars = GrammarChecks()
         self.max_model_len = 0
         self.block_size = 0
         self.fingerprint = ""
@@ -82,7 +76,7 @@ class AsyncLLM:
         engines = loop.run_in_executor(None, self._replicas.wait_ready)
         reading = loop.run_in_executor(None, self._load_text, self._replicas.config)
         try:
-            ready, text = await asyncio.gather(engines, reading)
+            ready, text, _ = await asyncio.gather(engines, reading, self.grammars.start())
         except BaseException as error:
             await self.close(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
@@ -99,23 +93,6 @@ class AsyncLLM:
     async def wait_dead(self) -> None:
         """Wait until the state is "dead"."""
         await self._dead.wait()
-
-    async def prepare_grammar(self, grammar: str) -> None:
-        """Check a grammar, and have the ranks compile it beside their steps, so that no stream waits for it.
-
-        Raises:
-            ValueError: it cannot be compiled; the message says what it lacks.
-        """
-        if is_checked(grammar):
-            return
-        started = time.perf_counter()
-        if len(grammar) <= MAX_INLINE_GRAMMAR_CHARS:
-            check_grammar(grammar)
-        else:
-            await asyncio.to_thread(check_grammar, grammar)
-        self._replicas.prepare_grammar(grammar)
-        # Ranks also build tables over the vocabulary, so they need longer than the check.
-        await asyncio.sleep(_RANKS_TIME * (time.perf_counter() - started))
 
     async def submit(
         self,
@@ -150,6 +127,9 @@ class AsyncLLM:
             request_id = secrets.token_hex(12)
         if request_id in self._streams:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
+        if params.structured_outputs is not None and not grammar:
+            grammar = await self.grammars.write_grammar(params.structured_outputs)
+            self._require_open()
         request = builder.build_from_ids(
             request_id,
             text,
@@ -211,6 +191,7 @@ class AsyncLLM:
         self._note_death(reason)
         self._streams.abort_all()
         self._inbox.close()
+        self.grammars.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
     def _require_open(self) -> RequestBuilder:

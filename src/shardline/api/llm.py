@@ -25,6 +25,7 @@ from shardline.api.requests import Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
+from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import Message, render_and_encode
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
@@ -70,6 +71,7 @@ class LLM:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
+        self._grammars = GrammarChecks()
         events: Events = queue.SimpleQueue()
         self._events = events
         # The reader threads must hold no reference to this object: deleting the last one closes it.
@@ -159,11 +161,17 @@ class LLM:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
             requests = [
-                self._builder.build_request(str(next(self._ids)), prompt, one, streamed=False)
+                self._builder.build_request(
+                    str(next(self._ids)), prompt, one, streamed=False, grammar=self._write_grammar(one)
+                )
                 for prompt, one in zip(batch, params, strict=True)
             ]
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._runner.run(requests, progress.count_request)
+
+    def _write_grammar(self, params: SamplingParams) -> str:
+        form = params.structured_outputs
+        return "" if form is None else self._grammars.write_grammar_blocking(form)
 
     def chat(
         self,
@@ -217,6 +225,7 @@ class LLM:
         replicas = getattr(self, "_replicas", None)
         if replicas is not None:
             replicas.close()
+            self._grammars.close()
             self._events.put(None)
 
     def __enter__(self) -> LLM:

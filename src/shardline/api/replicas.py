@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -105,13 +104,6 @@ class Replicas:
         if bounded and self.num_waiting() >= limit:
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
         self._place_choices(choices)
-
-    def prepare_grammar(self, grammar: str) -> None:
-        """Have all ranks compile a grammar, because a request with it will follow."""
-        for replica in self._replicas:
-            if not replica.failed:
-                with contextlib.suppress(OSError):  # it has just failed
-                    replica.client.prepare_grammar(grammar)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop engine requests on the replicas that run them. Unknown ids are ignored."""

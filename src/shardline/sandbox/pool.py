@@ -55,7 +55,7 @@ class Pool:
         Raises:
             RuntimeError: the sandbox does not start.
         """
-        self._idle.append(await self._fork())
+        self._put_back(await self._fork(), keep=True)
 
     async def run(self, body: bytes, seconds: float) -> bytes:
         """The answer to a job. Jobs begin in the order in which they come; cancelling one kills its worker.
