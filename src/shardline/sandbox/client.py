@@ -69,7 +69,7 @@ class Worker:
             poll.register(self.sock, select.POLLIN)
             if not poll.poll(1000 * timeout):
                 self.kill()
-                raise WorkerEnded(Limit.TIME)
+                raise WorkerEnded(Limit.DEADLINE)
             if answers := self.take_answers():
                 return answers[0]
 

@@ -266,13 +266,13 @@ async def _exchange(worker: Worker, body: bytes, seconds: float) -> bytes:
                 unsent = unsent[worker.sock.send(unsent) :]
             except BlockingIOError:
                 if not await _wait(loop.add_writer, loop.remove_writer, worker.fileno(), deadline):
-                    raise WorkerEnded(Limit.TIME) from None
+                    raise WorkerEnded(Limit.DEADLINE) from None
     while await _wait_readable(worker.fileno(), deadline):
         if worker.has_ended:
             await _wait_readable(worker.status_fd, loop.time() + STATUS_SECONDS)
         if answers := worker.take_answers(0.0):
             return answers[0]
-    raise WorkerEnded(Limit.TIME)
+    raise WorkerEnded(Limit.DEADLINE)
 
 
 def _exchange_blocking(worker: Worker, body: bytes, seconds: float) -> bytes:
@@ -280,7 +280,7 @@ def _exchange_blocking(worker: Worker, body: bytes, seconds: float) -> bytes:
     try:
         worker.send(body, seconds)
     except TimeoutError:
-        raise WorkerEnded(Limit.TIME) from None
+        raise WorkerEnded(Limit.DEADLINE) from None
     return worker.receive(_WALL_FACTOR * seconds)
 
 

@@ -26,6 +26,7 @@ _MAX_KNOWN_CHARS = 16 << 20
 _SANDBOX = Sandbox("shardline.structured.check_service", title="shardline: grammar check", memory=CHECK_BYTES)
 _LIMITS = {
     Limit.TIME: f"it takes more than {CHECK_SECONDS:g} s to check; make it smaller or simpler",
+    Limit.DEADLINE: f"it takes more than {CHECK_SECONDS:g} s to check, or the server is too busy to check it",
     Limit.MEMORY: f"it needs more than {CHECK_BYTES >> 20} MiB to check; make it smaller or simpler",
     Limit.STACK: "its rules or references are nested too deeply: the check needs more stack than there is",
     Limit.UNKNOWN: "the check of it ended unexpectedly",
@@ -76,7 +77,7 @@ class GrammarChecks:
         try:
             answer = self._pool.run_blocking(job, CHECK_SECONDS)
         except WorkerEnded as ended:
-            answer = REFUSED + _LIMITS[ended.limit].encode()
+            answer = _explain(ended)
         self._note(key, answer)
         return self._answer(key)
 
@@ -90,7 +91,7 @@ class GrammarChecks:
             try:
                 answer = await self._pool.run(job, CHECK_SECONDS)
             except WorkerEnded as ended:
-                answer = REFUSED + _LIMITS[ended.limit].encode()
+                answer = _explain(ended)
             self._note(key, answer)
         return self._answer(key)
 
@@ -108,6 +109,18 @@ class GrammarChecks:
         while len(self._known) > _MAX_KNOWN or (self._num_chars > _MAX_KNOWN_CHARS and len(self._known) > 1):
             grammar, reason = self._known.popitem(last=False)[1]
             self._num_chars -= len(grammar) + len(reason)
+
+
+def _explain(ended: WorkerEnded) -> bytes:
+    """The refusal of a grammar whose check has hit a limit.
+
+    Raises:
+        ValueError: the next check may end otherwise.
+    """
+    reason = _LIMITS[ended.limit]
+    if ended.limit in (Limit.DEADLINE, Limit.UNKNOWN):
+        raise ValueError(reason)
+    return REFUSED + reason.encode()
 
 
 def _encode_params(params: StructuredOutputsParams) -> bytes:
