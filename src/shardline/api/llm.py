@@ -26,7 +26,8 @@ from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
 from shardline.structured.checks import GrammarChecks
-from shardline.text.chat_template import Message, render_and_encode
+from shardline.text.chat_messages import Message
+from shardline.text.chat_template import render_and_encode
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 from shardline import env
@@ -155,6 +156,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        self._finalizer: weakref.finalize[..., Sandbox] | None = None
 
     def start(self) -> None:
         """Start the nursery, unless it runs. This takes some milliseconds."""
@@ -196,6 +198,7 @@ class Sandbox:
             self._process = starter.submit(_start_process, command, theirs.fileno()).result()
         ours.setblocking(False)
         self._requests = ours
+        self._finalizer = weakref.finalize(self, _end_process, ours, self._process)
 
     @property
     def pid(self) -> int | None:
@@ -215,13 +218,15 @@ class Sandbox:
                 self._end()
 
     def _end(self) -> None:
-        if self._requests is not None:
-            self._requests.close()
-            self._requests = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._finalizer is not None:
+            self._finalizer()
+        self._requests = self._process = self._finalizer = None
+
+
+def _end_process(requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    process.kill()
+    process.wait()
 
 
 def _start_process(command: list[str], requests_fd: int) -> subprocess.Popen[bytes]:
