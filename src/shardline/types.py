@@ -183,6 +183,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     timeline: EngineTimeline | None = None
     """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
+    refused: bool = False
+    """Whether what the request asks for is at fault, so that its client gets a 4xx."""
 
 
 Decode = Callable[[int], str | None]
@@ -226,6 +228,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
     """What happened, if the finish reason is "error"."""
+    refused: bool = False
+    """Whether what the request asks for is at fault."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     shaped_logprobs: list[dict[int, Logprob]] = []

@@ -137,3 +137,32 @@ def test_many_hostile_checks_do_not_keep_others_waiting(shared: Running) -> None
             assert {answer.status_code for answer in await asyncio.gather(*hostile)} == {400}
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_what_the_engine_refuses_is_the_requests_fault(path: str) -> None:
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": HI} if "chat" in path else {"input": "Hi"}
+    with serve() as running, running.http() as http:
+        running.engine.refusal = "no token may follow"
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "no token may follow" in answer.json()["error"]["message"]
+        streamed = http.post(path, json={**body, "stream": True})
+        assert streamed.status_code in (200, 400)
+        assert "no token may follow" in streamed.text
+        assert "server_error" not in streamed.text
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("value", ["v", 1, {}])
+def test_large_metadata_is_refused_at_once(http: httpx.Client, path: str, value: object) -> None:
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": HI} if "chat" in path else {"input": "Hi"}
+    count = 49_000 if value else 16_000
+    started = time.process_time()
+    answer = http.post(path, json={**body, "metadata": {f"k{i}": value for i in range(count)}})
+    assert time.process_time() - started < 2.0
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "metadata"
+    assert f"{count} entries; at most 16" in answer.json()["error"]["message"]
