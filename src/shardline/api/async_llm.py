@@ -192,6 +192,8 @@ class AsyncLLM:
         self._streams.abort_all()
         self._inbox.close()
         self.grammars.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
     def _require_open(self) -> RequestBuilder:

@@ -161,18 +161,14 @@ class LLM:
         with self._lock:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
-            requests = [
-                self._builder.build_request(
-                    str(next(self._ids)), prompt, one, streamed=False, grammar=self._write_grammar(one)
-                )
-                for prompt, one in zip(batch, params, strict=True)
-            ]
+            requests = []
+            for prompt, one in zip(batch, params, strict=True):
+                form = one.structured_outputs
+                grammar = "" if form is None else self._grammars.write_grammar_blocking(form)
+                number = str(next(self._ids))
+                requests.append(self._builder.build_request(number, prompt, one, streamed=False, grammar=grammar))
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._runner.run(requests, progress.count_request)
-
-    def _write_grammar(self, params: SamplingParams) -> str:
-        form = params.structured_outputs
-        return "" if form is None else self._grammars.write_grammar_blocking(form)
 
     def chat(
         self,
@@ -226,8 +222,10 @@ class LLM:
         replicas = getattr(self, "_replicas", None)
         if replicas is not None:
             replicas.close()
-            self._grammars.close()
             self._events.put(None)
+            self._grammars.close()
+            if self._text.chat_template is not None:
+                self._text.chat_template.close()
 
     def __enter__(self) -> LLM:
         return self
