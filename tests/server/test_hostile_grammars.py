@@ -134,7 +134,13 @@ def test_many_hostile_checks_do_not_keep_others_waiting(shared: Running) -> None
             good = await client.post("/v1/completions", json={"prompt": "Hi", "regex": "a fresh one"})
             assert good.status_code == 200
             assert time.monotonic() - started < 3.0
-            assert {answer.status_code for answer in await asyncio.gather(*hostile)} == {400}
+            for one in hostile:  # a client that leaves takes its check with it
+                one.cancel()
+            await asyncio.gather(*hostile, return_exceptions=True)
+            started = time.monotonic()
+            other = await client.post("/v1/completions", json={"prompt": "Hi", "regex": "another one"})
+            assert other.status_code == 200
+            assert time.monotonic() - started < 3.0
 
     asyncio.run(main())
 

@@ -6,8 +6,10 @@ import threading
 import time
 
 import httpx
+import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.text import chat_template
 from tests.server.conftest import Running, serve
 from tests.server.test_launch import client, process
 
@@ -24,7 +26,8 @@ def chat(content: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
 
 
-def test_hostile_chats_are_refused_while_a_stream_goes_on() -> None:
+def test_hostile_chats_are_refused_while_a_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)
     with serve(ServerConfig(port=0, chat_template=TEMPLATE)) as running, running.http() as http:
         running.engine.seconds_per_token = 0.01
         pauses = follow_stream(running, lambda: refuse(http))
@@ -34,7 +37,7 @@ def test_hostile_chats_are_refused_while_a_stream_goes_on() -> None:
 
 
 def refuse(http: httpx.Client) -> None:
-    for content, limit in (("loop", "more than 2 s"), ("fill", "256 MiB")):
+    for content, limit in (("loop", "more than 0.5 s"), ("fill", "256 MiB")):
         answer = http.post("/v1/chat/completions", json=chat(content), timeout=30)
         assert answer.status_code == 400
         assert limit in answer.json()["error"]["message"]
@@ -100,7 +103,7 @@ def test_a_template_that_cannot_be_compiled_ends_the_start() -> None:
 
 def test_a_client_that_leaves_takes_its_template_with_it() -> None:
     with serve(ServerConfig(port=0, chat_template=TEMPLATE)) as running:
-        for _ in range(24):
+        for _ in range(18):
             with httpx.Client(base_url=running.url, timeout=0.1, trust_env=False) as http:
                 try:
                     http.post("/v1/chat/completions", json=chat("loop"))

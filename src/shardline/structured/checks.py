@@ -23,7 +23,7 @@ _INLINE_CHARS = 4096
 _MAX_KNOWN = 10_000
 _MAX_KNOWN_CHARS = 16 << 20
 
-_SANDBOX = Sandbox("shardline.structured.check_service", title="shardline: grammar check", memory=CHECK_BYTES)
+_SANDBOX = Sandbox("shardline.structured.check_service", title="grammar check", memory=CHECK_BYTES)
 _LIMITS = {
     Limit.TIME: f"it takes more than {CHECK_SECONDS:g} s to check; make it smaller or simpler",
     Limit.DEADLINE: f"it takes more than {CHECK_SECONDS:g} s to check, or the server is too busy to check it",

@@ -28,7 +28,7 @@ MAX_COMPILE_SECONDS = 5.0
 MAX_BYTES = 256 << 20
 """The most memory that a template may use."""
 
-_SANDBOX = Sandbox("shardline.text.template_service", title="shardline: chat template", memory=MAX_BYTES)
+_SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
 
 
 class ChatTemplate:
