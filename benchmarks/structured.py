@@ -134,7 +134,7 @@ class Bench:
         prompt = [self._rng.randrange(1000, VOCAB_SIZE - 1000) for _ in range(num_prompt)]
         started = time.perf_counter()
         if grammar:
-            await self._llm.prepare_grammar(grammar)
+            await self._llm.grammars.check_grammar(grammar)
         stream = await self._llm.submit(prompt, params, grammar=grammar)
         times = [time.perf_counter() - started async for _ in stream]
         [output] = stream.output.outputs

@@ -233,6 +233,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
     """What happened, if the finish reason is "error"."""
+    refused: bool = False
+    """Whether what the request asks for is at fault."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     shaped_logprobs: list[dict[int, Logprob]] = []

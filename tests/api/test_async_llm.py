@@ -17,7 +17,7 @@ from shardline.api.errors import EngineDead, EngineDraining, QueueFull
 from shardline.api.inbox import Inbox
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.types import RequestOutput
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
@@ -271,3 +271,16 @@ async def test_unreadable_model_files_fail_the_start() -> None:
     with pytest.raises(ValueError, match="not a tokenizer"):
         await llm.wait_ready()
     assert cluster.clients[0].closed
+
+
+@on_loop
+async def test_structured_outputs_are_checked_before_anything_is_sent() -> None:
+    cluster = FakeCluster()
+    async with engine(cluster) as llm:
+        await last(llm, "dog", structured_outputs=StructuredOutputsParams(regex="a+"), max_tokens=2)
+        [request] = cluster.clients[0].added
+        assert request.constraints is not None
+        assert "a+" in request.constraints.grammar
+        with pytest.raises(ValueError, match="no text matches"):
+            await last(llm, "dog", structured_outputs=StructuredOutputsParams(grammar="start: start"))
+        assert len(cluster.clients[0].added) == 1

@@ -15,7 +15,7 @@ from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
 from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.types import CompletionOutput, RequestOutput
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
 
@@ -196,3 +196,18 @@ def test_a_closed_engine_says_so() -> None:
     llm.close()
     with pytest.raises(EngineDead, match="was closed"):
         llm.generate("Hi", use_tqdm=False)
+
+
+def test_grammars_are_checked_in_a_process_of_their_own() -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+        llm.generate(["dog", "cat"], SamplingParams(structured_outputs=form, max_tokens=2), use_tqdm=False)
+        grammars = {request.constraints.grammar for request in cluster.clients[0].added if request.constraints}
+        assert len(grammars) == 1
+        assert '"a"' in grammars.pop()
+        chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(2700)) + 'r2700: "x"\n'
+        for grammar, reason in ((chain, "stack"), ("start: start", "no text matches")):
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
+            with pytest.raises(ValueError, match=reason):
+                llm.generate("dog", params, use_tqdm=False)

@@ -23,7 +23,7 @@ from tests.hostile.bodies import Case
 CLIENTS = 4
 ANSWER_SECONDS = 60.0
 """A client whose answer takes longer counts as hung."""
-SHORT_LIVED = ("shardline: sandbox", "shardline: masks")
+SHORT_LIVED = ("shardline: sandbox (",)
 """How the titles of processes begin that may come and go."""
 _SETTLE_SECONDS = 30.0
 _STALL_SECONDS = 20.0

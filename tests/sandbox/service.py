@@ -26,6 +26,8 @@ def open_service(argument: str) -> Service:
                 os.abort()
             case "overflow":
                 ctypes.string_at(1)  # as a stack that has overflowed
+            case "nap":
+                time.sleep(0.2)
             case "raise":
                 raise ValueError("a mistake of the service")
             case "pid":

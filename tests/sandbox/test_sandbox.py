@@ -29,7 +29,7 @@ def _import_path() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    made = Sandbox("tests.sandbox.service", "hello ", title="shardline: sandbox test", memory=MEMORY)
+    made = Sandbox("tests.sandbox.service", "hello ", title="sandbox test", memory=MEMORY)
     yield made
     made.close()
 
@@ -112,7 +112,7 @@ def test_an_error_of_the_service_is_not_the_jobs_fault(sandbox):
 
 
 def test_the_nursery_starts_again():
-    with contextlib.closing(Sandbox("tests.sandbox.service", title="shardline: sandbox", memory=MEMORY)) as sandbox:
+    with contextlib.closing(Sandbox("tests.sandbox.service", title="sandbox", memory=MEMORY)) as sandbox:
         first = sandbox.fork()
         assert ask(first, "a") == "a"
         assert sandbox.pid is not None

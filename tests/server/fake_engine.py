@@ -43,6 +43,8 @@ class FakeEngine:
         self.cached_tokens = 0
         self.timeline: EngineTimeline | None = None
         self.reply = REPLY
+        self.refusal = ""
+        """Why every request is refused; empty: none is."""
         self.die_after_steps: int | None = None
         self.load = threading.Event()
         self.reload = threading.Event()
@@ -130,6 +132,9 @@ class FakeEngine:
         if self.embedding:
             vector = array("f", self.embedding).tobytes()
             return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
+        if self.refusal:
+            own = request.request_id, request.choice, []
+            return SequenceOutput(*own, finish_reason="error", error=self.refusal, refused=True)
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1

@@ -14,8 +14,8 @@ from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.protocol import ResponseFormat
 from shardline.server.openai.tools import FunctionDefinition, ToolUse
+from shardline.structured.checks import GrammarChecks
 from shardline.structured.compiler import GrammarCompiler
-from shardline.structured.grammar import check_grammar
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser
@@ -23,6 +23,7 @@ from tests.structured.test_grammar import accepts
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
 COMPILER = GrammarCompiler((Path(DEMO_FOLDER) / "tokenizer.json").read_bytes())
+CHECKS = GrammarChecks()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 FORM = ResponseFormat(type="json_schema", json_schema={"schema": SCHEMA})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -39,10 +40,7 @@ def grammar(
     assert TOKENIZER is not None
     parser = None if reasoning is None else find_reasoning_parser(reasoning)
 
-    async def prepare(grammar: str) -> None:
-        check_grammar(grammar)
-
-    return asyncio.run(make_answer_grammar(AnswerFormat(TOKENIZER, prompt, tools, parser), form, None, prepare))
+    return asyncio.run(make_answer_grammar(AnswerFormat(TOKENIZER, prompt, tools, parser), form, None, CHECKS))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shardline.text import chat_template
-from shardline.text.chat_template import ChatTemplate, normalize_messages, render_and_encode
+from shardline.text.chat_messages import normalize_messages
+from shardline.text.chat_template import ChatTemplate, render_and_encode
 from tests.text import builders
 
 CHATML = """\

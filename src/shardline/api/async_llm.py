@@ -18,15 +18,12 @@ from shardline.api.streams import RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
-from shardline.structured.grammar import check_grammar, is_checked
+from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
-
-MAX_INLINE_GRAMMAR_CHARS = 4096
-"""Longest grammar that is checked on the event loop. It takes about 1 ms."""
 
 
 class AsyncLLM:
@@ -34,7 +31,7 @@ class AsyncLLM:
 
     These are valid once the engine is ready: `tokenizer` (None: prompts must be token ids), `chat_template` (None: no
     chats), `max_model_len` and `block_size` in tokens, `fingerprint`, and `report` (the engines' start-up lines).
-    `dead_reason` says why the state is "dead".
+    `grammars` writes and checks grammars. `dead_reason` says why the state is "dead".
     """
 
     def __init__(
@@ -52,6 +49,7 @@ class AsyncLLM:
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
+        self.grammars = GrammarChecks()
         self.max_model_len = 0
         self.block_size = 0
         self.fingerprint = ""
@@ -78,7 +76,7 @@ class AsyncLLM:
         engines = loop.run_in_executor(None, self._replicas.wait_ready)
         reading = loop.run_in_executor(None, self._load_text, self._replicas.config)
         try:
-            ready, text = await asyncio.gather(engines, reading)
+            ready, text, _ = await asyncio.gather(engines, reading, self.grammars.start())
         except BaseException as error:
             await self.close(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
@@ -95,19 +93,6 @@ class AsyncLLM:
     async def wait_dead(self) -> None:
         """Wait until the state is "dead"."""
         await self._dead.wait()
-
-    async def prepare_grammar(self, grammar: str) -> None:
-        """Check a grammar.
-
-        Raises:
-            ValueError: it cannot be compiled; the message says what it lacks.
-        """
-        if is_checked(grammar):
-            return
-        if len(grammar) <= MAX_INLINE_GRAMMAR_CHARS:
-            check_grammar(grammar)
-        else:
-            await asyncio.to_thread(check_grammar, grammar)
 
     async def submit(
         self,
@@ -142,6 +127,9 @@ class AsyncLLM:
             request_id = secrets.token_hex(12)
         if request_id in self._streams:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
+        if params.structured_outputs is not None and not grammar:
+            grammar = await self.grammars.write_grammar(params.structured_outputs)
+            self._require_open()
         request = builder.build_from_ids(
             request_id,
             text,
@@ -203,6 +191,9 @@ class AsyncLLM:
         self._note_death(reason)
         self._streams.abort_all()
         self._inbox.close()
+        self.grammars.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
     def _require_open(self) -> RequestBuilder:

@@ -25,7 +25,9 @@ from shardline.api.requests import Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
-from shardline.text.chat_template import Message, render_and_encode
+from shardline.structured.checks import GrammarChecks
+from shardline.text.chat_messages import Message
+from shardline.text.chat_template import render_and_encode
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 
@@ -70,6 +72,7 @@ class LLM:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
+        self._grammars = GrammarChecks()
         events: Events = queue.SimpleQueue()
         self._events = events
         # The reader threads must hold no reference to this object: deleting the last one closes it.
@@ -158,10 +161,12 @@ class LLM:
         with self._lock:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
-            requests = [
-                self._builder.build_request(str(next(self._ids)), prompt, one, streamed=False)
-                for prompt, one in zip(batch, params, strict=True)
-            ]
+            requests = []
+            for prompt, one in zip(batch, params, strict=True):
+                form = one.structured_outputs
+                grammar = "" if form is None else self._grammars.write_grammar_blocking(form)
+                number = str(next(self._ids))
+                requests.append(self._builder.build_request(number, prompt, one, streamed=False, grammar=grammar))
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._runner.run(requests, progress.count_request)
 
@@ -222,6 +227,9 @@ class LLM:
         if replicas is not None:
             replicas.close()
             self._events.put(None)
+            self._grammars.close()
+            if self._text.chat_template is not None:
+                self._text.chat_template.close()
 
     def __enter__(self) -> LLM:
         return self

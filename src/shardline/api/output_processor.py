@@ -110,9 +110,9 @@ class ChoiceState:
             self._flush_text()
             self._set_finished("abort", None)
 
-    def fail(self, message: str) -> None:
-        """End the choice with an error, and with the text that it has."""
-        self.output.error = message
+    def fail(self, message: str, *, refused: bool = False) -> None:
+        """End the choice with an error, and with the text that it has. `refused`: the request is at fault."""
+        self.output.error, self.output.refused = message, refused
         self._set_finished("error", None)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
@@ -143,7 +143,7 @@ class ChoiceState:
         if self._matcher is not None and self._matcher.found is not None:
             self._set_finished("stop", self._matcher.found)
         elif step.finish_reason == "error":
-            self.fail(step.error)
+            self.fail(step.error, refused=step.refused)
         else:
             eos = step.stop_token_id in self._eos_token_ids
             self._set_finished(step.finish_reason, None if eos else step.stop_token_id)

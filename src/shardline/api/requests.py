@@ -12,7 +12,6 @@ import msgspec
 
 from shardline.api.errors import ContextLengthExceeded
 from shardline.sampling_params import SamplingParams
-from shardline.structured.grammar import check_grammar, structured_grammar
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import Constraints, Request
 
@@ -85,8 +84,11 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str = "",
         streamed: bool = True,
+        grammar: str = "",
     ) -> PreparedRequest:
         """Encode and check a request; `streamed`: whether its user reads the tokens as they come.
+
+        `grammar`: see `build_from_ids`.
 
         Raises:
             ContextLengthExceeded: the prompt is longer than the model supports.
@@ -97,7 +99,14 @@ class RequestBuilder:
             assert text is not None
             ids = self.require_tokenizer().encode_text(text)
         return self.build_from_ids(
-            request_id, text, ids, params, priority=priority, cache_salt=cache_salt, streamed=streamed
+            request_id,
+            text,
+            ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            streamed=streamed,
+            grammar=grammar,
         )
 
     def build_from_ids(
@@ -116,7 +125,7 @@ class RequestBuilder:
         """As `build_request`, for an encoded prompt; `text` is for display only.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
-        output's, see `structured.grammar`; empty: that of `params`, if there is one.
+        output's, which `structured.checks` has written or taken; empty: there is none.
         """
         self._check_prompt(ids)
         self._check_params(params)
@@ -183,13 +192,9 @@ class RequestBuilder:
 
     def _make_constraints(self, params: SamplingParams, grammar: str) -> Constraints | None:
         """The constraints on the output's tokens; None: there are none."""
-        if not grammar and params.structured_outputs is not None:
-            grammar = structured_grammar(params.structured_outputs)
         bad_words: list[tuple[int, ...]] = []
         if grammar or params.bad_words:
             tokenizer = self._tokenizer_for_constraints()
-            if grammar:
-                check_grammar(grammar)
             for word in params.bad_words or ():
                 bad_words += (tuple(tokenizer.encode_text(text, False)) for text in (word, " " + word.lstrip()))
         allowed = tuple(params.allowed_token_ids or ())

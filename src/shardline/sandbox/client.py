@@ -8,6 +8,8 @@ import select
 import signal
 import socket
 import subprocess
+import threading
+import weakref
 
 from shardline import env
 from shardline.lifeline import start_process
@@ -17,7 +19,7 @@ from shardline.sandbox.nursery import ANSWER, PID, REQUEST
 _CODE = "from shardline.sandbox.nursery import main; main()"
 _SEND_SECONDS = 1.0
 """Seconds that a worker may take to read a job; it reads while it has none."""
-_STATUS_SECONDS = 1.0
+STATUS_SECONDS = 1.0
 """Seconds that the nursery may take to tell how a worker has ended."""
 
 
@@ -38,7 +40,8 @@ class Worker:
         self.pid = 0
         """0 until the worker has begun."""
         self._pidfd = -1
-        self._status_fd = status_fd
+        self.status_fd = status_fd
+        """Readable when the nursery has told how the worker has ended."""
         self._unread = bytearray()
 
     def fileno(self) -> int:
@@ -69,12 +72,24 @@ class Worker:
             poll.register(self.sock, select.POLLIN)
             if not poll.poll(1000 * timeout):
                 self.kill()
-                raise WorkerEnded(Limit.TIME)
+                raise WorkerEnded(Limit.DEADLINE)
             if answers := self.take_answers():
                 return answers[0]
 
-    def take_answers(self) -> list[bytes]:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has ended and all its answers were taken; never waits if the socket does not block."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    def take_answers(self, status_seconds: float = STATUS_SECONDS) -> list[bytes]:
         """The answers that have come, without waiting if the socket is readable.
+
+        `status_seconds`: how long to wait for the nursery to tell how the worker has ended.
 
         Raises:
             WorkerEnded: the worker has ended.
@@ -84,7 +99,7 @@ class Worker:
         with contextlib.suppress(ConnectionError):
             data = self.sock.recv(1 << 20)
         if not data:
-            raise WorkerEnded(self._find_limit())
+            raise WorkerEnded(self._find_limit(status_seconds))
         self._unread += data
         if self.pid == 0 and len(self._unread) >= PID.size:
             (self.pid,) = PID.unpack_from(self._unread)
@@ -103,18 +118,18 @@ class Worker:
             answers.append(body)
         return answers
 
-    def _find_limit(self) -> Limit:
+    def _find_limit(self, seconds: float) -> Limit:
         """Why the worker has ended."""
         poll = select.poll()
-        poll.register(self._status_fd, select.POLLIN)
-        code = os.read(self._status_fd, PID.size) if poll.poll(1000 * _STATUS_SECONDS) else b""
+        poll.register(self.status_fd, select.POLLIN)
+        code = os.read(self.status_fd, PID.size) if poll.poll(1000 * seconds) else b""
         return limit_from_exit(PID.unpack(code)[0]) if code else Limit.UNKNOWN
 
-    def yield_processor(self) -> None:
-        """Let the worker run only when nothing else wants the processor."""
+    def yield_processor(self, nice: int = 19) -> None:
+        """Run the worker with this niceness; 19: only when nothing else wants the processor."""
         with contextlib.suppress(OSError):
             if self.pid:
-                os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+                os.setpriority(os.PRIO_PROCESS, self.pid, nice)
 
     def kill(self) -> None:
         """Kill the worker, even in the middle of a job."""
@@ -126,13 +141,13 @@ class Worker:
         """Give the worker up and kill it. One that has not begun ends when it does."""
         self.kill()
         self.sock.close()
-        for fd in (self._status_fd, self._pidfd):
+        for fd in (self.status_fd, self._pidfd):
             if fd >= 0:
                 os.close(fd)
 
 
 class Sandbox:
-    """Workers of one service. Its nursery starts with the first worker, and again if it has ended.
+    """Workers of one service, for any thread. Its nursery starts with the first worker, and again if it has ended.
 
     The kernel kills the nursery and its workers when this process ends.
     """
@@ -140,8 +155,15 @@ class Sandbox:
     def __init__(self, module: str, argument: str = "", *, title: str, memory: int) -> None:
         """`module`: has `open_service(argument)`, see `nursery.Service`. `memory`: bytes that a worker may allocate."""
         self._arguments = [module, argument, title, str(memory)]
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        self._finalizer: weakref.finalize[..., Sandbox] | None = None
+
+    def start(self) -> None:
+        """Start the nursery, unless it runs. This takes some milliseconds."""
+        with self._lock:
+            self._start()
 
     def fork(self, niceness: int = 0) -> Worker:
         """A new worker, which yields to others the more, the larger its niceness is. It begins when the nursery has
@@ -150,7 +172,8 @@ class Sandbox:
         ours.settimeout(_SEND_SECONDS)
         status, status_end = os.pipe()
         try:
-            self._send_request(str(niceness).encode(), [theirs.fileno(), status_end])
+            with self._lock:
+                self._send_request(str(niceness).encode(), [theirs.fileno(), status_end])
         except BaseException:
             ours.close()
             os.close(status)
@@ -162,31 +185,53 @@ class Sandbox:
 
     def _send_request(self, request: bytes, fds: list[int]) -> None:
         if self._requests is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has ended, or reads nothing
                 socket.send_fds(self._requests, [request], fds)
                 return
-        self.close()
+        self._end()
         self._start()
         assert self._requests is not None
         socket.send_fds(self._requests, [request], fds)
 
     def _start(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self._requests is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             arguments = [theirs.fileno(), *self._arguments]
             self._process = start_process(_CODE, arguments, env.for_sandbox(), pass_fds=[theirs.fileno()])
+        ours.setblocking(False)
+        self._requests = ours
+        self._finalizer = weakref.finalize(self, _end_process, ours, self._process)
 
     @property
     def pid(self) -> int | None:
         """The nursery's process id; None: it has not started."""
-        return None if self._process is None else self._process.pid
+        process = self._process
+        return None if process is None else process.pid
 
-    def close(self) -> None:
-        """End the nursery and all workers."""
-        if self._requests is not None:
-            self._requests.close()
-            self._requests = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+    @property
+    def has_started(self) -> bool:
+        """Whether a nursery was started that has not been closed."""
+        return self._requests is not None
+
+    def close(self, pid: int | None = None) -> None:
+        """End the nursery and all workers. `pid`: only if this is the nursery's process id."""
+        with self._lock:
+            if pid is None or pid == self.pid:
+                self._end()
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._requests = self._process = self._finalizer = None
+
+
+def _end_process(requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    process.kill()
+    process.wait()
+
+
+def _start_process(command: list[str], requests_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, pass_fds=[requests_fd], stdin=subprocess.DEVNULL, env=env.for_sandbox())

@@ -17,6 +17,8 @@ class Limit(Enum):
     """Why a worker ended in the middle of a job."""
 
     TIME = "time"
+    DEADLINE = "deadline"
+    """It was killed because it had not answered in time. It may have waited for the processor."""
     MEMORY = "memory"
     STACK = "stack"
     UNKNOWN = "unknown"

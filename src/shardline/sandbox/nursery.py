@@ -39,13 +39,13 @@ def main() -> None:
     requests_fd, module, argument, title, memory = sys.argv[1:6]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    set_process_title(f"{title} nursery")
+    set_process_title(f"sandbox nursery ({title})")
     service = importlib.import_module(module).open_service(argument)
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=int(requests_fd))
     if (sock := _fork_workers(requests)) is not None:
-        set_process_title(title)
+        set_process_title(f"sandbox ({title})")
         _work(sock, service, int(memory))
 
 

@@ -33,7 +33,6 @@ from shardline.server.request_routes import request_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.validation import explain_validation
-from shardline.structured.grammar import load_compiler
 from shardline.text.foreign_code import TokenizerError
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redirect_slashes=False,
     )
     service.chat.check_config()
-    load_compiler()
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))

@@ -23,15 +23,19 @@ class ChatSetup:
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self._llm = llm
         self._config = config
+        self._configured: ChatTemplate | None = None
 
     def check_config(self) -> None:
-        """Parse the configured template, if there is one, and look the configured parsers up.
+        """Compile the configured template, if there is one, and look the configured parsers up.
 
         Raises:
-            ValueError: the template cannot be read, it does not parse, or there is no such parser.
+            ValueError: the template cannot be read, it cannot be compiled, or there is no such parser.
         """
         if self._template_source is not None:
-            ChatTemplate(self._template_source)
+            try:
+                self._configured = ChatTemplate(self._template_source)
+            except ValueError as error:
+                raise ValueError(f"--chat-template: {error}") from error
         if self._config.tool_call_parser != "auto":
             find_tool_parser(self._config.tool_call_parser)
         if self._config.reasoning_parser:
@@ -40,10 +44,11 @@ class ChatSetup:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The configured template, else the model's. None: there is neither."""
-        if self._template_source is None:
+        if self._configured is None:
             return self._llm.chat_template
-        tokenizer = self._llm.tokenizer
-        return ChatTemplate(self._template_source, tokenizer.special_tokens if tokenizer is not None else None)
+        if self._llm.tokenizer is not None:
+            self._configured.special_tokens = self._llm.tokenizer.special_tokens
+        return self._configured
 
     @cached_property
     def template_text(self) -> str:

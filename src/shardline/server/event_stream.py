@@ -206,9 +206,14 @@ class EventStream(Response):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. If the client reads slowly, nothing piles up here."""
+        """Send the events. If the client reads slowly, nothing piles up here.
+
+        Raises:
+            ApiError: the answer failed before it began.
+        """
         last = self._done
         async with self._generation:
+            self._generation.check()  # until the status line has been sent, a failure has a status of its own
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             follower = _Follower(self._events, self._generation, send, scope.get(WRITE_NOW, _take_nothing))
             comments = _Comments(send, lambda: follower.num_bodies)

@@ -18,7 +18,7 @@ from shardline.server.in_flight import InFlight
 from shardline.server.keys import ApiKeys
 from shardline.server.request_log import RequestLog
 from shardline.server.tracing import RequestTracer
-from shardline.text.chat_template import render_and_encode
+from shardline.text.chat_template import render_and_encode_async
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -167,7 +167,7 @@ class Service:
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
 
-        The chat template runs on a thread, since it may be slow. `param`: the field of the request with the messages.
+        `param`: the field of the request with the messages.
 
         Raises:
             ApiError: 400, there is no template, or the template refuses the messages.
@@ -179,8 +179,7 @@ class Service:
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."
             )
         try:
-            return await asyncio.to_thread(
-                render_and_encode,
+            return await render_and_encode_async(
                 template,
                 tokenizer,
                 messages,

@@ -6,22 +6,22 @@ start; others are referred to by name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardline.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Longest text of a grammar. Compiling takes time in proportion to the square of it: 50 ms for 45,000 characters."""
 
-_MAX_GOOD = 10_000
-_good_grammars: set[bytes] = set()
-"""Digests of grammars that can be compiled."""
+_NO_TEXT = "NoExtensionBias\n<non-verbose/>"
+"""What llguidance says if nothing can follow."""
+_NO_MATCH = "no text matches the grammar: its rules or references may lead back to themselves"
 
 _WHITESPACE = r"[ \t\n\r]{0,40}"
 """Between the parts of JSON. It is bounded, so that a model cannot write whitespace until the length limit."""
@@ -36,7 +36,7 @@ def load_compiler() -> None:
 
 
 def structured_grammar(params: StructuredOutputsParams) -> str:
-    """The grammar of a user's parameters.
+    """The grammar of a user's parameters. Only a sandbox's worker may call this for a client: see `GrammarChecks`.
 
     Raises:
         ValueError: the parameters are malformed. (`check_grammar` finds what cannot be compiled.)
@@ -44,7 +44,7 @@ def structured_grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    _check_size([params.json, params.regex, params.choice, params.grammar])
+    check_size([params.json, params.regex, params.choice, params.grammar])
     if params.json is not None:
         schema = params.json
         if isinstance(schema, str):
@@ -85,7 +85,7 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
         schema = {}
     if not isinstance(schema, Mapping):
         raise ValueError("a JSON schema must be an object")
-    _check_size(schema)
+    check_size(schema)
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
     if params is not None and params.disable_any_whitespace:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -122,32 +122,47 @@ def wrap_grammar(lark: str, grammar: str) -> str:
 
 
 def check_grammar(grammar: str) -> None:
-    """Refuse a grammar that cannot be compiled.
+    """Refuse a grammar that cannot be compiled, or whose first token cannot be computed.
+
+    Only a sandbox's worker may call this for a client: see `GrammarChecks`.
 
     Raises:
         ValueError: the message says what it lacks.
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
-    if is_checked(grammar):
-        return
     from llguidance import LLMatcher
 
     problem = LLMatcher.validate_grammar(grammar, None, limits=parser_limits()).strip()
     if problem:
         raise ValueError(problem)
-    if len(_good_grammars) >= _MAX_GOOD:
-        _good_grammars.clear()
-    _good_grammars.add(_digest(grammar))
+    if "<[" in grammar:
+        return  # its special tokens are those of a model
+    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().strip().removesuffix(_NO_TEXT) or _NO_MATCH)
 
 
-def is_checked(grammar: str) -> bool:
-    """Whether `check_grammar` has taken this grammar lately."""
-    return _digest(grammar) in _good_grammars
+class _Bytes:
+    """A vocabulary of the 256 bytes, as llguidance asks for one."""
+
+    is_tokenizer_wrapper = True
+    tokens = (*(bytes([value]) for value in range(256)), b"<|end|>")
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
-def _digest(grammar: str) -> bytes:
-    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(_Bytes(), eos_token=[256])  # type: ignore[arg-type]
 
 
 def parser_limits() -> LLParserLimits:
@@ -174,7 +189,7 @@ def is_larger(value: Any, num_chars: int) -> bool:
     return False
 
 
-def _check_size(value: Any) -> None:
+def check_size(value: Any) -> None:
     """Refuse what is certainly too large for a grammar, before work is done for it.
 
     Raises:

@@ -1,54 +1,65 @@
-"""Chat messages to prompt text and token ids, with the model's jinja template in a sandbox.
+"""Chat messages to prompt text and token ids, with the model's jinja template.
 
-A template comes with the weights and is not trusted: it must not reach Python, and must not exhaust time or memory.
+A template comes with the weights and is not trusted. It runs in processes of its own, see `text.template_service`.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import time
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
+import msgspec
 
 from shardline.models.gguf.header import read_header
 from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import read_chat_templates as read_gguf_templates
-from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates, reads_variable
-from shardline.text.tokenizer import Tokenizer
+from shardline.sandbox.client import Sandbox, WorkerEnded
+from shardline.sandbox.confinement import Limit
+from shardline.sandbox.pool import Pool, Setup
+from shardline.text.chat_messages import Message, normalize_messages, text_content
+from shardline.text.special_tokens import Marks
+from shardline.text.template_service import MAX_RENDERED_CHARS, REFUSED, Compile, Compiled, Render, encode_job
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 from shardline.text.tokenizer_files import read_chat_templates
 
-Message = Mapping[str, Any]
+MAX_RENDER_SECONDS = 2.0
+MAX_COMPILE_SECONDS = 5.0
+MAX_BYTES = 256 << 20
+"""The most memory that a template may use."""
 
-MAX_RENDER_SECONDS = 10.0
-
-MAX_ARGUMENT_CHARS = 4 << 20
-MAX_ARGUMENT_VALUES = 131_072
-"""The most values in the arguments of one tool call."""
-
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
 
 
 class ChatTemplate:
-    """The template, or named templates, of one model.
+    """The template, or named templates, of one model. They run in processes that are kept for the next chats.
 
     Args:
         templates: jinja source by name: "default" for plain chats, and optionally "tool_use" for chats with tools.
         special_tokens: variables such as bos_token and eos_token.
 
     Raises:
-        ValueError: a template does not parse.
+        ValueError: a template does not parse, or compiling it hits a limit.
     """
 
     def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
-        sources = {"default": templates} if isinstance(templates, str) else dict(templates)
-        self._special_tokens = dict(special_tokens or {})
-        self.sources = sources
-        self._templates = compile_templates(sources)
-        self.takes_tools = "tool_use" in sources or reads_variable(sources.values(), "tools")
+        self.sources = {"default": templates} if isinstance(templates, str) else dict(templates)
+        self.special_tokens = dict(special_tokens or {})
+        job = encode_job(Compile(self.sources))
+        self._pool = Pool(_SANDBOX, Setup(job, MAX_COMPILE_SECONDS))
+        try:
+            compiled = msgspec.json.decode(self._pool.run_blocking(job, MAX_COMPILE_SECONDS), type=Compiled)
+        except WorkerEnded as ended:
+            self.close()
+            names = ", ".join(self.sources)
+            raise ValueError(
+                f"the chat template ({names}) cannot be compiled: {_explain(ended, MAX_COMPILE_SECONDS)}"
+            ) from None
+        if compiled.error:
+            self.close()
+            raise ValueError(compiled.error)
+        self.takes_tools = compiled.takes_tools
         """Whether the template shows tools to the model."""
 
     @classmethod
@@ -78,29 +89,74 @@ class ChatTemplate:
             variables: other variables that the template reads, for example enable_thinking.
 
         Raises:
-            ValueError: the messages are malformed, or the template refuses them; then the text is the template's.
+            ValueError: the messages are malformed, the template hits a limit, or it refuses the messages; then the text
+                is the template's.
         """
+        job = self._encode_render(messages, tools, add_generation_prompt, variables)
+        try:
+            return _read_answer(self._pool.run_blocking(job, MAX_RENDER_SECONDS))
+        except WorkerEnded as ended:
+            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+
+    async def render_async(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """As `render`, without holding up the event loop. Chats do not wait for one another."""
+        job = self._encode_render(messages, tools, add_generation_prompt, variables)
+        try:
+            return _read_answer(await self._pool.run(job, MAX_RENDER_SECONDS))
+        except WorkerEnded as ended:
+            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    def _encode_render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> bytes:
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self.sources))}")
         values = {
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
-            "messages": normalize_messages(messages),
-            "tools": [dict(tool) for tool in tools] if tools else None,
+            "tools": list(tools) if tools else None,
             "documents": variables.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._choose(has_tools=bool(tools))
         try:
-            return _render_bounded(template, values)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-        except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
-            raise ValueError(f"the chat template failed on these messages: {error}") from error
+            return encode_job(Render(name, messages, values, MAX_RENDERED_CHARS))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 
-    def _choose(self, has_tools: bool) -> jinja2.Template:
-        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self._templates))}")
-        return self._templates[name]
+
+def _read_answer(answer: bytes) -> str:
+    text = answer[1:].decode()
+    if answer[:1] == REFUSED:
+        raise ValueError(text)
+    return text
+
+
+def _explain(ended: WorkerEnded, seconds: float) -> str:
+    """Which limit a template has hit."""
+    return {
+        Limit.TIME: f"it took more than {seconds:g} s",
+        Limit.DEADLINE: f"it took more than {seconds:g} s, or the machine was too busy to run it",
+        Limit.MEMORY: f"it needed more than {MAX_BYTES >> 20} MiB of memory",
+        Limit.STACK: "it needed more stack than there is",
+        Limit.UNKNOWN: "its process ended unexpectedly",
+    }[ended.limit]
 
 
 def render_and_encode(
@@ -116,7 +172,7 @@ def render_and_encode(
     max_tokens: int | None = None,
     special_tokens_in_content: bool = False,
 ) -> tuple[str, list[int]]:
-    """The prompt of a conversation, as text and as token ids. It may take long: servers call it on a thread.
+    """The prompt of a conversation, as text and as token ids. It may take long: servers use `render_and_encode_async`.
 
     The rendered text is encoded as a whole. If a message, a tool or a variable spells a special token such as
     <|assistant|>, this part stays text; only the template writes special tokens.
@@ -131,25 +187,85 @@ def render_and_encode(
     Raises:
         ValueError: the messages are malformed, or the template refuses them.
     """
+    given = _mark(tokenizer, messages, tools, variables, special_tokens_in_content)
     generation = add_generation_prompt and not continue_final_message
+    rendered = template.render(given.messages, tools=given.tools, add_generation_prompt=generation, **given.variables)
+    return _encode(tokenizer, rendered, given, add_special_tokens, continue_final_message, max_tokens)
+
+
+async def render_and_encode_async(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
+    special_tokens_in_content: bool = False,
+) -> tuple[str, list[int]]:
+    """As `render_and_encode`, without holding up the event loop."""
+    given = await asyncio.to_thread(_mark, tokenizer, messages, tools, variables, special_tokens_in_content)
+    generation = add_generation_prompt and not continue_final_message
+    rendered = await template.render_async(
+        given.messages, tools=given.tools, add_generation_prompt=generation, **given.variables
+    )
+    options = add_special_tokens, continue_final_message, max_tokens
+    if given.marks is None and len(rendered) <= MAX_INLINE_CHARS:
+        return _encode(tokenizer, rendered, given, *options)
+    return await asyncio.to_thread(_encode, tokenizer, rendered, given, *options)
+
+
+class _Given(NamedTuple):
+    """What a template is given; users' special tokens are marked."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: Mapping[str, Any]
+    marks: Marks | None
+    """None: nobody has spelled a special token."""
+
+
+def _mark(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    special_tokens_in_content: bool,
+) -> _Given:
+    # Before the search: arguments of tool calls are JSON, in which a token can be spelled with escapes.
     messages, variables = normalize_messages(messages), dict(variables or {})
     marked = None if special_tokens_in_content else tokenizer.special.mark([messages, tools, variables])
-    if marked is not None:
-        [messages, tools, variables], marks = marked
-    rendered = template.render(messages, tools=tools, add_generation_prompt=generation, **variables)
-    if marked is not None:
-        rendered = marks.recover(rendered)
+    if marked is None:
+        return _Given(messages, tools, variables, None)
+    [messages, tools, variables], marks = marked
+    return _Given(messages, tools, variables, marks)
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    rendered: str,
+    given: _Given,
+    add_special_tokens: bool,
+    continue_final_message: bool,
+    max_tokens: int | None,
+) -> tuple[str, list[int]]:
+    """The prompt as text and as ids, from what the template has written."""
+    if given.marks is not None:
+        rendered = given.marks.recover(rendered)
     if continue_final_message:
-        rendered = _cut_after_content(rendered, messages[-1])
-    text = rendered if marked is None else marks.resolve(rendered)
+        rendered = _cut_after_content(rendered, given.messages[-1])
+    text = rendered if given.marks is None else given.marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise ValueError(
             f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
             "the model's maximum length"
         )
-    if marked is None:
+    if given.marks is None:
         return text, tokenizer.encode_text(text, add_special_tokens)
-    return text, tokenizer.special.encode(rendered, marks, add_special_tokens)
+    return text, tokenizer.special.encode(rendered, given.marks, add_special_tokens)
 
 
 def _cut_after_content(text: str, message: Message) -> str:
@@ -158,83 +274,9 @@ def _cut_after_content(text: str, message: Message) -> str:
     Raises:
         ValueError: the template does not show the content as it is.
     """
-    content = _text_content(message.get("content"), -1)
+    content = text_content(message.get("content"), -1)
     shown = content.strip()
     place = text.rfind(shown)
     if not shown or place < 0:
         raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
     return text[: place + len(shown)] + content[len(content.rstrip()) :]
-
-
-def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: the content is a string, the arguments of a tool call are an object.
-
-    Text parts are joined with newlines; a content of None becomes an empty string.
-
-    Raises:
-        ValueError: there are no messages, one has no role, or a part is not text.
-    """
-    if not messages:
-        raise ValueError("messages must not be empty")
-    normal = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{index}] must be an object with a role")
-        copy = dict(message)
-        copy["content"] = _text_content(message.get("content"), index)
-        if message.get("tool_calls"):
-            copy["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
-        normal.append(copy)
-    return normal
-
-
-def _text_content(content: Any, index: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise ValueError(f"messages[{index}].content must be text or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"messages[{index}].content has a part of type {kind!r}; this model takes text only")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _parsed_call(call: Any) -> Any:
-    """The call with its arguments as an object, which templates print; OpenAI sends them as a JSON string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    text = function["arguments"]
-    # A comma or bracket precedes each value, and nothing else runs while the text is parsed.
-    num_values = text.count(",") + text.count("[") + text.count("{")
-    if len(text) > MAX_ARGUMENT_CHARS or num_values > MAX_ARGUMENT_VALUES:
-        raise ValueError(
-            f"the arguments of a tool call have more than {MAX_ARGUMENT_CHARS} characters or {MAX_ARGUMENT_VALUES} "
-            "commas and brackets"
-        )
-    try:
-        arguments = json.loads(text or "{}")
-        if _SURROGATE.search(text):
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair cannot be encoded
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
-    deadline = time.monotonic() + MAX_RENDER_SECONDS
-    pieces: list[str] = []
-    size = 0
-    for piece in template.generate(values):
-        pieces.append(piece)
-        size += len(piece)
-        if size > MAX_RENDERED_CHARS:
-            raise ValueError(f"the chat template wrote more than {MAX_RENDERED_CHARS} characters")
-        if time.monotonic() > deadline:
-            raise ValueError(f"the chat template took more than {MAX_RENDER_SECONDS:.0f} s")
-    return "".join(pieces)

@@ -1,6 +1,7 @@
-"""The sandbox of chat templates: what a template may use, and with which limits.
+"""The sandbox of chat templates: what a template may use.
 
-A template comes with the weights and is not trusted: it must not reach Python, and must not exhaust memory.
+A template comes with the weights and is not trusted: it must not reach Python. What time and memory it may use is up to
+the process in which it runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.exceptions
 import jinja2.ext
 import jinja2.meta
@@ -27,19 +29,25 @@ def compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
     """The templates of these jinja sources, by name.
 
     Raises:
-        ValueError: a template does not parse.
+        ValueError: a template does not parse; the message names it.
     """
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        optimized=False,  # nothing is computed before a template runs
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
-    try:
-        return {name: environment.from_string(source) for name, source in sources.items()}
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template is broken: {error}") from error
+    templates = {}
+    for name, source in sources.items():
+        try:
+            templates[name] = environment.from_string(source)
+        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the chat template ({name}) is broken: {error}") from error
+    return templates
 
 
 def reads_variable(sources: Iterable[str], name: str) -> bool:
@@ -48,9 +56,19 @@ def reads_variable(sources: Iterable[str], name: str) -> bool:
     return any(name in jinja2.meta.find_undeclared_variables(environment.parse(source)) for source in sources)
 
 
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """jinja's, which computes the output of constant expressions while it compiles, even without its optimizer."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, with a limit on the results of "*" and "**"."""
 
+    code_generator_class = _CodeGenerator
     intercepted_binops = frozenset(["*", "**"])
 
     def call_binop(

@@ -39,7 +39,7 @@ class MaskLanes:
 
     def __init__(self, tokenizer_file: str) -> None:
         """`tokenizer_file`: a tokenizer.json or a GGUF file. It is read when the first grammar comes."""
-        self._sandbox = Sandbox(SERVICE, tokenizer_file, title="shardline: masks", memory=_MEMORY)
+        self._sandbox = Sandbox(SERVICE, tokenizer_file, title="masks", memory=_MEMORY)
         self._followed: dict[int, Followed] = {}
         self._known: OrderedDict[bytes, bool | str] = OrderedDict()
         """For each grammar that was tried, whether it is fast, or why it is refused."""

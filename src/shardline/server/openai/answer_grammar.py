@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,21 +11,19 @@ from shardline.sampling_params import StructuredOutputsParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.protocol import ResponseFormat
-from shardline.structured.grammar import is_larger, structured_grammar, wrap_grammar
+from shardline.structured.checks import GrammarChecks
+from shardline.structured.grammar import is_larger, wrap_grammar
 from shardline.text.tool_parsers.call_rules import CallRules
 
 _INLINE_CHARS = 4096
-"""The longest schemas and texts from which a grammar is written on the event loop."""
-
-Prepare = Callable[[str], Awaitable[None]]
-"""Refuses a grammar by a ValueError, or makes it ready for use; see `AsyncLLM.prepare_grammar`."""
+"""The longest schemas and texts from which a grammar of calls is written on the event loop."""
 
 
 async def make_answer_grammar(
     answer_format: AnswerFormat | None,
     response_format: ResponseFormat | None,
     structured_outputs: dict[str, Any] | None,
-    prepare: Prepare,
+    checks: GrammarChecks,
     template: str = "",
     *,
     format_param: str = "response_format",
@@ -42,15 +39,13 @@ async def make_answer_grammar(
     form, param = _requested_form(response_format, structured_outputs, format_param)
     grammar = ""
     if form is not None:
-        sources = [form.json, form.regex, form.choice, form.grammar]
         try:
-            grammar = await _write_grammar(lambda: structured_grammar(form), sources)
+            grammar = await checks.write_grammar(form)
         except ValueError as error:
-            raise bad_request(f"Invalid value for '{param}': {error}.", param, "invalid_value") from error
-        await _prepare(grammar, param, prepare)
+            raise _refusal(param, error) from error
     if answer_format is None or answer_format.is_plain:
         return grammar
-    return await _add_calls_and_reasoning(answer_format, grammar, prepare, template)
+    return await _add_calls_and_reasoning(answer_format, grammar, checks, template)
 
 
 def _requested_form(
@@ -83,31 +78,29 @@ def _requested_form(
     return form, format_param
 
 
-async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:
+async def _add_calls_and_reasoning(
+    answer_format: AnswerFormat, grammar: str, checks: GrammarChecks, template: str
+) -> str:
     """The grammar of an answer with tool calls and reasoning, whose content has `grammar` (empty: it is any text)."""
     use = answer_format.tool_use
-    sources = [] if use is None else [function.parameters for function in use.offered]
+    sources = [*([] if use is None else [function.parameters for function in use.offered]), grammar]
     try:
-        whole = await _write_grammar(lambda: _whole_grammar(answer_format, grammar, template), [*sources, grammar])
+        if is_larger(sources, _INLINE_CHARS):
+            whole = await asyncio.to_thread(_whole_grammar, answer_format, grammar, template)
+        else:
+            whole = _whole_grammar(answer_format, grammar, template)
     except ValueError as error:
-        raise bad_request(f"Invalid value for 'tools': {error}.", "tools", "invalid_value") from error
+        raise _refusal("tools", error) from error
     if not whole:
         return ""
-    if use is None or use.required or grammar:
-        await _prepare(whole, "tools" if use is not None else "response_format", prepare)
-        return whole
     try:
-        await _prepare(whole, "tools", prepare)
-    except ApiError:
+        await checks.check_grammar(whole)
+    except ValueError as error:
+        if use is None or use.required or grammar:
+            raise _refusal("tools" if use is not None else "response_format", error) from error
         # Calls of an answer that need not have any are not worth a refusal: they are read as the model writes them.
         return ""
     return whole
-
-
-async def _write_grammar(write: Callable[[], str], sources: Sequence[Any]) -> str:
-    """What `write` returns. It runs on a thread if it has a lot to read in `sources`."""
-    is_large = is_larger(sources, _INLINE_CHARS)
-    return await asyncio.to_thread(write) if is_large else write()
 
 
 def _whole_grammar(answer_format: AnswerFormat, grammar: str, template: str) -> str:
@@ -132,8 +125,5 @@ def _whole_grammar(answer_format: AnswerFormat, grammar: str, template: str) -> 
     return wrap_grammar(f"start: {before}answer\nanswer: {answer}\n{rules}\n{before_rules}", grammar)
 
 
-async def _prepare(grammar: str, param: str, prepare: Prepare) -> None:
-    try:
-        await prepare(grammar)
-    except ValueError as error:
-        raise bad_request(f"Invalid value for '{param}': {error}", param, "invalid_value") from error
+def _refusal(param: str, error: ValueError) -> ApiError:
+    return bad_request(f"Invalid value for '{param}': {error}", param, "invalid_value")

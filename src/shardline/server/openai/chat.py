@@ -110,7 +110,7 @@ def chat_routes(service: Service) -> APIRouter:
             answer_format,
             body.response_format,
             body.requested_form,
-            service.llm.prepare_grammar,
+            service.llm.grammars,
             service.chat.template_text,
         )
         generation = await Generation.start(

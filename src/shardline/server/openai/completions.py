@@ -301,9 +301,7 @@ def completion_routes(service: Service) -> APIRouter:
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
         prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
-        grammar = await make_answer_grammar(
-            None, body.response_format, body.requested_form, service.llm.prepare_grammar
-        )
+        grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
             service,

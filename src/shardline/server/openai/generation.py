@@ -137,11 +137,25 @@ class Generation:
         """Measure an update.
 
         Raises:
-            ApiError: 503, the engine has died; 500, it gave up on this answer.
+            ApiError: as `check`.
         """
         self._timers[index].observe_output(output)
+        self._check_output(output)
+
+    def check(self) -> None:
+        """Find out whether the request has failed.
+
+        Raises:
+            ApiError: 400, what it asks for cannot be answered; 503, the engine has died; 500, it gave up.
+        """
+        for output in self.outputs:
+            self._check_output(output)
+
+    def _check_output(self, output: RequestOutput) -> None:
         for choice in output.outputs:
             if choice.finish_reason == "error":
+                if choice.refused:
+                    raise bad_request(f"The answer could not be completed: {choice.error}", code="answer_refused")
                 raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
 
     async def wait_finished(self) -> list[RequestOutput]:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
 
 from shardline.server.openai.request_model import RequestModel
+
+MAX_METADATA = 16
+"""The most entries of `metadata`, as at OpenAI."""
+
+
+def check_metadata(value: Any) -> Any:
+    """Refuse large metadata before its entries are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"it has {len(value)} entries; at most {MAX_METADATA} are taken")
+    return value
+
 
 IGNORED_HEADER = "X-Shardline-Ignored"
 
@@ -17,7 +30,7 @@ class IgnoredFields(RequestModel):
 
     # OpenAI
     store: Any = None
-    metadata: Any = None
+    metadata: Annotated[Any, BeforeValidator(check_metadata)] = None
     service_tier: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pydantic_core
 
@@ -36,7 +36,7 @@ def parse_json(body: bytes) -> Any:
     # The standard library's parser accepts NaN and lone surrogates, which break tokenizers and answers.
     places = list(_long_parts(body)) if len(body) > SLICE_BYTES else []
     if not places:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        return _parse_whole(body)
     mark = secrets.token_hex(16)
     parts: list[bytes] = []
     found: dict[str, Any] = {}
@@ -49,7 +49,13 @@ def parse_json(body: bytes) -> Any:
         found[name] = _parse_text(body, start, stop) if is_text else _parse_entries(body, start, stop)
         parts += [body[end:start], name.encode() if is_text else b'"%b"' % name.encode()]
         end = stop
-    return _restore(pydantic_core.from_json(b"".join([*parts, body[end:]]), allow_inf_nan=False), found)
+    return _restore(_parse_whole(b"".join([*parts, body[end:]])), found)
+
+
+def _parse_whole(body: bytes) -> Any:
+    # A cache of strings makes many different ones twice as slow, and nothing else runs meanwhile.
+    cache: Literal["none", "all"] = "none" if len(body) > SLICE_BYTES else "all"
+    return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings=cache)
 
 
 def strings_of(body: bytes) -> Iterator[tuple[int, int]]:
@@ -69,7 +75,8 @@ def _long_parts(body: bytes) -> Iterator[tuple[int, int, bool]]:
     """
     position = 0
     for start, end in strings_of(body):
-        yield from _long_arrays(body, position, start - 1)
+        if start - position > ARRAY_BYTES:
+            yield from _long_arrays(body, position, start - 1)
         if end - start > SLICE_BYTES and body.find(b"\\", start, end) >= 0:
             yield start, end, True
         position = end + 1

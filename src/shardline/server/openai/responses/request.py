@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.ignored_fields import check_metadata
 from shardline.server.openai.messages import ConversationFields
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, refuse_if
 from shardline.server.openai.request_model import RequestModel
@@ -45,7 +46,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     store: bool | None = None
     """Whether the server keeps the response; None: it does."""
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(check_metadata)] = None
     text: TextConfig | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None

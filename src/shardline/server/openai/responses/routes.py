@@ -90,7 +90,7 @@ async def _start_generation(
         answer_format,
         body.text_format,
         body.requested_form,
-        service.llm.prepare_grammar,
+        service.llm.grammars,
         service.chat.template_text,
         format_param="text.format",
     )

@@ -1,0 +1,81 @@
+"""Chat messages as templates expect them. Long arguments take time to parse, so a template's worker does this."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+MAX_ARGUMENT_CHARS = 4 << 20
+MAX_ARGUMENT_VALUES = 131_072
+"""The most values in the arguments of one tool call."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: the content is a string, the arguments of a tool call are an object.
+
+    Text parts are joined with newlines; a content of None becomes an empty string.
+
+    Raises:
+        ValueError: there are no messages, one has no role, or a part is not text.
+    """
+    if not messages:
+        raise ValueError("messages must not be empty")
+    normal = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] must be an object with a role")
+        copy = dict(message)
+        copy["content"] = text_content(message.get("content"), index)
+        if message.get("tool_calls"):
+            copy["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+        normal.append(copy)
+    return normal
+
+
+def text_content(content: Any, index: int) -> str:
+    """The text of the content of message `index`.
+
+    Raises:
+        ValueError: it is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError(f"messages[{index}].content must be text or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"messages[{index}].content has a part of type {kind!r}; this model takes text only")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parsed_call(call: Any) -> Any:
+    """The call with its arguments as an object, which templates print; OpenAI sends them as a JSON string."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"]
+    # A comma or bracket precedes each value, and nothing else runs while the text is parsed.
+    num_values = text.count(",") + text.count("[") + text.count("{")
+    if len(text) > MAX_ARGUMENT_CHARS or num_values > MAX_ARGUMENT_VALUES:
+        raise ValueError(
+            f"the arguments of a tool call have more than {MAX_ARGUMENT_CHARS} characters or {MAX_ARGUMENT_VALUES} "
+            "commas and brackets"
+        )
+    try:
+        arguments = json.loads(text or "{}")
+        if _SURROGATE.search(text):
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair cannot be encoded
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
