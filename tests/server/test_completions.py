@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -170,6 +172,13 @@ def test_echo_with_logprobs_begins_with_the_prompt(client: openai.OpenAI, stream
     if not stream:
         assert answers[0].usage.completion_tokens == max_tokens  # type: ignore[union-attr]
         assert answers[0].choices[0].finish_reason == "length"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 5, "max_tokens": 0}])
+def test_too_many_log_probabilities_of_prompts_are_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [[7] * 1900] * 60, **fields})
+    assert answer.status_code == 400
+    assert "at most 500000 are sent" in answer.json()["error"]["message"]
 
 
 def test_prompt_logprobs(http: httpx.Client) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import time
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from shardline.config.server import ServerConfig
 from shardline.server import http_protocol
+from shardline.server.admission import MOST_LARGE_BODIES
+from shardline.server.openai.strict_json import _StrictRequest
 from shardline.server.refused_requests import RefusedRequests
 from tests.server.conftest import Running, serve, wait_until
 
@@ -154,3 +159,48 @@ def test_a_client_that_stops_sending_gets_its_answer(shared: Running, stream: bo
     answer = received.replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"")
     assert answer.startswith(b"HTTP/1.1 200")
     assert b'"finish_reason":"stop"' in answer
+
+
+@pytest.mark.parametrize("trailer", [b"x: " + b"a" * 200_000 + b"\r\n", b"x: y\r\n" * 40_000, b"x" * 200_000])
+def test_trailers_are_bounded(shared: Running, trailer: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = talk(shared, head, b"2\r\n{}\r\n0\r\n", trailer)
+    assert error_of(answer)[0] == 431
+
+
+def test_chunks_of_one_byte_are_a_body(shared: Running) -> None:
+    body = json.dumps({"model": "demo", "prompt": "a", "max_tokens": 1, "user": "x" * 150_000}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    answer = talk(shared, head, b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n", seconds=30.0)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:300]
+
+
+def test_the_bodies_under_way_are_bounded() -> None:
+    """Those that came first go on, and their bytes count no longer when they have been answered."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n"
+    with serve(ServerConfig(max_request_bytes="10Ki")) as running, contextlib.ExitStack() as stack:
+        for _ in range(MOST_LARGE_BODIES):
+            early = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            early.sendall(head + b"x" * 9990)
+        wait_until(lambda: error_of(talk(running, head, b"x" * 9990))[0] == 429)
+        stack.close()
+        wait_until(lambda: error_of(talk(running, head, b"x" * 10000))[0] == 400)
+
+
+def test_the_error_of_a_client_that_leaves_holds_no_body() -> None:
+    """Errors refer to their frames, and stay until the garbage collector comes."""
+    messages = iter([{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, object]:
+        return next(messages)
+
+    async def read() -> None:
+        await _StrictRequest({"type": "http", "headers": []}, receive).body()
+
+    with pytest.raises(ClientDisconnect) as caught:
+        asyncio.run(read())
+    frames = [entry.frame for entry in caught.traceback]
+    assert not any(b"a" in value for frame in frames for value in frame.f_locals.values() if isinstance(value, list))

@@ -72,12 +72,21 @@ def _route_path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+MOST_LARGE_BODIES = 16
+"""Bodies of the largest size that the server holds at a time, or more of smaller ones."""
+
+
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive."""
+    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
+
+    All bodies of requests that are not answered yet may have MOST_LARGE_BODIES times as much together.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
+        self._num_held = 0
+        """Bytes of all bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
@@ -93,12 +102,25 @@ class BodyLimitMiddleware:
         async def receive_limited() -> Message:
             nonlocal received
             message = await receive()
-            received += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            received += size
+            self._num_held += size
             if received > self._limit:
                 raise self._too_large()
+            if size and self._num_held > MOST_LARGE_BODIES * self._limit:
+                raise ApiError(
+                    429,
+                    "The server holds too many large requests; try again later.",
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=2,
+                )
             return message
 
-        await self._app(scope, receive_limited, send)
+        try:
+            await self._app(scope, receive_limited, send)
+        finally:
+            self._num_held -= received
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -51,6 +51,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     _num_header_bytes = 0
     _in_headers = True
+    _num_idle_bytes = 0
+    """Bytes behind the headers that have not been part of the body: trailers, and what precedes chunks."""
     _timer: asyncio.TimerHandle | None = None
     refusal: ApiError | None = None
     """The answer to whatever the client asks, if there are too many connections."""
@@ -74,6 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
         self._unset_keepalive_if_required()
+        self._num_idle_bytes += 0 if self._in_headers else len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
@@ -82,7 +85,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._refuse(400, "CONNECT is not supported.")
             return
-        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+        num_bytes = self._num_header_bytes if self._in_headers else self._num_idle_bytes
+        if num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
@@ -104,13 +108,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
+        self._num_idle_bytes = 0
         if self.cycle is not None:
             super().on_body(body)
             self._set_timer(BODY_SECONDS)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_headers, self._num_header_bytes, self._num_idle_bytes = True, 0, 0
         self._set_timer(None)
         if self.refusal is not None:
             self._answer(self.refusal)

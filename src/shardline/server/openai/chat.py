@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -128,6 +129,10 @@ def chat_routes(service: Service) -> APIRouter:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
         async with generation:
             [output] = await generation.wait_finished()
-            return Response(writer.write_whole(output), headers=body.ignored_headers, media_type="application/json")
+            if body.logprobs:  # it may take long
+                whole = await asyncio.to_thread(writer.write_whole, output)
+            else:
+                whole = writer.write_whole(output)
+            return Response(whole, headers=body.ignored_headers, media_type="application/json")
 
     return router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -28,7 +29,7 @@ from shardline.text.fill_in_middle import middle_prompt
 from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from shardline.api.requests import Prompt
+    pass
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -95,6 +96,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+MAX_PROMPT_LOGPROBS = 500_000
+"""The most log probabilities of the prompts in one answer: they fill memory, and take long to write."""
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -256,10 +261,10 @@ def _best_choices(output: RequestOutput, count: int) -> list[CompletionOutput]:
 
 async def _encode_prompts(
     service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]]
-) -> tuple[list[Prompt], list[str]]:
+) -> tuple[list[list[int]], list[str]]:
     """For each prompt, its ids for the engine and the text to echo."""
     with_special = body.add_special_tokens is not False
-    encoded: list[Prompt] = []
+    encoded: list[list[int]] = []
     echoes: list[str] = []
     if body.suffix and isinstance(prompts[0], str):
         prompts = [_insertion_prompt(service, prompts[0], body.suffix)]
@@ -274,6 +279,22 @@ async def _encode_prompts(
         else:
             echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
     return encoded, echoes
+
+
+def _check_scores(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse a request whose answer would have too many log probabilities of prompts.
+
+    Raises:
+        ApiError: 400.
+    """
+    if (count := body.num_prompt_logprobs) is not None:
+        total = (count + 1) * sum(map(len, prompts))
+        refuse_if(
+            total > MAX_PROMPT_LOGPROBS,
+            "prompt",
+            f"The answer would have {total} log probabilities of prompt tokens, and at most {MAX_PROMPT_LOGPROBS} are "
+            "sent; ask for fewer in each request.",
+        )
 
 
 def _insertion_prompt(service: Service, prefix: str, suffix: str) -> str:
@@ -301,6 +322,7 @@ def completion_routes(service: Service) -> APIRouter:
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
         prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
+        _check_scores(body, prompts)
         grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
@@ -316,7 +338,11 @@ def completion_routes(service: Service) -> APIRouter:
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
         async with generation:
-            whole = writer.write_whole(await generation.wait_finished())
+            outputs = await generation.wait_finished()
+            if body.logprobs is None and body.num_prompt_logprobs is None:
+                whole = writer.write_whole(outputs)
+            else:  # it may take long
+                whole = await asyncio.to_thread(writer.write_whole, outputs)
             return Response(whole, headers=body.ignored_headers, media_type="application/json")
 
     return router

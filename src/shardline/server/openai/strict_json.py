@@ -19,6 +19,17 @@ _SMALL_BYTES = 64 * 1024
 
 
 class _StrictRequest(Request):
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            chunks: list[bytes] = []
+            try:
+                async for chunk in self.stream():
+                    chunks.append(chunk)
+                self._body = b"".join(chunks)
+            finally:
+                chunks.clear()  # the error of a client that leaves lives on, and this frame with it
+        return self._body
+
     async def json(self) -> Any:
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
