@@ -82,9 +82,14 @@ def test_it_is_refused_and_others_are_served_meanwhile(shared: Running, name: st
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("name", "limit"), [("chain", "stack"), ("letters", "1 s"), ("multiple", "1 s")])
-def test_the_refusal_names_the_limit(http: httpx.Client, name: str, limit: str) -> None:
-    assert limit in http.post("/v1/completions", json={"prompt": "Hi", **HOSTILE[name]}).json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    # Which limit comes first for letters depends on the machine.
+    [("chain", ["stack"]), ("letters", ["1 s", "256 MiB"]), ("multiple", ["1 s"])],
+)
+def test_the_refusal_names_the_limit(http: httpx.Client, name: str, limits: list[str]) -> None:
+    message = http.post("/v1/completions", json={"prompt": "Hi", **HOSTILE[name]}).json()["error"]["message"]
+    assert any(limit in message for limit in limits)
 
 
 def test_a_refused_grammar_is_known(http: httpx.Client) -> None:
