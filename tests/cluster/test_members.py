@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from shardline.cluster.describe import own_address
+from shardline.cluster.describe import _digest_weights, own_address
 from shardline.cluster.members import Members
 from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
@@ -74,6 +76,20 @@ def test_fast_numerics_take_unlike_nodes(own: Join, caplog: pytest.LogCaptureFix
     assert members.kernel_path(member) == "avx2"
     assert "computes with avx512, and host1 has portable, avx2" in caplog.text
     assert members.kernel_path(members.add(b"b", node(own, 2, flags=flags))) == "avx512"
+
+
+def test_weights_that_differ_only_in_their_numbers_are_told_apart(tmp_path: Path) -> None:
+    """As those of a fine-tuned model, whose config.json and headers are those of its base."""
+    weights = bytearray(random.Random(0).randbytes(3 << 20))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(weights)
+    base = _digest_weights((str(file),))
+    weights[2 << 20 :] = bytes(value ^ 1 for value in weights[2 << 20 :])
+    file.write_bytes(weights)
+    assert _digest_weights((str(file),)) != base
+    tiny = tmp_path / "tiny.safetensors"
+    tiny.write_bytes(b"tiny")
+    assert _digest_weights((str(tiny),)) == _digest_weights((str(tiny),))
 
 
 def test_a_rank_that_is_taken_or_unknown_is_refused(own: Join) -> None:

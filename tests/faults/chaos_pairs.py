@@ -196,9 +196,12 @@ class PairChaos(Chaos):
         else:
             words = tuple(str(_other_model(self._folder)) if word == "demo" else word for word in words)
         stranger = site.hosts.start_script(1, code, *words, log=log)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if (status := stranger.wait(30.0)) == 2:
-                return named
+        try:
+            status: int | None = stranger.wait(30.0)
+        except subprocess.TimeoutExpired:
+            status = None
+            stranger.kill()
+        if status != 2:
             self.report.wrong.append(f"a node with another {kind} ended with {status}: {log.read_text()[-500:]}")
         return named
 

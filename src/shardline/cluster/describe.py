@@ -25,6 +25,8 @@ from shardline.models.description import read_model
 _OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dataclasses.fields(ClusterConfig))}
 """Flags that nodes need not share: the model is compared by its content."""
 _HEADER_BYTES = 1 << 20
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+"""What is compared of the weights in each file. A fine-tuned model differs from its base in every tensor."""
 _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
@@ -100,9 +102,16 @@ def own_address(cluster: ClusterConfig) -> str:
 
 
 def _digest_weights(files: tuple[str, ...]) -> str:
-    """A digest of the names, the sizes and the headers of weight files; a header has the names of all tensors."""
+    """A digest of the names, sizes and headers of weight files, and of pieces all over them.
+
+    A header has the names of all tensors. To read everything would take as long as loading.
+    """
     digest = hashlib.sha256()
     for file in sorted(map(Path, files)):
         with file.open("rb") as opened:
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(_HEADER_BYTES))
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode() + opened.read(_HEADER_BYTES))
+            for number in range(1, _NUM_SAMPLES + 1):
+                opened.seek(max(0, number * size // _NUM_SAMPLES - _SAMPLE_BYTES))
+                digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
