@@ -105,8 +105,8 @@ def test_a_finished_grammar_ends_the_answer_in_spite_of_ignore_eos(server: Serve
 def test_an_answer_that_cannot_go_on_fails_alone(server: Server) -> None:
     body = {"prompt": "x", "structured_outputs": {"regex": "a+"}, "allowed_token_ids": [50]}
     failed = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert failed.status_code == 500
-    assert failed.json()["error"]["code"] == "answer_failed"
+    assert failed.status_code == 400
+    assert failed.json()["error"]["code"] == "answer_refused"
     assert server.client().completions.create(model="demo", prompt="x", max_tokens=2).choices
 
 

@@ -90,7 +90,7 @@ async def serve_clients(count: int) -> None:
         await llm.wait_ready()
         with contextlib.closing(bind_listener("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            server = _make_http_server(create_app(llm, config), config)
+            server = _make_http_server(create_app(llm, config), config, 1)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             usage = Usage(llm)
             try:

@@ -7,7 +7,6 @@ import re
 from contextlib import aclosing
 
 import pytest
-from shardline.engine.forks import KeptForks
 
 from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
@@ -53,7 +52,6 @@ def test_a_request_that_hangs_its_engine_ends_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Child, "code", lambda self, module: HANGING)
-    monkeypatch.setattr(KeptForks, "start_later", lambda self, modules: None)
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=5)
 
     async def run() -> None:

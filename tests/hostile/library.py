@@ -106,7 +106,7 @@ def drawn_case(seed: int, number: int) -> Case:
 
 def run_case(case: Case) -> Result:
     """Run a case in a process of its own."""
-    began = time.monotonic()
+    began, inherited = time.monotonic(), _resident_bytes()
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -124,8 +124,13 @@ def run_case(case: Case) -> Result:
         _kill_group(pid)
     _, status, usage = os.wait4(pid, 0)
     _kill_group(pid)  # what it has started
-    seconds, memory = time.monotonic() - began, usage.ru_maxrss << 10
+    seconds, memory = time.monotonic() - began, max(0, (usage.ru_maxrss << 10) - inherited)
     return Result(_failure_of(said.decode(errors="replace"), status, left <= 0, memory), seconds, memory)
+
+
+def _resident_bytes() -> int:
+    """The memory of this process, which a fork has too."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _run_child(case: Case, writing: int) -> None:

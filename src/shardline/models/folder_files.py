@@ -33,10 +33,17 @@ def require_regular_files(folder: Path, patterns: Sequence[str]) -> None:
     """
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.is_file() and any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns):
-                path = Path(entry.path)
-                if path.exists() and not (path.is_dir() and not path.suffix):
-                    _require_regular(path, path.stat().st_mode)
+            if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns):
+                continue
+            path = Path(entry.path)
+            try:
+                mode = path.stat().st_mode
+            except FileNotFoundError:  # a link to what is not there
+                continue
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and not path.suffix):
+                _require_regular(path, mode)
 
 
 def read_bytes(path: Path, most: int) -> bytes:

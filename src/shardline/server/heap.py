@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import mmap
 from pathlib import Path
 
@@ -36,6 +37,7 @@ async def keep_heap_small() -> None:
         await asyncio.sleep(LOOK_SECONDS)
         grown = _resident_bytes()
         if grown > _GROWTH * settled:
+            gc.collect()  # the errors of refused requests refer to themselves, and to what was refused
             # On a thread, since it takes milliseconds; ctypes lets others run meanwhile.
             await asyncio.to_thread(libc.malloc_trim, 0)
             trimmed = _resident_bytes()
