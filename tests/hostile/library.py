@@ -106,7 +106,7 @@ def drawn_case(seed: int, number: int) -> Case:
 
 def run_case(case: Case) -> Result:
     """Run a case in a process of its own."""
-    began, inherited = time.monotonic(), _resident_bytes()
+    began = time.monotonic()
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -124,8 +124,9 @@ def run_case(case: Case) -> Result:
         _kill_group(pid)
     _, status, usage = os.wait4(pid, 0)
     _kill_group(pid)  # what it has started
-    seconds, memory = time.monotonic() - began, max(0, (usage.ru_maxrss << 10) - inherited)
-    return Result(_failure_of(said.decode(errors="replace"), status, left <= 0, memory), seconds, memory)
+    inherited, _, text = said.decode(errors="replace").partition("\n")
+    seconds, memory = time.monotonic() - began, (usage.ru_maxrss << 10) - int(inherited or 0)
+    return Result(_failure_of(text, status, left <= 0, memory), seconds, memory)
 
 
 def _resident_bytes() -> int:
@@ -136,6 +137,8 @@ def _resident_bytes() -> int:
 def _run_child(case: Case, writing: int) -> None:
     """The process of a case. It writes what was wrong, and always a last line."""
     os.setsid()
+    Path("/proc/self/clear_refs").write_text("5")  # the largest memory so far is that of now
+    os.write(writing, b"%d\n" % _resident_bytes())
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # Rust reports its panics there
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     said = ""
