@@ -322,24 +322,6 @@ _KINDS: dict[str, tuple[Callable[[random.Random], tuple[str, Any]], int]] = {
 """How each kind of case is made, and how many of a hundred are of this kind."""
 
 
-def ordinary_cases() -> list[Case]:
-    """Requests of every kind as usual clients send them, a few of each."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    bodies: list[tuple[str, Fields]] = [
-        ("/v1/chat/completions", {"messages": _user(), "max_tokens": 8, "stream": True}),
-        ("/v1/chat/completions", {"messages": _user(), "max_tokens": 8, "tools": [_tool(schema)], "logprobs": True}),
-        ("/v1/chat/completions", {"messages": _user(), "max_tokens": 30, "response_format": form}),
-        ("/v1/completions", {"prompt": "Hi", "max_tokens": 8, "logprobs": 5, "echo": True, "n": 4}),
-        ("/v1/completions", {"prompt": [[5, 6, 7]] * 8, "max_tokens": 8, "regex": "[a-z]+", "prompt_logprobs": 2}),
-        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16}),
-        ("/tokenize", {"prompt": "Hi"}),
-        ("/detokenize", {"tokens": [5, 6, 7]}),
-        ("/v1/chat/completions", {"messages": []}),
-    ]
-    return [Case("an ordinary request", path, json.dumps(body).encode()) for path, body in 4 * bodies]
-
-
 def named_cases() -> list[Case]:
     """The cases with names."""
     return [Case(name, *make()) for name, make in _named().items()]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.hostile import connections
-from tests.hostile.bodies import Case, drawn_case, named_cases, ordinary_cases
+from tests.hostile.bodies import Case, drawn_case, named_cases
 from tests.hostile.site import Answer, Process, Site, open_site
 from tests.hostile.victim import MAX_TOKENS
 
@@ -103,7 +103,6 @@ class Run:
         batches = [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
         while batches:
             with self._site() as (site, processes):
-                site.send(ordinary_cases())  # a server needs more memory for its first requests of each kind
                 baseline = _steady_memory(processes)
                 while batches and site.runs:
                     self._send(site, batches.pop(0))

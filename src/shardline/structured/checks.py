@@ -21,7 +21,7 @@ CHECK_BYTES = 256 << 20
 _INLINE_CHARS = 4096
 """The longest schemas and texts that are encoded on the event loop."""
 _MAX_KNOWN = 10_000
-_MAX_KNOWN_CHARS = 16 << 20
+_MAX_KNOWN_CHARS = 2 << 20
 
 _SANDBOX = Sandbox("shardline.structured.check_service", title="grammar check", memory=CHECK_BYTES)
 _LIMITS = {

@@ -67,8 +67,9 @@ class SequenceMasks:
 
     def collect(self, timeout: float) -> None:
         """Apply the masks that have come; waits up to `timeout` seconds for the first one."""
-        for key, answer in self._lanes.collect(timeout):
-            self._apply(key, answer)
+        if self._sequences:
+            for key, answer in self._lanes.collect(timeout):
+                self._apply(key, answer)
 
     def forget_finished(self) -> None:
         """Drop the sequences that have ended."""
