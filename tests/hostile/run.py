@@ -26,8 +26,7 @@ from tests.hostile.victim import MAX_TOKENS
 USUAL_PAUSE, LONGEST_PAUSE = 0.05, 0.1
 """Seconds between two parts of the victim's stream: at the 99th percentile, and at most."""
 MEMORY_GROWTH = 0.2
-_LEAST_GROWTH = 12 << 20
-"""Bytes of growth that are none, even in a small process."""
+"""How much a process may have grown afterwards, as a part of all the memory that it had."""
 _MEMORY_SECONDS = 60.0
 _BATCH = 48
 _QUIET_SECONDS = 5.0
@@ -215,7 +214,7 @@ class Run:
         deadline = time.monotonic() + _MEMORY_SECONDS
         while True:
             grown = {process: process.memory - least for process, least in baseline.items()}
-            grown = {p: more for p, more in grown.items() if more > max(MEMORY_GROWTH * baseline[p], _LEAST_GROWTH)}
+            grown = {p: more for p, more in grown.items() if more > MEMORY_GROWTH * (p.resident - more)}
             if not grown:
                 return
             if time.monotonic() > deadline:

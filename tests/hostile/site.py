@@ -50,9 +50,17 @@ class Process:
     @property
     def memory(self) -> int:
         """Bytes of memory of its own. Mapped files and shared memory do not count."""
+        return self._read_status("RssAnon:")
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory, mapped files included."""
+        return self._read_status("VmRSS:")
+
+    def _read_status(self, name: str) -> int:
         with contextlib.suppress(OSError, ValueError):
             status = Path(f"/proc/{self.pid}/status").read_text()
-            return int(status.partition("RssAnon:")[2].split()[0]) << 10
+            return int(status.partition(name)[2].split()[0]) << 10
         return 0
 
 

@@ -17,8 +17,8 @@ _BATCH = 64
 """Connections that are accepted before anything else is done."""
 _POLITE = 8
 """Refused connections that may send their request first. If there are more, they are closed at once."""
-_FILES_OF_SERVER = 16
-"""Descriptors that the server may need at any time, beside those of restarts."""
+_FILES_OF_SERVER = 28
+"""Descriptors that the server may need at any time, beside those of restarts: for sandboxes, for the most part."""
 _FILES_OF_ENGINE = 6
 _PAUSE_SECONDS = 0.5
 _LOG_SECONDS = 10.0

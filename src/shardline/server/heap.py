@@ -8,11 +8,13 @@ import gc
 import mmap
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES = 256 << 10
 _TRIM_BYTES = 512 << 10
 LOOK_SECONDS = 10.0
 """Between two looks at how much memory this process has."""
+_LONG_PAUSE = 30.0
+"""The same after memory could not be given back."""
 _GROWTH, _USELESS = 1.05, 0.99
 
 
@@ -25,6 +27,7 @@ def bound_heap() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        libc.mallopt(_M_ARENA_MAX, 1)  # few threads allocate at a time, and each arena keeps some of its own
 
 
 async def keep_heap_small() -> None:
@@ -32,17 +35,17 @@ async def keep_heap_small() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         return
-    settled = _resident_bytes()
+    least, pause = _resident_bytes(), LOOK_SECONDS
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(pause)
         grown = _resident_bytes()
-        if grown > _GROWTH * settled:
+        least, pause = min(least, grown), LOOK_SECONDS
+        if grown > _GROWTH * least:
             gc.collect()  # the errors of refused requests refer to themselves, and to what was refused
             # On a thread, since it takes milliseconds; ctypes lets others run meanwhile.
             await asyncio.to_thread(libc.malloc_trim, 0)
-            trimmed = _resident_bytes()
-            if trimmed > _USELESS * grown:  # the memory is in use
-                settled = trimmed
+            if _resident_bytes() > _USELESS * grown:  # the memory is in use
+                pause = _LONG_PAUSE
 
 
 def _resident_bytes() -> int:
