@@ -1,4 +1,5 @@
-"""The service of masks, with grammars that turn slow: for ever after a token "!", and a little after "?"."""
+"""The service of masks, with grammars that turn slow: for ever after a token "!", and a little after "?". After "#", it
+fails."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ def open_service(tokenizer_file: str) -> Service:
     """As the real one, but slow."""
     serve = service.open_service(tokenizer_file)
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(tokenizer_file)))
-    forever, a_while = tokenizer.token_to_id("!"), tokenizer.token_to_id("?")
+    forever, a_while, failing = (tokenizer.token_to_id(token) for token in "!?#")
 
     def serve_slowly(body: bytes) -> bytes:
         token_ids = msgspec.msgpack.decode(body, type=service.MaskJob).token_ids
         while forever in token_ids:
             pass
+        if failing in token_ids:
+            raise KeyError("what nobody expects")
         answer = msgspec.msgpack.decode(serve(body), type=service.MaskAnswer)
         if a_while in token_ids:
             began = time.process_time()

@@ -184,6 +184,18 @@ def test_a_job_that_hangs_on_a_fast_lane_goes_on_on_a_slow_one(slow_lanes):
     assert len(output) > 3
 
 
+def test_an_error_of_the_service_costs_its_sequence_only(slow_lanes):
+    good, bad = regex("[a-z]{3,400}"), regex("[a-z#]{3,400}")
+    slow_lanes.start(0, bad, (EOS,), [])
+    slow_lanes.start(1, good, (EOS,), [])
+    collect(slow_lanes, 2)
+    slow_lanes.advance(0, encode("#"))
+    slow_lanes.advance(1, encode("a"))
+    found = collect(slow_lanes, 2)
+    assert "have failed" in found[0].error
+    assert allowed(found[1]) == expected(good, encode("a"))
+
+
 def test_workers_that_are_killed_or_stopped_are_replaced(lanes):
     grammar = regex("[a-z]{3,400}")
     for key in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from shardline.engine.masks.service import MaskAnswer, MaskJob
 from shardline.sandbox.client import Worker, WorkerEnded
 from shardline.sandbox.confinement import Limit
 from shardline.segment.activity import is_stopped
+
+_log = logging.getLogger(__name__)
 
 _WALL_FACTOR = 5.0
 """A worker may take so many times the processor time of its job, at least 1 s. Then it is killed, and is at fault if it
@@ -92,6 +95,9 @@ class Lane:
             bodies = self.worker.take_answers()
         except WorkerEnded as ended:
             raise (WorkerEnded(Limit.TIME) if self._is_late else ended) from None
+        except RuntimeError as error:  # what the service did not expect costs its sequence, not the engine
+            _log.error("%s", error)
+            raise WorkerEnded(Limit.UNKNOWN) from error
         for body in bodies:
             followed = self._sent.popleft()
             self._since = time.monotonic()

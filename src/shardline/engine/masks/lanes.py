@@ -214,4 +214,4 @@ def _explain(limit: Limit) -> str:
         return f"needs more than {_MEMORY >> 20} MB of memory"
     if limit is Limit.STACK:
         return "is nested too deeply"
-    return "could not be followed, because the processes that follow it were killed"
+    return "could not be followed: the processes that follow it have failed, or were killed"
