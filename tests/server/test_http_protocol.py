@@ -180,7 +180,7 @@ def test_chunks_of_one_byte_are_a_body(shared: Running) -> None:
 
 def test_the_bodies_under_way_are_bounded() -> None:
     """Those that came first go on, and their bytes count no longer when they have been answered."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 10000\r\n\r\n"
     with serve(ServerConfig(max_request_bytes="10Ki")) as running, contextlib.ExitStack() as stack:
         for _ in range(MOST_LARGE_BODIES):
             early = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
@@ -188,6 +188,22 @@ def test_the_bodies_under_way_are_bounded() -> None:
         wait_until(lambda: error_of(talk(running, head, b"x" * 9990))[0] == 429)
         stack.close()
         wait_until(lambda: error_of(talk(running, head, b"x" * 10000))[0] == 400)
+
+
+def test_a_body_in_chunks_of_a_byte_sets_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk's own would be 200 bytes of memory that Python keeps."""
+    timers: list[float | None] = []
+    set_timer = http_protocol.BoundedHttpProtocol._set_timer
+
+    def counted(protocol: http_protocol.BoundedHttpProtocol, seconds: float | None) -> None:
+        timers.append(seconds)
+        set_timer(protocol, seconds)
+
+    monkeypatch.setattr(http_protocol.BoundedHttpProtocol, "_set_timer", counted)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serve() as running:
+        assert error_of(talk(running, head, b"1\r\nx\r\n" * 10_000, b"0\r\n\r\n"))[0] == 400
+    assert 2 < len(timers) < 100
 
 
 def test_the_error_of_a_client_that_leaves_holds_no_body() -> None:

@@ -85,6 +85,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._refuse(400, "CONNECT is not supported.")
             return
+        if not self._in_headers and self._num_idle_bytes == 0 and self.cycle is not None:
+            # Not in `on_body`: a body in chunks of a byte would leave thousands of timers behind.
+            self._set_timer(BODY_SECONDS)
         num_bytes = self._num_header_bytes if self._in_headers else self._num_idle_bytes
         if num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
@@ -111,7 +114,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_idle_bytes = 0
         if self.cycle is not None:
             super().on_body(body)
-            self._set_timer(BODY_SECONDS)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
