@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import select
 import socket
 import time
 
@@ -190,20 +191,50 @@ def test_the_bodies_under_way_are_bounded() -> None:
         wait_until(lambda: error_of(talk(running, head, b"x" * 10000))[0] == 400)
 
 
-def test_a_body_in_chunks_of_a_byte_sets_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_in_chunks_of_a_byte_starts_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk's own would be 200 bytes of memory that Python keeps."""
-    timers: list[float | None] = []
-    set_timer = http_protocol.BoundedHttpProtocol._set_timer
+    timers = 0
+    start_timer = http_protocol.BoundedHttpProtocol._start_timer
 
-    def counted(protocol: http_protocol.BoundedHttpProtocol, seconds: float | None) -> None:
-        timers.append(seconds)
-        set_timer(protocol, seconds)
+    def counted(protocol: http_protocol.BoundedHttpProtocol) -> None:
+        nonlocal timers
+        timers += 1
+        start_timer(protocol)
 
-    monkeypatch.setattr(http_protocol.BoundedHttpProtocol, "_set_timer", counted)
+    monkeypatch.setattr(http_protocol.BoundedHttpProtocol, "_start_timer", counted)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     with serve() as running:
         assert error_of(talk(running, head, b"1\r\nx\r\n" * 10_000, b"0\r\n\r\n"))[0] == 400
-    assert 2 < len(timers) < 100
+    assert 0 < timers < 10
+
+
+def drip(running: Running, head: bytes, parts: int, pause: float) -> tuple[float, bytes]:
+    """Send one byte after another; returns how long the server listened, in seconds, and what it answered."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+        connection.sendall(head)
+        answer = b""
+        for _ in range(parts):
+            readable, _, _ = select.select([connection], [], [], pause)
+            if readable:
+                with contextlib.suppress(ConnectionError):
+                    answer = connection.recv(65536)
+                break
+            connection.sendall(b"x")
+        return time.monotonic() - began, answer
+
+
+def test_a_body_that_drips_meets_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "WHOLE_BODY_SECONDS", 1.0)
+    monkeypatch.setattr(http_protocol, "BODY_BYTES_PER_SECOND", 100)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n"
+    with serve() as running:
+        seconds, answer = drip(running, head, 100, 0.1)
+        assert error_of(answer)[0] == 408
+        assert 0.9 < seconds < 2
+        seconds, _ = drip(running, head, 30, 0.005)
+        assert seconds < 0.9  # it was the client that ended
 
 
 def test_the_error_of_a_client_that_leaves_holds_no_body() -> None:

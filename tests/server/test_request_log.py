@@ -13,7 +13,7 @@ import pytest
 from shardline.config.server import ServerConfig
 from shardline.metrics.prefix import SHARED_NAMES
 from shardline.server.request_log import RequestLog
-from shardline.timeline import EngineTimeline, Preemption, PrefillChunk, RequestMetrics
+from shardline.timeline import ChoiceMetrics, EngineTimeline, Preemption, PrefillChunk, RequestMetrics
 from tests.server.conftest import Running, serve, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "grafana"
@@ -82,17 +82,51 @@ def test_a_running_request_is_found(timed: Running, http: httpx.Client) -> None:
     wait_until(lambda: http.get(f"/requests/{request_id}").json()["status"] == "finished")
 
 
-def test_the_log_is_bounded() -> None:
-    class Stream:
-        def metrics(self) -> RequestMetrics:
-            return RequestMetrics(arrival_time=1.0)
+class EndedStream:
+    def __init__(self, choices: int = 1) -> None:
+        self._choices = choices
 
+    def metrics(self) -> RequestMetrics:
+        choice = ChoiceMetrics(
+            index=0,
+            finish_reason="stop",
+            num_generation_tokens=1,
+            num_cached_tokens=0,
+            queued_seconds=0.0,
+            prefill_seconds=0.0,
+            first_token_seconds=0.0,
+            decode_seconds=0.0,
+            prefill_chunks=TIMELINE.prefill_chunks,
+            preemptions=TIMELINE.preemptions,
+        )
+        return RequestMetrics(arrival_time=1.0, choices=[choice] * self._choices)
+
+
+def test_the_log_is_bounded() -> None:
     log = RequestLog(3)
     for index in range(5):
-        log.begin(str(index), [Stream()])  # type: ignore[list-item]
+        log.begin(str(index), [EndedStream()])  # type: ignore[list-item]
         log.end(str(index))
     assert [log.find(str(index)) is not None for index in range(5)] == [False, False, True, True, True]
     assert log.end("never begun") == []
+
+
+def test_the_log_is_bounded_by_choices() -> None:
+    """Each of them has four entries: itself, two parts of its prefill, and a preemption."""
+    log = RequestLog(most_entries=100)
+    for index, choices in enumerate((5, 10, 10)):
+        log.begin(str(index), [EndedStream(choices // 5) for _ in range(5)])  # type: ignore[misc]
+        log.end(str(index))
+    assert [log.find(str(index)) is not None for index in range(3)] == [True, True, True]
+    log.begin("one more", [EndedStream()])  # type: ignore[list-item]
+    log.end("one more")
+    assert [log.find(str(index)) is not None for index in range(3)] == [False, True, True]
+    log.begin("too large", [EndedStream(26)])  # type: ignore[list-item]
+    assert len(log.end("too large")[0].choices) == 26
+    assert log.find("too large") is None
+    log.begin("small", [EndedStream(25)])  # type: ignore[list-item]
+    log.end("small")
+    assert log.find("small") is not None
 
 
 def test_it_needs_the_admin_key() -> None:

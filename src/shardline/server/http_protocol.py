@@ -20,6 +20,9 @@ HEADER_SECONDS = 20.0
 """From the connection, or from the first byte of a later request, to the last header."""
 BODY_SECONDS = 10.0
 """Between two parts of a body."""
+WHOLE_BODY_SECONDS = 60.0
+BODY_BYTES_PER_SECOND = 1000
+"""A whole body may take that long, and a second more for that many bytes that have arrived."""
 
 LOOK_SECONDS = 0.25
 """Between two looks at a client that sends nothing more."""
@@ -53,6 +56,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _in_headers = True
     _num_idle_bytes = 0
     """Bytes behind the headers that have not been part of the body: trailers, and what precedes chunks."""
+    _body_began: float | None = None
+    """When the headers were whole; None: a connection that is refused, which has no time for a body."""
+    _num_body_bytes = 0
+    _deadline: float | None = None
+    """The end of the client's time, on the loop's clock; None: it is not its turn."""
     _timer: asyncio.TimerHandle | None = None
     refusal: ApiError | None = None
     """The answer to whatever the client asks, if there are too many connections."""
@@ -60,18 +68,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
         super().connection_made(transport)
-        self._set_timer(HEADER_SECONDS if self.refusal is None else REFUSAL_SECONDS)
+        self._wait(HEADER_SECONDS if self.refusal is None else REFUSAL_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._set_timer(None)
+        self._deadline = None
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse the next bytes of a request."""
         if self._in_headers:
             if self._num_header_bytes == 0 and self.refusal is None:
-                self._set_timer(HEADER_SECONDS)
+                self._wait(HEADER_SECONDS)
             self._num_header_bytes += len(data)
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
@@ -85,9 +95,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._refuse(400, "CONNECT is not supported.")
             return
-        if not self._in_headers and self._num_idle_bytes == 0 and self.cycle is not None:
-            # Not in `on_body`: a body in chunks of a byte would leave thousands of timers behind.
-            self._set_timer(BODY_SECONDS)
         num_bytes = self._num_header_bytes if self._in_headers else self._num_idle_bytes
         if num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
@@ -107,18 +114,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
-        self._set_timer(BODY_SECONDS)
+        self._body_began, self._num_body_bytes = self.loop.time(), 0
+        self._wait(BODY_SECONDS)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._num_idle_bytes = 0
         if self.cycle is not None:
             super().on_body(body)
+            if self._body_began is not None:
+                self._num_body_bytes += len(body)
+                rate_deadline = self._body_began + WHOLE_BODY_SECONDS + self._num_body_bytes / BODY_BYTES_PER_SECOND
+                self._wait(min(BODY_SECONDS, rate_deadline - self.loop.time()))
 
     def on_message_complete(self) -> None:
         """The request is whole."""
         self._in_headers, self._num_header_bytes, self._num_idle_bytes = True, 0, 0
-        self._set_timer(None)
+        self._deadline = None
         if self.refusal is not None:
             self._answer(self.refusal)
         elif self.cycle is not None:
@@ -158,22 +170,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _answer(self, error: ApiError) -> None:
         """Answer and close the connection, unless the answer of an earlier request is being sent."""
-        self._set_timer(None)
+        self._deadline = None
         refused_requests.note(self.client[0] if self.client else "-", error.status_code, str(error.detail))
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(last_answer(error))
         self.transport.close()
 
-    def _set_timer(self, seconds: float | None) -> None:
+    def _wait(self, seconds: float) -> None:
+        """Give the client this much time.
+
+        The timer runs on where it can, and looks at the deadline: a body in chunks of a byte moves that thousands of
+        times, and Python would keep the memory of as many timers.
+        """
+        self._deadline = self.loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        assert self._deadline is not None
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._on_deadline)
+        self._timer = self.loop.call_at(self._deadline, self._on_timer)
 
-    def _on_deadline(self) -> None:
-        if not self.transport.is_closing():
-            if self.refusal is not None:
-                self._answer(self.refusal)
-                return
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._deadline is None or self.transport.is_closing():
+            return
+        if self._deadline > self.loop.time():
+            self._start_timer()
+        elif self.refusal is not None:
+            self._answer(self.refusal)
+        else:
             part = "headers" if self._in_headers else "body"
             self._refuse(408, f"The request's {part} did not arrive in time.")
 

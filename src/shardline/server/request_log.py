@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 1000
 """Finished requests that are kept."""
+MOST_ENTRIES = 20_000
+"""Choices, parts of prefills and preemptions of all finished requests that are kept: about 5 MB."""
 
 
 def metrics_body(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
@@ -62,11 +64,18 @@ def _choice_body(index: int, choice: ChoiceMetrics) -> dict[str, Any]:
     return body
 
 
+def _num_entries(metrics: Sequence[RequestMetrics]) -> int:
+    choices = [choice for request in metrics for choice in request.choices]
+    return sum(1 + len(choice.prefill_chunks) + len(choice.preemptions) for choice in choices)
+
+
 class RequestLog:
     """The API requests that run, and the last ones that have finished. It holds no text and no tokens."""
 
-    def __init__(self, capacity: int = MOST_REQUESTS) -> None:
-        self._capacity = capacity
+    def __init__(self, most_requests: int = MOST_REQUESTS, most_entries: int = MOST_ENTRIES) -> None:
+        self._most_requests = most_requests
+        self._most_entries = most_entries
+        self._num_entries = 0
         self._running: dict[str, Sequence[RequestStream]] = {}
         self._finished: OrderedDict[str, Sequence[RequestMetrics]] = OrderedDict()
 
@@ -80,8 +89,9 @@ class RequestLog:
         metrics = [stream.metrics() for stream in streams]
         if metrics:
             self._finished[request_id] = metrics
-            while len(self._finished) > self._capacity:
-                self._finished.popitem(last=False)
+            self._num_entries += _num_entries(metrics)
+            while len(self._finished) > self._most_requests or self._num_entries > self._most_entries:
+                self._num_entries -= _num_entries(self._finished.popitem(last=False)[1])
         return metrics
 
     def find(self, request_id: str) -> dict[str, Any] | None:

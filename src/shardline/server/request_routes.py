@@ -25,7 +25,7 @@ def request_routes(service: Service) -> APIRouter:
         if found is None:
             raise ApiError(
                 404,
-                f"No request `{request_id}` runs here or is among the last {MOST_REQUESTS} that finished.",
+                f"No request `{request_id}` runs here or is among the last (at most {MOST_REQUESTS}) that finished.",
                 code="request_not_found",
             )
         return Response(msgspec.json.encode(found), media_type="application/json")
