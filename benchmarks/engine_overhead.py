@@ -13,9 +13,10 @@ from collections import deque
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
+from shardline.messages.request import Request
+from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request, SequenceResult, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from shardline.channel import Channel, encode_message
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.engine.ipc import (
+from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
     EngineMessage,
@@ -31,8 +31,8 @@ from shardline.engine.ipc import (
     FrontMessage,
     StopEngine,
 )
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
 
 MAX_MODEL_LEN = 4096
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

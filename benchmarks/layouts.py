@@ -28,7 +28,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
-from shardline.types import Request
+from shardline.messages.request import Request
 
 Run = Callable[[list[list[int]], int], None]
 """Takes prompts and a number of tokens, and generates this number for each prompt greedily."""

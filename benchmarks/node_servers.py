@@ -16,10 +16,10 @@ import httpx
 from shardline.api.engines import Client, EngineEvent
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineOutputs, EngineReady
+from shardline.messages.engine import EngineOutputs, EngineReady
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput
 
 HEAD = "10.219.0.1"
 STARTS = 3

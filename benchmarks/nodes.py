@@ -40,7 +40,12 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.kv_budget import fixed_allocation
-from shardline.deployment.messages import (
+from shardline.deployment.segment import segment_layout
+from shardline.engine.engine import Engine
+from shardline.engine.executor.base import Executor
+from shardline.messages.request import Request
+from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult, rank_steps
+from shardline.messages.worker import (
     Probe,
     RankReport,
     RunStep,
@@ -48,9 +53,6 @@ from shardline.deployment.messages import (
     StepReply,
     StepRequest,
 )
-from shardline.deployment.segment import segment_layout
-from shardline.engine.engine import Engine
-from shardline.engine.executor.base import Executor
 from shardline.runtime.backends import open_backend
 from shardline.runtime.parallel.exchange import SocketGroup
 from shardline.runtime.parallel.groups import connect_host_memory
@@ -60,7 +62,6 @@ from shardline.runtime.worker_process import read_line
 from shardline.sampling_params import SamplingParams
 from shardline.seal import Seal
 from shardline.segment.expert_load import Counts
-from shardline.types import RankStep, Request, SequenceResult, SequenceStep, StepPlan, StepResult, rank_steps
 
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 """Bytes that each rank brings to a gather."""

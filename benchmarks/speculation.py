@@ -23,8 +23,8 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 
 BATCHES = (1, 8, 32)
 PROBABILITIES = (0.0, 0.5, 0.8, 1.0)

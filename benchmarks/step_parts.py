@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.step import SequenceStart, SequenceStep, StepPlan, rank_steps
 from shardline.runtime.backends import open_backend
 from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.backends.host.kernels import HostKernels
@@ -36,7 +37,6 @@ from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import Runner
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
-from shardline.types import SequenceStart, SequenceStep, StepPlan, rank_steps
 
 PROMPT_LEN, OUTPUT_LEN, SEQUENCES = 2048, 128, 16  # of W6
 DECODE_STEPS = 8  # of a round

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.channel import MAX_FRAME_BYTES, Channel, encode_message, readable
-from shardline.types import StepPlan, StepResult
+from shardline.messages.step import StepPlan, StepResult
 
 
 class Word(msgspec.Struct, frozen=True):

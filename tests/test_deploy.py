@@ -14,7 +14,7 @@ import yaml
 
 from shardline.cli.flags import engine_config, fields_from_flags
 from shardline.cli.main import build_parser
-from shardline.cluster.ray_placing import RayHost, demand_of, share_groups
+from shardline.cluster.ray.placing import RayHost, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from tests.deploy_files import HEAD_ADDRESS, leader_worker_set, systemd_unit

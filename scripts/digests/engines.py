@@ -12,10 +12,10 @@ class RunningEngine(Protocol):
     """The interface of an engine for the rest of the script."""
 
     def add(self, request: Any) -> None:
-        """Queue a `shardline.types.Request`."""
+        """Queue a `Request`."""
 
     def step(self) -> Sequence[Any]:
-        """Run one step; returns the `shardline.types.SequenceOutput` of its requests."""
+        """Run one step; returns the `SequenceOutput`s of its requests."""
 
     def is_busy(self) -> bool: ...
     def close(self) -> None: ...

@@ -27,7 +27,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 def _batch(lengths: Sequence[int], max_tokens: int, samplings: Sequence[dict[str, Any]] = SAMPLINGS) -> list[Any]:
     """Requests with prompts of these lengths. Pairs of prompts share a prefix, and the samplings take turns."""
     from shardline import SamplingParams
-    from shardline.types import Request
+    from shardline.messages.request import Request
 
     rng = random.Random(7)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(max(lengths))]

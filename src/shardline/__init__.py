@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
+    from shardline.api.outputs import CompletionOutput, RequestOutput
     from shardline.config.engine import EngineConfig
     from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-    from shardline.types import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,8 +26,8 @@ _HOMES = {
     "LLM": "shardline.api.llm",
     "AsyncLLM": "shardline.api.async_llm",
     "EngineConfig": "shardline.config.engine",
-    "CompletionOutput": "shardline.types",
-    "RequestOutput": "shardline.types",
+    "CompletionOutput": "shardline.api.outputs",
+    "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
     "StructuredOutputsParams": "shardline.sampling_params",
 }

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from shardline.api.engines import EngineEvent
 from shardline.api.model_text import ModelText
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
-from shardline.stats import EngineStats
+from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
+from shardline.messages.stats import EngineStats
 from shardline.text.chat_template import ChatTemplate
-from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text import builders
 
 MAX_MODEL_LEN = 64

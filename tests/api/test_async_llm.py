@@ -15,10 +15,10 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import EngineEvent
 from shardline.api.errors import EngineDead, EngineDraining, QueueFull
 from shardline.api.inbox import Inbox
+from shardline.api.outputs import RequestOutput
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed
+from shardline.messages.engine import EngineFailed
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from shardline.types import RequestOutput
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
 Test = Callable[..., Coroutine[Any, Any, None]]

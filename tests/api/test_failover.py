@@ -17,12 +17,13 @@ from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartF
 from shardline.api.errors import EngineDead, EngineRecovering
 from shardline.api.failover import ONE_CUT, RESTART_WINDOW, SUSPECT_AFTER, RestartLimit, RunningChoice
 from shardline.api.llm import LLM
+from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.request import SequenceOutput
+from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats
-from shardline.types import RequestOutput, SequenceOutput
 from tests.api.fake_engine import FakeCluster, FakeEngineClient, load_text
 from tests.api.test_async_llm import on_loop
 from tests.api.test_replicas import request

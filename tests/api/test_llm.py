@@ -13,10 +13,10 @@ import pytest
 from shardline.api.batch import BatchRunner
 from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from shardline.types import CompletionOutput, RequestOutput
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
 
 

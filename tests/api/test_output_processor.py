@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.api.output_processor import OutputProcessor
+from shardline.api.outputs import CompletionOutput
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
+from shardline.messages.request import SequenceOutput, TokenLogprobs
+from shardline.messages.timeline import EngineTimeline
 from shardline.sampling_params import SamplingParams
-from shardline.timeline import EngineTimeline
-from shardline.types import CompletionOutput, SequenceOutput, TokenLogprobs
 from tests.api.fake_engine import EOS, load_text
 
 TEXT = load_text(EngineConfig())

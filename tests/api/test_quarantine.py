@@ -12,10 +12,10 @@ from shardline.api.failover import CLEARED_AFTER, RestartLimit, RunningChoice, r
 from shardline.api.quarantine import Quarantine, ReplicaState
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput
 from tests.api.fake_engine import next_token
 
 NUM_TOKENS = 60

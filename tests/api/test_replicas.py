@@ -12,10 +12,10 @@ from shardline.api.errors import EngineDead, QueueFull
 from shardline.api.replicas import Replicas
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.messages.engine import EngineFailed, EngineOutputs
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats, merge_stats
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats, merge_stats
-from shardline.types import Request, SequenceOutput
 from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from shardline.cluster.describe import describe_node
-from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
+from shardline.messages.node import Join
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.cluster.messages import Join, StartHead
+from shardline.messages.node import Join, StartHead
 
 
 def start(own: Join, **options: Any) -> StartHead:

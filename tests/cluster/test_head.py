@@ -17,7 +17,11 @@ from msgspec.structs import replace
 from shardline import __version__
 from shardline.channel import Channel
 from shardline.cluster.head import Head
-from shardline.cluster.messages import (
+from shardline.cluster.node import Node, UnreadableMessage, tell_head
+from shardline.cluster.wire import HeadSocket, NodeSocket, encode
+from shardline.config.engine import EngineConfig
+from shardline.deployment.machine import Machine
+from shardline.messages.node import (
     ENGINE,
     Accepted,
     Beat,
@@ -35,10 +39,6 @@ from shardline.cluster.messages import (
     StreamEnded,
     Unfit,
 )
-from shardline.cluster.node import Node, UnreadableMessage, tell_head
-from shardline.cluster.wire import HeadSocket, NodeSocket, encode
-from shardline.config.engine import EngineConfig
-from shardline.deployment.machine import Machine
 from tests.cluster.joins import node, start
 from tests.deployment.machines import host, resolve_on
 

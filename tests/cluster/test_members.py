@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from shardline.cluster.describe import _digest_weights, own_address
 from shardline.cluster.members import Members
-from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
+from shardline.messages.node import Join
 from tests.cluster.joins import node, start
 
 

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from shardline.channel import encode_message
-from shardline.cluster import ray_driver
-from shardline.cluster.ray_cluster import Unreachable
-from shardline.cluster.ray_driver import Driver
-from shardline.cluster.ray_messages import DriverFailed, StartDriver, StartNode, config_of_node
-from shardline.cluster.ray_node import NodeStarter
-from shardline.cluster.ray_nodes import RayNodes
-from shardline.cluster.ray_placing import Demand, RayHost, demand_of, share_groups
+from shardline.cluster.ray import driver as ray_driver
+from shardline.cluster.ray.cluster import Unreachable
+from shardline.cluster.ray.driver import Driver
+from shardline.cluster.ray.messages import DriverFailed, StartDriver, StartNode, config_of_node
+from shardline.cluster.ray.node import NodeStarter
+from shardline.cluster.ray.nodes import RayNodes
+from shardline.cluster.ray.placing import Demand, RayHost, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Machine
 from tests.deployment.machines import GIB, gpu, host, resolve_on

@@ -8,8 +8,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.cluster.messages import Stream
 from shardline.cluster.streams import Streams, frame
+from shardline.messages.node import Stream
 
 STREAM = Stream(0, 1, 7)
 

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from shardline.cluster.links import answer
 from shardline.cluster.members import Member, Members
-from shardline.cluster.messages import Connect, Join, LinkMeasured, Listen, Measured
 from shardline.cluster.survey import Survey, describe_links, used_links
 from shardline.cluster.wire import HeadSocket
 from shardline.deployment.machine import Machine
+from shardline.messages.node import Connect, Join, LinkMeasured, Listen, Measured
 from tests.cluster.joins import node, start
 from tests.deployment.machines import host, resolve_on
 

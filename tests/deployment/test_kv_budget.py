@@ -12,13 +12,13 @@ import shardline
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool, MeasuredPool
 from shardline.deployment.here import resolve_here
-from shardline.deployment.kv_budget import agree_allocation, explain, fixed_allocation
-from shardline.deployment.messages import MemoryUse, RankReport
+from shardline.deployment.kv_budget import MemoryUse, agree_allocation, explain, fixed_allocation
 from shardline.engine.children import Child
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.report import startup_report
+from shardline.messages.worker import RankReport
 from shardline.models.sizes import kv_block_bytes
 from tests.engine import measuring_worker
 from tests.engine.measuring_worker import MIB

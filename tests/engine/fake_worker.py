@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardline.messages.request import Request
+from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request, SequenceResult, SequenceStep, StepPlan, StepResult
 
 VOCAB = 5
 EOS = 0

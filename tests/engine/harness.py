@@ -10,8 +10,9 @@ from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.step import StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
-from shardline.types import Request, SequenceOutput, StepPlan, StepResult
 from tests.engine.fake_worker import FakeWorker, reference
 
 FULL = (KVGroup((0,), None),)

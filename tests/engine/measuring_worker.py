@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardline.deployment.messages import MemoryUse
+from shardline.deployment.kv_budget import MemoryUse
 from shardline.runtime import worker_process
 from shardline.runtime.backends.base import Replay
 from shardline.runtime.backends.cuda.measuring import measure_step

@@ -6,7 +6,8 @@ from shardline.config.speculation import Speculation
 from shardline.engine.kv_cache import KVState
 from shardline.engine.sequence import LiveSequence
 from shardline.engine.speculative.drafter import Drafter
-from shardline.types import Constraints, Request, SequenceStep
+from shardline.messages.request import Constraints, Request
+from shardline.messages.step import SequenceStep
 from tests.engine.fake_worker import make_request
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 4

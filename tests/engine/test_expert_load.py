@@ -4,8 +4,8 @@ import numpy as np
 
 from shardline.config.topology import RankGrid
 from shardline.engine.expert_load import expert_load
+from shardline.messages.stats import ExpertLoad
 from shardline.models.partition import Span
-from shardline.stats import ExpertLoad
 
 COUNTS = np.array([[4, 0, 2], [0, 0, 0], [3, 3, 0]])
 STAGES = (Span(0, 2), Span(2, 3))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.engine.outbox import HOLD_SECONDS, Outbox
+from shardline.messages.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
-from shardline.types import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 
 def request(name: str, *, streamed: bool) -> Request:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardline.channel import Channel
-from shardline.engine.ipc import EngineFailed, EngineMessage, FrontMessage, StartEngine
 from shardline.engine.process import EngineProcess
+from shardline.messages.engine import EngineFailed, EngineMessage, FrontMessage, StartEngine
 
 
 @pytest.mark.parametrize("front_ends", [False, True])

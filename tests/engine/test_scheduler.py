@@ -8,8 +8,8 @@ import pytest
 
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
 from shardline.engine.sequence import LiveSequence
+from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
-from shardline.types import SequenceResult, StepPlan, StepResult
 from tests.engine.fake_worker import make_request, next_token, reference
 from tests.engine.harness import Engine, Shape
 

@@ -12,7 +12,12 @@ import pytest
 
 from shardline.channel import Channel, readable
 from shardline.deployment.machine import Machine
-from shardline.deployment.messages import (
+from shardline.engine.executor import rank_processes, step_lines
+from shardline.engine.executor.base import ExecutorFailure
+from shardline.engine.executor.multiprocess import MultiprocessExecutor
+from shardline.engine.watchdog import Verdict
+from shardline.messages.step import StepPlan, StepResult
+from shardline.messages.worker import (
     AllocateCache,
     Probe,
     ProbeDone,
@@ -26,13 +31,8 @@ from shardline.deployment.messages import (
     StepRequest,
     WorkerRequest,
 )
-from shardline.engine.executor import rank_processes, step_lines
-from shardline.engine.executor.base import ExecutorFailure
-from shardline.engine.executor.multiprocess import MultiprocessExecutor
-from shardline.engine.watchdog import Verdict
 from shardline.runtime.parallel.rendezvous import connect_to_engine
 from shardline.seal import Seal
-from shardline.types import StepPlan, StepResult
 from tests.deployment.machines import host, resolve_on
 from tests.engine.test_failures import RANKS, FakeRank
 

@@ -21,13 +21,13 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.messages.request import Request
+from shardline.messages.stats import EngineStats
 from shardline.models.kv_groups import blocks_per_request
 from shardline.models.sharding import Spans
 from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.loader.weights import CheckpointWeights
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats
-from shardline.types import Request
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import NO_DRAFTS, PACKED, WHOLE_EXPERTS, Case

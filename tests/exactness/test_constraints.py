@@ -14,9 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
+from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
-from shardline.types import Constraints, Request
 from tests.exactness.cases import Case
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import make_checkpoint

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from shardline.engine.engine import Engine
+from shardline.messages.request import Request, TokenLogprobs
 from shardline.runtime.sampling import sampler
-from shardline.types import Request, TokenLogprobs
 from tests.exactness.harness import make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.client import EngineClient
-from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.messages.engine import EngineFailed, EngineOutputs
+from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 
 
 class Replica:

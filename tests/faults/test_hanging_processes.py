@@ -16,9 +16,9 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.engine import client
 from shardline.engine.children import Child
-from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.messages.engine import EngineFailed, EngineOutputs
+from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 from tests.faults.processes import Replica, assert_all_end, clean_up
 
 SLOW_STEPS = """

@@ -10,10 +10,10 @@ from contextlib import aclosing
 import pytest
 
 from shardline.api.async_llm import AsyncLLM
+from shardline.api.outputs import RequestOutput
 from shardline.config.engine import EngineConfig
 from shardline.engine.children import Child
 from shardline.sampling_params import SamplingParams
-from shardline.types import RequestOutput
 from tests.faults.processes import assert_all_end
 
 HOSTILE = 321

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from shardline.api.async_llm import AsyncLLM
+from shardline.api.outputs import CompletionOutput
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from shardline.types import CompletionOutput
 from tests.faults.processes import assert_all_end
 
 NUMBERS = StructuredOutputsParams(regex="([0-9]{3},){40}end")

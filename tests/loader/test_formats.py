@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shardline.config.engine import STORED_METHODS, EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.request import Request
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.sharding import shard
@@ -24,7 +25,6 @@ from shardline.runtime.loader.weights import WeightSource, open_weights
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 from shardline.weights.base import FormatChoice
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.request import Request
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.architectures import ARCHITECTURES as known_architectures
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
@@ -41,7 +42,6 @@ from shardline.runtime.loader.weights import CheckpointWeights
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight, StoredRows
 from tests.exactness.harness import start_engine

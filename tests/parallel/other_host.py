@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.nodes import FolderStore
 
 from shardline.channel import Channel
-from shardline.deployment.messages import RankReady, RunStep, StartWorker, StepDone, WorkerRequest
 from shardline.deployment.segment import segment_layout
+from shardline.messages.worker import RankReady, RunStep, StartWorker, StepDone, WorkerRequest
 from shardline.runtime.backends import open_backend
 from shardline.runtime.parallel.groups import connect_host_memory
 from shardline.runtime.parallel.rendezvous import Meeting

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardline import env
-from shardline.deployment.messages import StoreAdd, StoreGet, StoreSet
 from shardline.engine.executor.rank_store import RankStore
+from shardline.messages.worker import StoreAdd, StoreGet, StoreSet
 from shardline.runtime.control_store import ControlStore
 from shardline.runtime.parallel.interface import interface_of
 from shardline.runtime.parallel.torch_store import TorchStore

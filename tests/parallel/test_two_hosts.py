@@ -19,11 +19,11 @@ from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
-from shardline.deployment.messages import RankReady, RunStep, StartWorker, StepDone, WorkerReply
 from shardline.engine.engine import Engine
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.threads import ThreadExecutor
-from shardline.types import RankStep
+from shardline.messages.step import RankStep
+from shardline.messages.worker import RankReady, RunStep, StartWorker, StepDone, WorkerReply
 from tests.exactness.harness import BLOCK_SIZE, Answer, golden, make_requests, run
 from tests.models.checkpoints import make_checkpoint
 from tests.parallel.other_host import start_worker

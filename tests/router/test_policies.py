@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.config.engine import ParallelConfig
-from shardline.router.policies import find_policy, policy_names
-from shardline.router.policies.base import Arrival, ReplicaLoad
-from shardline.router.router import CHUNK_TOKENS, Router, hash_chunks
+from shardline.routing.policies import find_policy, policy_names
+from shardline.routing.policies.base import Arrival, ReplicaLoad
+from shardline.routing.router import CHUNK_TOKENS, Router, hash_chunks
 
 REPLICAS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=6).map(
     lambda found: [ReplicaLoad(load, tokens, 2 * index, 20, warm) for index, (load, tokens, warm) in enumerate(found)]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.runtime.backends import open_backend
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import make_single_rank_groups
@@ -19,7 +20,6 @@ from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
-from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, VARIANTS, has_experts, make_checkpoint, make_variant
 
 BLOCK_SIZE = 16

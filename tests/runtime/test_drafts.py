@@ -11,12 +11,13 @@ import pytest
 
 from shardline.engine.engine import Engine
 from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
+from shardline.messages.stats import DraftStats
+from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.speculative.rows import join_rows, sampled_rows
 from shardline.sampling_params import SamplingParams
-from shardline.stats import DraftStats
-from shardline.types import Constraints, Request, SequenceOutput, SequenceResult, SequenceStep, TokenLogprobs
 from tests.exactness.harness import Answer, Guesses, make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint
 

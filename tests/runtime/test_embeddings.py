@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from shardline.api.embedding import EMBEDDING_PARAMS
-from shardline.types import Request
+from shardline.messages.request import Request
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardline.messages.request import Request
+from shardline.messages.step import SequenceStep, StepPlan
 from shardline.runtime.finite import FiniteChecker
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request, SequenceStep, StepPlan
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 

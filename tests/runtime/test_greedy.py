@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from torch import Tensor
 
+from shardline.messages.request import Constraints, Request
 from shardline.runtime.layers.vocabulary import LMHead
 from shardline.sampling_params import SamplingParams
-from shardline.types import Constraints, Request
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardline.types import Request
+from shardline.messages.request import Request
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 

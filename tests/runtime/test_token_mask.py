@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from shardline.messages.request import Constraints
+from shardline.messages.step import SequenceStart
 from shardline.models.partition import Span
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.sampling.token_mask import MaskMemory, TokenMask, collect_masks, make_mask
 from shardline.sampling_params import SamplingParams
-from shardline.types import Constraints, SequenceStart
 
 VOCAB_SIZE, EOS = 2048, 2
 

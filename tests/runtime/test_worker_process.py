@@ -13,7 +13,8 @@ import pytest
 from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.deployment.messages import (
+from shardline.messages.step import RankStep, StepPlan, StepResult
+from shardline.messages.worker import (
     Probe,
     ProbeDone,
     RankFailed,
@@ -27,7 +28,6 @@ from shardline.deployment.messages import (
 )
 from shardline.runtime import worker_process
 from shardline.runtime.runner import PendingStep
-from shardline.types import RankStep, StepPlan, StepResult
 
 
 class SlowDevice:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.model_text import ModelText
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
-from shardline.stats import EngineStats
+from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
+from shardline.messages.stats import EngineStats
+from shardline.messages.timeline import EngineTimeline
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
-from shardline.timeline import EngineTimeline
-from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text.builders import TEMPLATE, byte_level_json, tokenizer
 
 REPLY = "Hello, wörld 🙂! Bye."

@@ -5,9 +5,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
+from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
 from shardline.metrics.histogram import FastHistogram
 from shardline.metrics.server import ServerMetrics
-from shardline.stats import DraftStats, EngineStats, ExpertLoad
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer

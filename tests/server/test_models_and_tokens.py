@@ -5,8 +5,8 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.messages.request import TokenLogprobs
 from shardline.server.openai.logprobs import CompletionLogprobsWriter, TokenPieces, chat_logprobs
-from shardline.types import TokenLogprobs
 from tests.server.conftest import serve
 from tests.server.fake_engine import MAX_MODEL_LEN
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json, tokenizer

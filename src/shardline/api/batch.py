@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from shardline.api.engines import EngineEvent
 from shardline.api.errors import EngineDead
 from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.types import RequestOutput
 
 Events = queue.SimpleQueue[tuple[int, EngineEvent] | None]
 """The events of replicas, each with the replica's number; None: the engines were closed."""

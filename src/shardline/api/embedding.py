@@ -7,8 +7,8 @@ import operator
 from array import array
 from dataclasses import dataclass
 
+from shardline.api.outputs import RequestOutput
 from shardline.sampling_params import SamplingParams
-from shardline.types import RequestOutput
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of a request that is embedded. No token is generated."""

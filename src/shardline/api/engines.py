@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.limits import describe_shortage
-from shardline.types import Request
+from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
+from shardline.messages.request import Request
 
 if TYPE_CHECKING:
     from shardline.cluster.cluster import Cluster
-    from shardline.cluster.ray_nodes import RayNodes
+    from shardline.cluster.ray.nodes import RayNodes
     from shardline.deployment.deployment import Deployment
 
 _POLL_SECONDS = 0.2
@@ -237,7 +237,7 @@ class Engines:
         from shardline.engine.start import StartedEngine, start_engine
 
         if config.places_with_ray:
-            from shardline.cluster.ray_nodes import RayNodes
+            from shardline.cluster.ray.nodes import RayNodes
 
             self._ray = RayNodes(config)
             config = self._ray.config

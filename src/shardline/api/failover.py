@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shardline.types import Request, SequenceOutput
+from shardline.messages.request import Request, SequenceOutput
 
 SUSPECT_AFTER = 2
 """A choice that was present at so many failures is a suspect, whatever their causes were."""

@@ -19,17 +19,17 @@ from shardline.api.engines import Connect
 from shardline.api.errors import EngineDead
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
+from shardline.api.outputs import RequestOutput
 from shardline.api.progress_bar import ProgressBar
 from shardline.api.replicas import Replicas
 from shardline.api.requests import Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
+from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
-from shardline.stats import EngineStats
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
 from shardline.text.chat_template import render_and_encode
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import RequestOutput
 
 logger = logging.getLogger(__name__)
 

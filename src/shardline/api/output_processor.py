@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
 from shardline.api.requests import PreparedRequest
+from shardline.messages.request import FinishReason, SequenceOutput
+from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.sampling_params import SamplingParams
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
-from shardline.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
-from shardline.types import CompletionOutput, Decode, FinishReason, RequestOutput, SequenceOutput, decode_nothing
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from shardline.api.failover import RunningChoice
 from shardline.api.quarantine import Quarantine
 from shardline.api.replica import Replica
-from shardline.engine.ipc import EngineOutputs
-from shardline.router.router import Router
-from shardline.types import SequenceOutput
+from shardline.messages.engine import EngineOutputs
+from shardline.messages.request import SequenceOutput
+from shardline.routing.router import Router
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from shardline.types import RequestOutput
+from shardline.api.outputs import RequestOutput
 
 
 class ProgressBar:

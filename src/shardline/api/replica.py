@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from shardline.api.engines import Client
 from shardline.api.failover import RestartLimit, RunningChoice
 from shardline.api.quarantine import ReplicaState
-from shardline.router.policies.base import ReplicaLoad
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
+from shardline.routing.policies.base import ReplicaLoad
 
 
 @dataclass

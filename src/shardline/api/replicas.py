@@ -14,9 +14,9 @@ from shardline.api.failover import RestartLimit, RunningChoice, ran_at
 from shardline.api.placement import Placement
 from shardline.api.replica import Replica
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.stats import EngineStats, merge_stats
-from shardline.types import Request, SequenceOutput
+from shardline.messages.engine import EngineFailed, EngineOutputs
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats, merge_stats
 
 _CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
 

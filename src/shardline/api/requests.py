@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 import msgspec
 
 from shardline.api.errors import ContextLengthExceeded
+from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import SamplingParams
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import Constraints, Request
 
 
 class TextPrompt(TypedDict):

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
+from shardline.messages.request import SequenceOutput
+from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
-from shardline.timeline import RequestMetrics
-from shardline.types import RequestOutput, SequenceOutput
 
 
 class RequestStream:

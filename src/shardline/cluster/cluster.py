@@ -16,7 +16,14 @@ import msgspec
 from shardline.channel import Channel
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.head_process import HeadProcess
-from shardline.cluster.messages import (
+from shardline.cluster.survey import describe_links, used_links
+from shardline.cluster.token import find_token
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.machine import Machine
+from shardline.engine.start import StartedEngine, start_engine
+from shardline.messages.engine import StartEngine
+from shardline.messages.node import (
     ENGINE,
     HeadFailed,
     HeadToFront,
@@ -30,17 +37,10 @@ from shardline.cluster.messages import (
     StartHead,
     Stream,
 )
-from shardline.cluster.survey import describe_links, used_links
-from shardline.cluster.token import find_token
-from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment
-from shardline.deployment.machine import Machine
-from shardline.engine.ipc import StartEngine
-from shardline.engine.start import StartedEngine, start_engine
 from shardline.segment.pulse import CHECK_INTERVAL
 
 if TYPE_CHECKING:
-    from shardline.cluster.ray_nodes import RayNodes
+    from shardline.cluster.ray.nodes import RayNodes
 
 _LINKS_SECONDS = 2.0
 

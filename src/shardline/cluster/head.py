@@ -18,7 +18,11 @@ import zmq
 from shardline.channel import Channel, readable
 from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.members import Member, Members, name_difference
-from shardline.cluster.messages import (
+from shardline.cluster.relay import Relay
+from shardline.cluster.survey import Survey
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket
+from shardline.log import configure_logging
+from shardline.messages.node import (
     Accepted,
     Beat,
     ForeignJoin,
@@ -43,10 +47,6 @@ from shardline.cluster.messages import (
     StreamEnded,
     Unfit,
 )
-from shardline.cluster.relay import Relay
-from shardline.cluster.survey import Survey
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket
-from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL, start_pulse
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from shardline.channel import Channel
-from shardline.cluster.messages import HeadToFront, StartHead, Stream
 from shardline.engine.children import Child
+from shardline.messages.node import HeadToFront, StartHead, Stream
 from shardline.segment.pulse import CHECK_INTERVAL
 
 _MAX_FDS = 64

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 
-from shardline.cluster.messages import Connect, Listen, Listening, Measured
+from shardline.messages.node import Connect, Listen, Listening, Measured
 
 ACCEPT_SECONDS = 4.0
 _CONNECT_SECONDS = 2.0

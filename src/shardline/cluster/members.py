@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardline.cluster.messages import Join, StartHead
+from shardline.messages.node import Join, StartHead
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,16 @@ from shardline import __version__, env
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.links import answer
 from shardline.cluster.loop_watch import LoopWatch
-from shardline.cluster.messages import (
+from shardline.cluster.node_processes import NodeProcesses, last_words
+from shardline.cluster.streams import Streams
+from shardline.cluster.token import find_token
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
+from shardline.config.cluster import ClusterConfig
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
+from shardline.limits import describe_shortage, raise_file_limit
+from shardline.log import configure_logging
+from shardline.messages.node import (
     ENGINE,
     Accepted,
     Beat,
@@ -38,15 +47,6 @@ from shardline.cluster.messages import (
     StreamEnded,
     Unfit,
 )
-from shardline.cluster.node_processes import NodeProcesses, last_words
-from shardline.cluster.streams import Streams
-from shardline.cluster.token import find_token
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
-from shardline.config.cluster import ClusterConfig
-from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment
-from shardline.limits import describe_shortage, raise_file_limit
-from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
 from shardline.stop_signals import stop_signals

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardline.channel import encode_message
-from shardline.cluster.messages import ENGINE, Stream
 from shardline.cluster.streams import frame
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import RankBeat, RankEnded, RankStarted
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child, is_own_end
-from shardline.engine.ipc import EngineBeat, EngineFailed
 from shardline.engine.start import start_engine
+from shardline.messages.engine import EngineBeat, EngineFailed
+from shardline.messages.node import ENGINE, Stream
+from shardline.messages.worker import RankBeat, RankEnded, RankStarted
 
 _END_SECONDS = 7.0
 """Seconds in which a process may end after its stream has ended; an engine gives its ranks 5."""

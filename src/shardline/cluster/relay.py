@@ -7,11 +7,11 @@ import socket
 import zmq
 
 from shardline.cluster.members import Member, Members
-from shardline.cluster.messages import ENGINE, StartStream, Stream, StreamData, StreamEnded
 from shardline.cluster.node_processes import last_words
 from shardline.cluster.streams import Streams
 from shardline.cluster.wire import HeadSocket
 from shardline.deployment.deployment import Deployment
+from shardline.messages.node import ENGINE, StartStream, Stream, StreamData, StreamEnded
 
 
 class Relay:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from shardline.channel import MAX_FRAME_BYTES
-from shardline.cluster.messages import Stream
+from shardline.messages.node import Stream
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20

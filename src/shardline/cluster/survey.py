@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from shardline.cluster.links import answer
 from shardline.cluster.members import Member, Members
-from shardline.cluster.messages import Connect, LinkMeasured, Listen, Listening, Measured
 from shardline.cluster.wire import HeadSocket
 from shardline.deployment.deployment import Deployment
+from shardline.messages.node import Connect, LinkMeasured, Listen, Listening, Measured
 from shardline.models.communication import tensor_traffic
 from shardline.models.partition import Span
 

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
 from shardline.config.units import format_bytes, parse_bytes
 from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation, MeasuredPool, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Device, Machine
-from shardline.deployment.messages import MemoryUse
 from shardline.models.kv_groups import KVGroup, blocks_per_request, longest_request
 from shardline.models.sizes import step_bytes
 from shardline.models.spec import DecoderSpec, DType
+
+
+class MemoryUse(msgspec.Struct, frozen=True):
+    """The use of a GPU's memory without the KV cache, in bytes, as a rank has measured it."""
+
+    total: int
+    """All memory of the GPU."""
+    others: int
+    """Memory of the driver, the kernels' code, the groups' buffers and other processes."""
+    weights: int
+    step: int
+    """The most that a step needs in addition."""
+    graphs: int
+    """Estimate of the memory that captured decode steps need."""
+
+    def room(self, share: float) -> int:
+        """Bytes left for the KV cache if `share` of the GPU may be used; negative: that much is missing."""
+        return int(self.total * share) - self.others - self.weights - self.step - self.graphs
+
 
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, even if fewer may run at once."""

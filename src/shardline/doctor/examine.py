@@ -11,7 +11,6 @@ import msgspec
 import zmq
 
 from shardline.cluster.links import answer
-from shardline.cluster.messages import Connect, Listen, Listening, Measured
 from shardline.cluster.token import find_token
 from shardline.cluster.wire import HeadSocket, NodeSocket, encode
 from shardline.config.engine import EngineConfig
@@ -21,6 +20,7 @@ from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
 from shardline.doctor.messages import Command, FromHead, FromNode, Hello, Ping, Pong, Refused, Rejoin
 from shardline.doctor.node_checks import check_node
+from shardline.messages.node import Connect, Listen, Listening, Measured
 
 _LINKS_SECONDS = 7.0
 """Seconds in which links are measured once all nodes are there."""

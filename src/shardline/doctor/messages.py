@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shardline.cluster.messages import Connect, Listen, Listening, Measured
 from shardline.doctor.facts import NodeFacts, Report
+from shardline.messages.node import Connect, Listen, Listening, Measured
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -13,9 +13,11 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.children import is_own_end
-from shardline.engine.ipc import (
+from shardline.engine.load_watch import LOOK_SECONDS, STUCK_SECONDS, LoadWatch
+from shardline.engine.start import StartedEngine, start_engine
+from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
     EngineBeat,
@@ -25,12 +27,10 @@ from shardline.engine.ipc import (
     EngineReady,
     StopEngine,
 )
-from shardline.engine.load_watch import LOOK_SECONDS, STUCK_SECONDS, LoadWatch
-from shardline.engine.start import StartedEngine, start_engine
-from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.messages.request import Request
+from shardline.messages.worker import Probe, ProbeDone
 from shardline.segment.activity import Activity
 from shardline.segment.pulse import CHECK_INTERVAL
-from shardline.types import Request
 
 _GRACE = 0.9
 """Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""

@@ -15,8 +15,9 @@ from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
-from shardline.stats import EngineStats, ExpertLoad, merge_drafts
-from shardline.types import Request, SequenceOutput, StepPlan
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats, ExpertLoad, merge_drafts
+from shardline.messages.step import StepPlan
 
 _LOAD_SECONDS = 1.0
 """Age that the load of experts may have while the engine is busy: it is the only counter that takes long to sum."""

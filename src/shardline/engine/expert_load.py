@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.config.topology import RankGrid
+from shardline.messages.stats import ExpertLoad
 from shardline.models.partition import Span, split_dim
 from shardline.segment.expert_load import Counts
-from shardline.stats import ExpertLoad
 
 
 def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_experts: bool) -> ExpertLoad | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from shardline.types import Request, SequenceOutput
+from shardline.messages.request import Request, SequenceOutput
 
 HOLD_SECONDS = 0.05
 """How long an output may wait for further ones."""

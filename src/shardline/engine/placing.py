@@ -10,8 +10,8 @@ import msgspec
 from shardline.engine.preemption import cheapest_victim
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.sequence import LiveSequence, State
+from shardline.messages.step import SequenceStart, SequenceStep
 from shardline.models.kv_groups import blocks_per_request
-from shardline.types import SequenceStart, SequenceStep
 
 STEPS_BETWEEN_LOOKUPS = 16
 """How often a sequence that lacks blocks looks its prefix up again; a look-up costs O(prompt)."""

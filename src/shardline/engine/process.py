@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from shardline.channel import Channel, readable
 from shardline.deployment.fingerprint import fingerprint
-from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.ipc import (
+from shardline.engine.outbox import Outbox
+from shardline.engine.report import startup_report
+from shardline.log import configure_logging
+from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
     EngineFailed,
@@ -27,9 +29,7 @@ from shardline.engine.ipc import (
     StartEngine,
     StopEngine,
 )
-from shardline.engine.outbox import Outbox
-from shardline.engine.report import startup_report
-from shardline.log import configure_logging
+from shardline.messages.worker import Probe, ProbeDone
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardline.timeline import EngineTimeline, Preemption, PrefillChunk
+from shardline.messages.timeline import EngineTimeline, Preemption, PrefillChunk
 
 MOST_CHUNKS = 128
 """Chunks that are listed; further ones become part of the last one, so that a message stays small."""

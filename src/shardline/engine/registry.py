@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.sequence import LiveSequence
+from shardline.messages.request import FinishReason, Request, SequenceOutput
+from shardline.messages.step import SequenceResult
 from shardline.models.kv_groups import KVGroup, blocks_per_request
-from shardline.types import FinishReason, Request, SequenceOutput, SequenceResult
 
 
 @dataclass

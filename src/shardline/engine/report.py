@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardline.config.units import format_bytes
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import explain, max_concurrency
-from shardline.deployment.messages import RankReport
+from shardline.messages.worker import RankReport
 from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.weights.base import PLAIN

@@ -12,7 +12,7 @@ from shardline.engine.queues import SequenceQueues
 from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import LiveSequence
 from shardline.engine.speculative.drafter import Drafter
-from shardline.types import StepPlan
+from shardline.messages.step import StepPlan
 
 
 class PlanInFlight(NamedTuple):

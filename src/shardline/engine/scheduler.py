@@ -8,8 +8,9 @@ from shardline.engine.placing import Draft, Placer
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.sequence import LiveSequence, State
 from shardline.engine.step_results import ResultApplier
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput, StepPlan, StepResult
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
+from shardline.messages.step import StepPlan, StepResult
 
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""

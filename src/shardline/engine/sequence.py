@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardline.engine.recorder import TimelineRecorder
 from shardline.engine.speculative.prompt_lookup import PromptLookup
-from shardline.types import FinishReason, Request, TokenLogprobs
+from shardline.messages.request import FinishReason, Request, TokenLogprobs
 
 
 class State(enum.Enum):

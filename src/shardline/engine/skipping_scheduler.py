@@ -11,7 +11,8 @@ from shardline.engine.schedule_state import PlanInFlight, ScheduleState
 from shardline.engine.scheduler import Scheduler
 from shardline.engine.sequence import LiveSequence, State
 from shardline.engine.step_results import ResultApplier
-from shardline.types import SequenceOutput, SequenceResult, SequenceStep, StepPlan
+from shardline.messages.request import SequenceOutput
+from shardline.messages.step import SequenceResult, SequenceStep, StepPlan
 
 
 class QuickPlacer(Placer):

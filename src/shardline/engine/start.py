@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
 from shardline.engine.children import Child
-from shardline.engine.ipc import StartEngine
+from shardline.messages.engine import StartEngine
 
 
 @dataclass

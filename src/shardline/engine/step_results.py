@@ -6,7 +6,8 @@ import msgspec
 
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.sequence import LiveSequence, State
-from shardline.types import SequenceOutput, SequenceResult, SequenceStep
+from shardline.messages.request import SequenceOutput
+from shardline.messages.step import SequenceResult, SequenceStep
 
 
 class ResultApplier:

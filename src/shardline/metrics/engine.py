@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shardline.stats import DraftStats, EngineStats, ExpertLoad
+from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
 
 _LABELS = ("model_name", "engine")
 

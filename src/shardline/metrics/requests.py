@@ -6,9 +6,9 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from shardline.api.outputs import RequestOutput
+from shardline.messages.timeline import ChoiceMetrics
 from shardline.metrics.histogram import FastHistogram
-from shardline.timeline import ChoiceMetrics
-from shardline.types import RequestOutput
 
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.prefix import PrefixedRegistry
 from shardline.metrics.requests import RequestMetrics, ResponseMetrics
-from shardline.stats import EngineStats
 
 
 class ServerMetrics:

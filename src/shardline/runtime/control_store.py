@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from shardline.deployment.messages import StoreAdd, StoreCount, StoreGet, StoreSet, StoreValue
+from shardline.messages.worker import StoreAdd, StoreCount, StoreGet, StoreSet, StoreValue
 
 
 class ControlStore:

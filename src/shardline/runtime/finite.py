@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shardline.types import SequenceResult, StepPlan
+from shardline.messages.step import SequenceResult, StepPlan
 
 _log = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardline.deployment.deployment import Deployment
+from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.models.partition import split_dim
 from shardline.sampling_params import SamplingParams
-from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 
 PROFILE_STEP_ID = -1
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.messages.step import RankStep, SequenceResult, StepResult
 from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker, with_errors
@@ -30,7 +31,6 @@ from shardline.runtime.sampling.token_mask import MaskMemory, collect_masks, mak
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.speculative.rows import join_rows, sampled_rows
 from shardline.runtime.step import StepInput
-from shardline.types import RankStep, SequenceResult, StepResult
 
 
 class PendingStep:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardline.messages.step import SequenceStart, SequenceStep
 from shardline.sampling_params import SamplingParams
-from shardline.types import SequenceStart, SequenceStep
 
 if TYPE_CHECKING:
     from shardline.runtime.sampling.token_mask import TokenMask

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
-from shardline.deployment.kv_budget import fixed_allocation
-from shardline.deployment.messages import MemoryUse, RankReport
+from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
+from shardline.messages.worker import RankReport
 from shardline.runtime.backends.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING
 from shardline import env
 from shardline.channel import Channel
 from shardline.deployment.deployment import KVAllocation
-from shardline.deployment.messages import (
+from shardline.deployment.kv_budget import MemoryUse
+from shardline.deployment.segment import segment_layout
+from shardline.log import configure_logging
+from shardline.messages.step import RankStep
+from shardline.messages.worker import (
     AllocateCache,
-    MemoryUse,
     Probe,
     ProbeDone,
     RankFailed,
@@ -38,13 +41,10 @@ from shardline.deployment.messages import (
     StoreValue,
     WorkerRequest,
 )
-from shardline.deployment.segment import segment_layout
-from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.runtime.control_store import ControlStore
 from shardline.segment.pulse import note_work, start_pulse
-from shardline.types import RankStep
 
 if TYPE_CHECKING:
     from shardline.runtime.runner import PendingStep, Runner

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError, internal_error
-from shardline.types import RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.generation import Generation

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardline.timeline import ChoiceMetrics, RequestMetrics
+from shardline.messages.timeline import ChoiceMetrics, RequestMetrics
 
 if TYPE_CHECKING:
+    from shardline.api.outputs import RequestOutput
     from shardline.api.streams import RequestStream
-    from shardline.types import RequestOutput
 
 MOST_REQUESTS = 1000
 """Finished requests that are kept."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shardline.timeline import ChoiceMetrics, RequestMetrics
+from shardline.messages.timeline import ChoiceMetrics, RequestMetrics
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

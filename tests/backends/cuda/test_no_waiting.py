@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.uni import UniExecutor
+from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.runtime.backends.base import LoadedProducts
 from shardline.runtime.backends.cuda.backend import CudaBackend
 from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
@@ -24,7 +25,6 @@ from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
-from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 

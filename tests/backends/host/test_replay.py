@@ -112,7 +112,7 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor.uni import UniExecutor
 from shardline.deployment.here import resolve_here
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
+from shardline.messages.request import Request
 
 setup = resolve_here(EngineConfig(model=ModelConfig(model="demo")))
 executor = UniExecutor(setup, 0)

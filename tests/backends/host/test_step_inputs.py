@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline import _cpu
+from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.backends.host.step_inputs import StepLayout
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
 from shardline.sampling_params import SamplingParams
-from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_GROUPS, MAX_SEQS = 4, 8, 2, 5
 

@@ -17,8 +17,8 @@ from shardline.cli.workloads import WORKLOADS, random_prompts
 if TYPE_CHECKING:
     from shardline.api.batch import RequestTimes
     from shardline.api.llm import LLM
-    from shardline.stats import EngineStats
-    from shardline.types import RequestOutput
+    from shardline.api.outputs import RequestOutput
+    from shardline.messages.stats import EngineStats
 
 _PERCENTILES = (50, 90, 99)
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -210,7 +210,7 @@ class _Measurement:
         )
 
     def _stats(self) -> EngineStats:
-        from shardline.stats import merge_stats
+        from shardline.messages.stats import merge_stats
 
         return merge_stats(self._llm.stats())
 

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shardline.deployment.deployment import KVAllocation
-from shardline.deployment.messages import RankReport
+from shardline.messages.step import StepPlan, StepResult
+from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts
-from shardline.types import StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 from shardline.channel import Channel, readable
-from shardline.deployment.messages import RankEnded, RankFailed, WorkerReply
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.messages.worker import RankEnded, RankFailed, WorkerReply
 
 _ERROR_SECONDS = 0.3
 """Seconds to look for a rank that was killed when another one reports an error that may follow from it."""

@@ -9,10 +9,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
-from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
-from shardline.deployment.messages import (
+from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
+from shardline.deployment.segment import segment_layout
+from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.rank_channels import RankChannels
+from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
+from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
+from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.messages.step import StepPlan, StepResult, rank_steps
+from shardline.messages.worker import (
     AllocateCache,
-    MemoryUse,
     Probe,
     ProbeDone,
     RankBeat,
@@ -22,17 +29,9 @@ from shardline.deployment.messages import (
     RunStep,
     StepDone,
 )
-from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.executor.rank_channels import RankChannels
-from shardline.engine.executor.rank_processes import RankProcesses
-from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
-from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
-from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import RankProgress, late_ranks
 from shardline.segment.pulse import CHECK_INTERVAL, note_work
-from shardline.types import StepPlan, StepResult, rank_steps
 
 _LOADING_NOTICE = 30.0
 """Seconds of loading after which the log names the ranks that are not ready, again and again."""

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from shardline.channel import Channel, encode_message, readable
-from shardline.deployment.messages import (
+from shardline.engine.executor.base import ExecutorFailure
+from shardline.engine.executor.failures import FailureSearch
+from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.rank_store import RankStore
+from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
+from shardline.messages.worker import (
     RankBeat,
     RankEnded,
     RankFailed,
@@ -17,11 +22,6 @@ from shardline.deployment.messages import (
     StoreSet,
     WorkerReply,
 )
-from shardline.engine.executor.base import ExecutorFailure
-from shardline.engine.executor.failures import FailureSearch
-from shardline.engine.executor.rank_processes import RankProcesses
-from shardline.engine.executor.rank_store import RankStore
-from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 
 
 class RankChannels:

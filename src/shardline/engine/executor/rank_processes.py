@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child, is_own_end
+from shardline.messages.worker import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.segment.activity import Activity
 
 _NO_NEWS = "has lost its connection to the engine"

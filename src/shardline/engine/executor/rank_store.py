@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from shardline.deployment.messages import StoreAdd, StoreCount, StoreGet, StoreSet, StoreValue
+from shardline.messages.worker import StoreAdd, StoreCount, StoreGet, StoreSet, StoreValue
 
 
 class RankStore:

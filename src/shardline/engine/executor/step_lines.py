@@ -14,8 +14,8 @@ from collections.abc import Collection
 import msgspec
 
 from shardline.channel import Channel
-from shardline.deployment.messages import StepReply
 from shardline.engine.executor.base import ExecutorFailure
+from shardline.messages.worker import StepReply
 from shardline.runtime.parallel.rendezvous import EngineListener
 
 FRAME_TIMEOUT = 10.0

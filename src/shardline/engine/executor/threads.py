@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
-from shardline.deployment.messages import RankReport
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
+from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
 from shardline.segment.layout import SegmentLayout
-from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 if TYPE_CHECKING:
     from shardline.runtime.parallel.rendezvous import Meeting

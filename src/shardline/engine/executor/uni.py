@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardline.deployment.deployment import Deployment, KVAllocation
-from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
-from shardline.deployment.messages import MemoryUse, RankReport
+from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
+from shardline.messages.worker import RankReport
 from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
-from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 if TYPE_CHECKING:
     from shardline.runtime.runner import PendingStep, Runner

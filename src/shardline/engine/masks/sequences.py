@@ -10,7 +10,7 @@ from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.sequence import LiveSequence, State
-from shardline.types import StepResult
+from shardline.messages.step import StepResult
 
 PATIENCE = 0.005
 """Seconds without an answer after which the next step goes on without the sequences that have no mask yet."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardline.config.speculation import Speculation
 from shardline.engine.sequence import LiveSequence
 from shardline.engine.speculative.prompt_lookup import PromptLookup
-from shardline.stats import DraftStats
-from shardline.types import SequenceStep
+from shardline.messages.stats import DraftStats
+from shardline.messages.step import SequenceStep
 
 _LONGEST_PAUSE = 31
 """Steps."""

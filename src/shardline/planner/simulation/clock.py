@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.messages.step import StepPlan
 from shardline.models.step_work import StepWork
 from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Constants
 from shardline.planner.timing import step_load
-from shardline.types import StepPlan
 
 Vector = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardline.deployment.deployment import KVAllocation
-from shardline.deployment.messages import RankReport
 from shardline.engine.executor.base import Executor
+from shardline.messages.step import SequenceResult, StepPlan, StepResult
+from shardline.messages.worker import RankReport
 from shardline.planner.simulation.clock import StepClock
 from shardline.segment.expert_load import Counts
-from shardline.types import SequenceResult, StepPlan, StepResult
 
 TOKEN = 0
 """Every sampled token. It ends no sequence, so that outputs have the lengths that requests ask for."""

@@ -12,11 +12,11 @@ import msgspec
 
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.skipping_scheduler import SkippingScheduler
+from shardline.messages.request import Request
 from shardline.planner.simulation.clock import StepClock
 from shardline.planner.simulation.executor import TOKEN, VirtualExecutor
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
 
 
 @dataclass(frozen=True)

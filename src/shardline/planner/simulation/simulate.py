@@ -24,8 +24,8 @@ from shardline.planner.simulation.progress import Progress
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.planner.vllm import BLOCK_SIZE
-from shardline.router.policies.base import ReplicaLoad
-from shardline.router.router import Router
+from shardline.routing.policies.base import ReplicaLoad
+from shardline.routing.router import Router
 
 PERCENTILES = (50, 90, 95, 99)
 REPORT_SECONDS = 0.1

@@ -17,7 +17,8 @@ from shardline.runtime.backends.kernels import CommonKernels
 from shardline.weights.rows import QuantizedRows
 
 if TYPE_CHECKING:
-    from shardline.deployment.messages import MemoryUse
+    from shardline.deployment.kv_budget import MemoryUse
+    from shardline.messages.step import RankStep
     from shardline.runtime.decoder import DecoderStage
     from shardline.runtime.ops.attention.kv_cache import LatentCache
     from shardline.runtime.ops.attention.pages import PageOrder
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from shardline.runtime.sampling.sampler import SamplingPlan
     from shardline.runtime.sequences import SequenceTable, WorkerSequence
     from shardline.runtime.step import StepInput
-    from shardline.types import RankStep
 
 
 class WeightKernels(Protocol):

@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shardline.messages.request import TokenLogprobs
+from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.runtime.ops.sampling.logprobs import Logprobs
 from shardline.runtime.sequences import WorkerSequence, num_scored
-from shardline.types import SequenceResult, SequenceStep, TokenLogprobs
 
 MAX_LOGIT_BYTES = 64 * 1024 * 1024
 """Most memory for logits that are only scored."""

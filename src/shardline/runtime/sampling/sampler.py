@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.messages.request import TokenLogprobs
+from shardline.messages.step import SequenceResult
 from shardline.models.partition import Span
 from shardline.runtime.backends.base import Kernels
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
@@ -27,7 +29,6 @@ from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
 from shardline.runtime.sampling.prompt_scores import MAX_LOGIT_BYTES
 from shardline.runtime.sequences import WorkerSequence
-from shardline.types import SequenceResult, TokenLogprobs
 
 
 @dataclass(frozen=True)

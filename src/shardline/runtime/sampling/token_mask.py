@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardline.messages.request import Constraints
+from shardline.messages.step import SequenceStart
 from shardline.models.partition import Span
 from shardline.runtime.ops.sampling.mask import TokenMasks
-from shardline.types import Constraints, SequenceStart
 
 Words = npt.NDArray[np.int32]
 _PANEL_TOKENS = 64

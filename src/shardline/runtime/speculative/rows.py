@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.runtime.sequences import WorkerSequence
-from shardline.types import SequenceResult, SequenceStep
 
 
 def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardline.api.outputs import Logprob, RequestOutput
 from shardline.server.event_stream import make_event
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat_response import ChatChoice, ChatResponse
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service
-from shardline.types import Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from shardline.api.outputs import Logprob
 from shardline.server.openai.logprobs import ChatLogprobs
 from shardline.server.openai.usage import Usage
-from shardline.types import Logprob
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardline.api.outputs import RequestOutput
 from shardline.server.event_stream import Events
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat_envelope import ChatEnvelope
@@ -24,7 +25,6 @@ from shardline.server.openai.logprobs import TokenPieces, chat_logprobs
 from shardline.server.service import Service
 from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
-from shardline.types import RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest

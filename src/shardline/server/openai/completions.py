@@ -13,6 +13,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
+from shardline.messages.request import TokenLogprobs
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.event_stream import Events, EventStream, make_event
@@ -26,7 +28,6 @@ from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service, new_id
 from shardline.text.fill_in_middle import middle_prompt
-from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     pass

@@ -9,13 +9,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardline.api.outputs import CompletionOutput, RequestOutput
+from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.metrics.requests import RequestTimer
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.service import Service
 from shardline.server.tracing import trace_headers
-from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from shardline.api.requests import Prompt

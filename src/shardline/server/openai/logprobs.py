@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardline.messages.request import TokenLogprobs
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import TokenLogprobs
 
 _LOWEST = -9999.0
 """OpenAI's value for minus infinity, which JSON does not have."""

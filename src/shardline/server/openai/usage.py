@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.types import RequestOutput
+from shardline.api.outputs import RequestOutput
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

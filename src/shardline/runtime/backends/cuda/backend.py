@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.deployment.messages import MemoryUse
+from shardline.deployment.kv_budget import MemoryUse
 from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from shardline.deployment.messages import MemoryUse
+from shardline.deployment.kv_budget import MemoryUse
 from shardline.runtime.backends.cuda.graphs import GraphReplay
 
 

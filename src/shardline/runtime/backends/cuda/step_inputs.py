@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardline.messages.step import RankStep
 from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.backends.cuda.download import Download
 from shardline.runtime.backends.cuda.last_tokens import LastTokens
@@ -18,7 +19,6 @@ from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.step import StepInput
-from shardline.types import RankStep
 
 
 class CudaStepInputs:

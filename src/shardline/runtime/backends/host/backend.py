@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
-from shardline.deployment.messages import MemoryUse
+from shardline.deployment.kv_budget import MemoryUse
 from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.backends.host.memory import streamed_empty

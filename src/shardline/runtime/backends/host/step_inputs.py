@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.messages.step import RankStep, SequenceStep
 from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence, num_scored
 from shardline.runtime.step import KVGroupInput, SampledTokens, ScoredTokens, StepInput
-from shardline.types import RankStep, SequenceStep
 
 _MAX_SHAPES = 1024
 """Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""

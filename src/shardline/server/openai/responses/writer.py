@@ -8,6 +8,7 @@ from functools import cached_property
 
 import msgspec
 
+from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError
 from shardline.server.event_stream import Events
 from shardline.server.openai.answer_format import AnswerFormat
@@ -20,7 +21,6 @@ from shardline.server.openai.responses.output_items import (
     ResponseObject,
     ResponseUsage,
 )
-from shardline.types import RequestOutput
 
 
 class ResponseWriter:

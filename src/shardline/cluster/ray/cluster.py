@@ -11,8 +11,8 @@ import logging
 from typing import Any
 
 from shardline import env
-from shardline.cluster.ray_node import NodeStarter
-from shardline.cluster.ray_placing import Demand, RayHost
+from shardline.cluster.ray.node import NodeStarter
+from shardline.cluster.ray.placing import Demand, RayHost
 
 _CONNECT_SECONDS = 3.0
 _CALL_SECONDS = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = True
 USES_PREFIX = True

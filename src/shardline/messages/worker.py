@@ -5,27 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.deployment.kv_budget import MemoryUse
+from shardline.messages.step import RankStep, StepResult
 from shardline.segment.activity import Activity
 from shardline.segment.progress import RankProgress
-from shardline.types import RankStep, StepResult
-
-
-class MemoryUse(msgspec.Struct, frozen=True):
-    """The use of a GPU's memory without the KV cache, in bytes, as a rank has measured it."""
-
-    total: int
-    """All memory of the GPU."""
-    others: int
-    """Memory of the driver, the kernels' code, the groups' buffers and other processes."""
-    weights: int
-    step: int
-    """The most that a step needs in addition."""
-    graphs: int
-    """Estimate of the memory that captured decode steps need."""
-
-    def room(self, share: float) -> int:
-        """Bytes left for the KV cache if `share` of the GPU may be used; negative: that much is missing."""
-        return int(self.total * share) - self.others - self.weights - self.step - self.graphs
 
 
 class RankReport(msgspec.Struct, frozen=True):

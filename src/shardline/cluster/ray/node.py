@@ -13,10 +13,10 @@ from typing import IO
 import msgspec
 
 from shardline import env, lifeline
-from shardline.cluster.ray_messages import StartNode
+from shardline.cluster.ray.messages import StartNode
 
 _LENGTH = struct.Struct("<I")
-_CODE = "from shardline.cluster.ray_node import main; main()"
+_CODE = "from shardline.cluster.ray.node import main; main()"
 _END_SECONDS = 5.0
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import msgspec
 
-from shardline.cluster.messages import NodesPresent
 from shardline.config.engine import EngineConfig
+from shardline.messages.node import NodesPresent
 
 
 class StartDriver(msgspec.Struct, frozen=True, tag=True):

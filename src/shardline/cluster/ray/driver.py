@@ -16,9 +16,8 @@ import msgspec
 
 from shardline import env
 from shardline.channel import Channel, encode_message, readable
-from shardline.cluster.messages import NodesPresent
-from shardline.cluster.ray_cluster import RayCluster, Reservation, Unreachable
-from shardline.cluster.ray_messages import (
+from shardline.cluster.ray.cluster import RayCluster, Reservation, Unreachable
+from shardline.cluster.ray.messages import (
     DriverFailed,
     FrontToDriver,
     Placed,
@@ -26,8 +25,9 @@ from shardline.cluster.ray_messages import (
     StartNode,
     config_of_node,
 )
-from shardline.cluster.ray_placing import demand_of, find_host, share_groups
+from shardline.cluster.ray.placing import demand_of, find_host, share_groups
 from shardline.log import configure_logging
+from shardline.messages.node import NodesPresent
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import Probe, ProbeDone
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
+from shardline.messages.worker import Probe, ProbeDone
 from shardline.segment.activity import Activity
-from shardline.stats import EngineStats
-from shardline.types import Request, SequenceOutput
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from typing import cast
 
-from shardline.router.policies.base import Policy
+from shardline.routing.policies.base import Policy
 
 
 def find_policy(name: str) -> Policy:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from shardline.router.policies import find_policy
-from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies import find_policy
+from shardline.routing.policies.base import Arrival, ReplicaLoad
 
 CHUNK_TOKENS = 128
 """Tokens of a prompt that are hashed together. A prefix that differs within a chunk is no common prefix."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = True
 USES_PREFIX = True

@@ -1,16 +1,16 @@
-"""Each replica in turn."""
+"""The replica with the fewest requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies.base import Arrival, ReplicaLoad
 
-USES_LOAD = False
+USES_LOAD = True
 USES_PREFIX = False
 USES_WARM_CHUNKS = False
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`."""
-    return replicas[arrival.number % len(replicas)].number
+    return min(replicas).number

@@ -1,16 +1,16 @@
-"""The replica with the fewest requests."""
+"""Each replica in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies.base import Arrival, ReplicaLoad
 
-USES_LOAD = True
+USES_LOAD = False
 USES_PREFIX = False
 USES_WARM_CHUNKS = False
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`."""
-    return min(replicas).number
+    return replicas[arrival.number % len(replicas)].number

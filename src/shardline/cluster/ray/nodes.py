@@ -15,10 +15,10 @@ import msgspec
 
 from shardline import env
 from shardline.channel import Channel
-from shardline.cluster.messages import NodesPresent
-from shardline.cluster.ray_messages import DriverFailed, DriverToFront, Placed, StartDriver, config_of_node
+from shardline.cluster.ray.messages import DriverFailed, DriverToFront, Placed, StartDriver, config_of_node
 from shardline.config.engine import EngineConfig
 from shardline.engine.children import Child
+from shardline.messages.node import NodesPresent
 
 _PLACE_SECONDS = 300.0
 _RESTART_SECONDS = 5.0
@@ -82,7 +82,7 @@ class RayNodes:
     def _start_driver(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._driver = Child("shardline.cluster.ray_driver", [theirs.fileno()])
+            self._driver = Child("shardline.cluster.ray.driver", [theirs.fileno()])
         self._channel: Channel[DriverToFront] = Channel(ours, DriverToFront)  # type: ignore[arg-type]
         self._channel.send(StartDriver(self._asked, self.token, self._groups))
         threading.Thread(target=self._read, args=(self._channel,), name="ray-reader", daemon=True).start()

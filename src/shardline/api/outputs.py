@@ -1,0 +1,117 @@
+"""What a user reads: the output of a request, with all of its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from shardline.messages.request import FinishReason, TokenLogprobs
+from shardline.messages.timeline import RequestMetrics
+
+Decode = Callable[[int], str | None]
+"""The text of a token id; None: it is not known."""
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """How likely the model found a token at one position."""
+
+    logprob: float
+    rank: int
+    """1: the token was the most likely one."""
+    decoded_token: str | None
+
+
+def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+    """The log probabilities at one position by token id: first the token there, then the most likely ones."""
+    entries = {token_id: Logprob(chosen.logprob, chosen.rank, decode(token_id))}
+    for rank, (other, value) in enumerate(zip(chosen.top_ids, chosen.top_logprobs, strict=True), 1):
+        if other not in entries:
+            entries[other] = Logprob(value, rank, decode(other))
+    return entries
+
+
+def decode_nothing(token_id: int) -> None:
+    """The `Decode` of a model without a tokenizer."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice of a finished or running request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    token_logprobs: list[TokenLogprobs] | None = None
+    """One entry for each token; None: the request did not ask for them. `logprobs` has them in vLLM's shape."""
+    decode: Decode = decode_nothing
+    digests: list[str] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
+    error: str = ""
+    """What happened, if the finish reason is "error"."""
+    refused: bool = False
+    """Whether what the request asks for is at fault."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    shaped_logprobs: list[dict[int, Logprob]] = []
+    """What `logprobs` has made so far."""
+
+    def finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token, its log probability and those of the most likely tokens, by token id.
+
+        None: the request did not ask for them.
+        """
+        if self.token_logprobs is None:
+            return None
+        for index in range(len(self.shaped_logprobs), len(self.token_logprobs)):
+            chosen = self.token_logprobs[index]
+            self.shaped_logprobs.append(logprobs_by_token(self.token_ids[index], chosen, self.decode))
+        return self.shaped_logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log probabilities. None: the request did not ask for them."""
+        if self.token_logprobs is None:
+            return None
+        return sum(entry.logprob for entry in self.token_logprobs)
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """All choices of one user request, with their output so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_token_logprobs: list[TokenLogprobs] | None = None
+    """Those of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
+    decode: Decode = decode_nothing
+    metrics: RequestMetrics | None = None
+    """Where the time went; None: the request has not finished."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        # A loop costs a third of what `all` and a generator do, for every token.
+        for output in self.outputs:  # noqa: SIM110
+            if output.finish_reason is None:
+                return False
+        return True
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """For each prompt token, its log probability and those of the most likely tokens, by token id.
+
+        The first token has None, since nothing precedes it. None instead of a list: the request did not ask for them.
+        """
+        if self.prompt_token_logprobs is None:
+            return None
+        pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
+        return [None, *(logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)]

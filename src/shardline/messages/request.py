@@ -1,0 +1,81 @@
+"""A request, as the front sends it to the engine, and what the engine answers: token ids only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shardline.messages.timeline import EngineTimeline
+from shardline.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Constraints(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens an output may have, whatever their logits are."""
+
+    grammar: str = ""
+    """A grammar's text, see `structured.grammar`; empty: there is none."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output must not contain."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of one user request, as the engine sees it: token ids only.
+
+    A user request with n > 1 becomes n of these, which differ only in `request_id` and `choice`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """`seed` and `max_tokens` are never None here."""
+    output_token_ids: list[int] = []
+    """Tokens that a replica generated before it failed; the output goes on after them."""
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Requests with a lower number run first."""
+    arrival_time: float = 0.0
+    """Seconds, time.monotonic() of the front process."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
+    constraints: Constraints | None = None
+    streamed: bool = True
+    """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
+
+    logprob: float
+    rank: int
+    """Rank of the chosen token by probability; 1: it was the most likely one."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a step produced for one Request: the engine's message to the front."""
+
+    request_id: str
+    choice: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    digests: list[str] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The EOS or stop token that ended the sequence; it is the last of `token_ids`."""
+    num_cached_tokens: int = 0
+    error: str = ""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Those of all prompt tokens but the first, with the first generated token; None: nobody asked for them."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    timeline: EngineTimeline | None = None
+    """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
+    refused: bool = False
+    """Whether what the request asks for is at fault, so that its client gets a 4xx."""
