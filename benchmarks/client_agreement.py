@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardline.models.hub import resolve_tokenizer
+from shardline.checkpoints.hub import resolve_tokenizer
 
 ROWS = {
     "request_throughput": "requests/s",

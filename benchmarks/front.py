@@ -85,7 +85,7 @@ class StubClient:
 
 def run_engine(descriptor: int, seconds_per_token: float, num_streams: int) -> None:
     """Wait for all streams, then send a token to each in every tick; the whole ticks take `seconds_per_token` each."""
-    from shardline.models.hub import resolve_tokenizer
+    from shardline.checkpoints.hub import resolve_tokenizer
     from shardline.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve_tokenizer("demo"))

@@ -25,7 +25,7 @@ LIBRARY_LINES = 5
 FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 2}
 """Files besides its own that know a weight format; fp8 is also a name of a checkpoint's `quant_method`."""
 
-GGUF_FOLDER = "shardline/models/gguf/"
+GGUF_FOLDER = "shardline/checkpoints/gguf/"
 """GGUF has architectures of its own, and these files say which models they are."""
 
 FILE_LINES, FUNCTION_LINES, CLASS_METHODS = 410, 60, 15

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import shardline
 from shardline import LLM, SamplingParams
-from shardline.models.lookup import decoder_spec, family
+from shardline.checkpoints.lookup import decoder_spec, family
 from shardline.models.parameters import parameters, parse_name
 
 from . import kernel_times

@@ -14,9 +14,9 @@ from shardline.benchmark.arrivals import Ramp, arrival_times
 from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.noise import half_width
 from shardline.benchmark.workload import Sample
+from shardline.checkpoints.hub import resolve_tokenizer
 from shardline.cli.bench.serve import prepare
 from shardline.cli.main import build_parser
-from shardline.models.hub import resolve_tokenizer
 from shardline.text.tokenizer import Tokenizer
 
 FOLDER = resolve_tokenizer("demo")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.cli.main import main
-from shardline.models.hub import DEMO_FOLDER
 from tests.loader.stored_checkpoints import write_checkpoint
 from tests.loader.stored_formats import FORMATS
 

@@ -13,7 +13,7 @@ from tests.clients.conftest import SHARDLINE_PYTHON
 from tests.e2e.serving import Server
 
 TASKS = Path(__file__).parent / "tasks"
-FOLDER = "import shardline.models.hub as hub; print(hub.resolve_tokenizer('demo'))"
+FOLDER = "import shardline.checkpoints.hub as hub; print(hub.resolve_tokenizer('demo'))"
 
 
 def reference_scores(requests: list[list[str]]) -> list[tuple[float, bool]]:

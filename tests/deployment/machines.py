@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.deployment.resolve import resolve
-from shardline.models.description import read_model
 
 GIB = 1 << 30
 

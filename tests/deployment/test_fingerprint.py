@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardline.checkpoints.hub import resolve_model
 from shardline.deployment import fingerprint
 from shardline.deployment.fingerprint import weights_fingerprint
-from shardline.models.hub import resolve_model
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint

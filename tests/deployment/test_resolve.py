@@ -16,16 +16,16 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.description import read_model
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.engine import EngineConfig
 from shardline.deployment import here
 from shardline.deployment.cache import choose_block_size
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
-from shardline.models.description import read_model
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.kv_groups import KVGroup
-from shardline.models.lookup import decoder_spec
 from shardline.models.spec import DecoderSpec, KVDType
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_variant

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tokenizers
 
+from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.engine.masks import lanes as lanes_module
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
-from shardline.models.hub import DEMO_FOLDER
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.compiler import GrammarCompiler
 from shardline.structured.grammar import schema_grammar, structured_grammar

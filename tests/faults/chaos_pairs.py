@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardline.models.hub import DEMO_FOLDER
+from shardline.checkpoints.hub import DEMO_FOLDER
 from tests.faults.chaos import LAYOUT, Chaos
 from tests.faults.chaos_faults import Fault, appears
 from tests.faults.processes import alive, command_line

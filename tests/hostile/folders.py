@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardline.models.hub import DEMO_FOLDER
+from shardline.checkpoints.hub import DEMO_FOLDER
 from tests.hostile import draws, regexes, templates
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardline.models.checkpoint import Checkpoint, read_header
+from shardline.checkpoints.checkpoint import Checkpoint, read_header
+from shardline.checkpoints.lookup import decoder_spec
+from shardline.checkpoints.quantization import check_loadable, read_stored
 from shardline.models.hf_config import HFConfig
-from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
-from shardline.models.stored_weights import check_loadable, read_stored
 from shardline.runtime.loader.weights import CheckpointWeights
 from tests.models.checkpoints import make_checkpoint
 

@@ -12,13 +12,13 @@ import transformers
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.lookup import decoder_spec
+from shardline.checkpoints.quantization import methods
 from shardline.config.engine import STORED_METHODS, EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.messages.request import Request
-from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.sharding import shard
-from shardline.models.stored_weights import methods
 from shardline.runtime.backends import open_backend
 from shardline.runtime.loader import slices
 from shardline.runtime.loader.weights import WeightSource, open_weights

@@ -16,18 +16,18 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from msgspec.structs import replace
 
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.gguf.architectures import ARCHITECTURES as known_architectures
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.config import read_config
+from shardline.checkpoints.gguf.header import BLOCK_TYPES, PACKED_TYPES
+from shardline.checkpoints.gguf.norms import without_norm_offsets
+from shardline.checkpoints.hub import resolve_model
+from shardline.checkpoints.lookup import decoder_spec, known_families
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.messages.request import Request
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.gguf.architectures import ARCHITECTURES as known_architectures
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.config import read_config
-from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
-from shardline.models.gguf.norms import without_norm_offsets
-from shardline.models.hub import resolve_model
-from shardline.models.lookup import decoder_spec, known_families
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.here import resolve_here
 from shardline.engine.report import startup_report
 from shardline.messages.worker import RankReport
-from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard

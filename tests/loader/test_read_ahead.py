@@ -11,10 +11,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.runtime.loader import page_cache
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import FileRange, node_ranges, read_ahead

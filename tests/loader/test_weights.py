@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.hub import resolve_model
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.hub import resolve_model
-from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span, check_tensor_parallel
 from shardline.models.sharding import Numerics, shard, shard_shape

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shardline.models.checkpoint import Checkpoint, read_header
-from shardline.models.lookup import decoder_spec
+from shardline.checkpoints.checkpoint import Checkpoint, read_header
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.models.spec import DecoderSpec
 from tests.models.checkpoints import make_checkpoint
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardline.checkpoints.planning import read_planned
 from shardline.models.communication import (
     Traffic,
     all_reduce_payload,
@@ -15,7 +16,6 @@ from shardline.models.communication import (
     tensor_traffic,
 )
 from shardline.models.partition import Span
-from shardline.models.planning import read_planned
 from shardline.models.spec import Routing
 
 _70B = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.models import download_lock
+from shardline.checkpoints import download_lock
 from tests.loader.gguf_writer import write_gguf
 from tests.models.checkpoints import make_checkpoint
 
@@ -23,7 +23,7 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _DOWNLOAD = "import sys; from shardline.cli.main import main; sys.exit(main())"
 _RESOLVE = """
 import sys
-from shardline.models.hub import resolve_model
+from shardline.checkpoints.hub import resolve_model
 try:
     files = resolve_model(sys.argv[1], weights="no-weights" not in sys.argv)
     print(files.folder, sorted(path.name for path in files.folder.iterdir()))

@@ -12,8 +12,8 @@ import torch
 import transformers
 from msgspec.structs import replace
 
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.lookup import decoder_spec, family, known_families
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.lookup import decoder_spec, family, known_families
 from shardline.models.parameters import parameters
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import CheckpointWeights

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.models.folder_files import MAX_JSON_DEPTH, read_bytes, read_json
-from shardline.models.hub import DEMO_FOLDER, resolve_model, resolve_tokenizer
+from shardline.checkpoints.folder_files import MAX_JSON_DEPTH, read_bytes, read_json
+from shardline.checkpoints.hub import DEMO_FOLDER, resolve_model, resolve_tokenizer
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.config import read_config
-from shardline.models.gguf.header import GGUFHeader, read_header
-from shardline.models.gguf.tokenizer import read_chat_templates, read_tokenizer_json
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.config import read_config
+from shardline.checkpoints.gguf.header import GGUFHeader, read_header
+from shardline.checkpoints.gguf.tokenizer import read_chat_templates, read_tokenizer_json
 
 Tensor = tuple[str, Sequence[int], int, int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.models.gguf.names import choose_files, quant_of, split_quant
+from shardline.checkpoints.gguf.names import choose_files, quant_of, split_quant
 
 
 @pytest.mark.parametrize(

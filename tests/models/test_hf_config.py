@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardline.checkpoints.lookup import decoder_spec, family, known_families
 from shardline.models.hf_config import HFConfig
-from shardline.models.lookup import decoder_spec, family, known_families
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _AWQ = {**_GPTQ, "quant_method": "awq"}
@@ -193,7 +193,11 @@ def test_models_and_the_front_half_of_the_loader_import_no_torch() -> None:
     code = """
 import sys
 from shardline.deployment import fingerprint
-from shardline.models import checkpoint, description, hub, kv_groups, lookup, sizes
+from shardline.models import kv_groups, sizes
+from shardline.checkpoints import checkpoint
+from shardline.checkpoints import description
+from shardline.checkpoints import hub
+from shardline.checkpoints import lookup
 for name in lookup.known_families():
     lookup.family(name)
 heavy = {"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)

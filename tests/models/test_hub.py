@@ -13,8 +13,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from shardline.models import hub
-from shardline.models.hub import resolve_model, resolve_tokenizer
+from shardline.checkpoints import hub
+from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
 from tests.models.checkpoints import make_checkpoint
 
 

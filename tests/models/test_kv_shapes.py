@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.models.kv_shapes import KVPart, kv_parts
-from shardline.models.lookup import decoder_spec
 from shardline.models.spec import GQA, MLA, KVDType
 from tests.models.checkpoints import make_config
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from shardline.checkpoints.planning import read_planned
 from shardline.models.compressed import CompressedMQA, token_bytes
 from shardline.models.kv_shapes import kv_parts
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
-from shardline.models.planning import read_planned
 from shardline.models.sharding import shard, shard_shape
 from shardline.models.sizes import checkpoint_bytes
 from shardline.models.spec import GQA, MLA, DecoderSpec, LinearAttention, MoE

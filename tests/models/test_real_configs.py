@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from shardline.models.lookup import decoder_spec
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.models.spec import MLA, DecoderSpec, Dense, MoE, Routing
 
 _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {

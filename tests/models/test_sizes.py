@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.topology import RankGrid
 from shardline.models.kv_groups import kv_groups
-from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters, stage_parameters
 from shardline.models.partition import ExpertShare, Span, check_tensor_parallel, split_heads
 from shardline.models.sharding import Numerics, shard, shard_shape

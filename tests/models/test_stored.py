@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.checkpoints.lookup import decoder_spec, family, known_families
+from shardline.checkpoints.planning import planned_config, planned_families, read_planned
+from shardline.checkpoints.quantization import methods, read_stored, usual_rules
 from shardline.config.topology import RankGrid
 from shardline.models.hf_config import HFConfig
-from shardline.models.lookup import decoder_spec, family, known_families
 from shardline.models.parameters import (
     embeds_tokens,
     is_kept_in_float32,
@@ -20,7 +22,6 @@ from shardline.models.parameters import (
     stage_parameters,
 )
 from shardline.models.partition import ExpertShare, check_tensor_parallel
-from shardline.models.planning import planned_config, planned_families, read_planned
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.sizes import (
     checkpoint_bytes,
@@ -31,14 +32,7 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import DecoderSpec
-from shardline.models.stored_weights import (
-    ModulePatterns,
-    Packing,
-    StoredRules,
-    methods,
-    read_stored,
-    usual_rules,
-)
+from shardline.models.stored_weights import ModulePatterns, Packing, StoredRules
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats import format_names
 from tests.models.specs import decoder_specs

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.hub import resolve_model
+from shardline.checkpoints.stored_beside import BESIDE
+from shardline.checkpoints.weight_files import weight_files
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.models.hub import resolve_model
-from shardline.models.stored_beside import BESIDE
-from shardline.models.weight_files import weight_files
 from shardline.planner.catalog import find_model
 from tests.models.checkpoints import make_checkpoint
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.hub import resolve_model
-from shardline.models.lookup import decoder_spec
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.hub import resolve_model
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.runtime.loader.weights import CheckpointWeights
 from tests.models.checkpoints import make_checkpoint, make_config, randomize, whole_tensors
 from tests.models.reference import forward

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardline.models.hub import DEMO_FOLDER
+from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar

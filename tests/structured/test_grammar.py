@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from shardline.models.hub import DEMO_FOLDER
+from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.compiler import GrammarCompiler, Matcher
 from shardline.structured.grammar import check_grammar, schema_grammar, structured_grammar, wrap_grammar

@@ -40,8 +40,8 @@ def load_model_text(config: EngineConfig) -> ModelText:
     Raises:
         ValueError: the model does not exist, or its files are broken.
     """
-    from shardline.models.hub import resolve_model, resolve_tokenizer
-    from shardline.models.lookup import decoder_spec
+    from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
+    from shardline.checkpoints.lookup import decoder_spec
 
     model = config.model
     files = resolve_model(model.model, model.revision, weights=False, load_format=model.load_format)

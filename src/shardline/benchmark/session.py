@@ -113,7 +113,7 @@ async def _fetch_models(args: argparse.Namespace, url: str, headers: dict[str, s
 
 def _load_tokenizer(args: argparse.Namespace, model: str) -> tuple[Tokenizer | None, str | None]:
     """The tokenizer and its name; None if there is to be none."""
-    from shardline.models.hub import resolve_tokenizer
+    from shardline.checkpoints.hub import resolve_tokenizer
 
     args.tokenizer_folder = None
     if args.skip_tokenizer_init:

@@ -13,7 +13,7 @@ from shardline.config.engine import option_names
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardline.models.planning import PlannedModel
+    from shardline.checkpoints.planning import PlannedModel
     from shardline.planner.candidates import Fixed
     from shardline.planner.layout import Demand
     from shardline.planner.simulation.workload import SimulatedRequest

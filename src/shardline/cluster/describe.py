@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from shardline import env
+from shardline.checkpoints.description import read_model
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import probe_here
 from shardline.deployment.probe import available_isas, software_versions
 from shardline.deployment.resolve import model_source
 from shardline.messages.node import Join
-from shardline.models.description import read_model
 
 _OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dataclasses.fields(ClusterConfig))}
 """Flags that nodes need not share: the model is compared by its content."""

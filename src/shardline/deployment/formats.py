@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
+from shardline.checkpoints.quantization import methods
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.parameters import layer_parameters
 from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
 from shardline.models.stored_layout import BlockLayout, Form
-from shardline.models.stored_weights import PackingRule, StoredRules, StoredWeights, methods
+from shardline.models.stored_weights import PackingRule, StoredRules, StoredWeights
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Machine
 from shardline.deployment.probe import probe_machine
 from shardline.deployment.resolve import resolve
-from shardline.models.description import read_model
 
 _log = logging.getLogger(__name__)
 

@@ -6,6 +6,9 @@ import json
 from dataclasses import replace
 from typing import cast
 
+from shardline.checkpoints.description import ModelDescription
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.lookup import module_names
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
@@ -22,10 +25,7 @@ from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
-from shardline.models.description import ModelDescription
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gpu_refusal import gpu_refusal
-from shardline.models.lookup import module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes

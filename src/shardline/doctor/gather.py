@@ -14,6 +14,9 @@ import msgspec
 
 import shardline
 from shardline import env
+from shardline.checkpoints.gguf.names import all_parts, is_gguf
+from shardline.checkpoints.hub import cache_folder, find_local_model
+from shardline.checkpoints.weight_files import weight_files
 from shardline.cluster.describe import own_address, shared_flags
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
@@ -22,9 +25,6 @@ from shardline.deployment.probe import available_isas, probe_machine, software_v
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
 from shardline.doctor.gpu_gather import GpuGather
 from shardline.doctor.known_answers import KnownAnswers
-from shardline.models.gguf.names import all_parts, is_gguf
-from shardline.models.hub import cache_folder, find_local_model
-from shardline.models.weight_files import weight_files
 
 _CAP_IPC_LOCK = 14
 _ANSWER_SECONDS = 20.0

@@ -15,7 +15,7 @@ import msgspec
 from shardline.models.parameters import Shape
 
 if TYPE_CHECKING:
-    from shardline.models.checkpoint import TensorEntry
+    from shardline.checkpoints.checkpoint import TensorEntry
 
 SCALE_TYPES = ("F32", "F16", "BF16")
 EXPONENT_TYPES = ("U8", "F8_E8M0")
@@ -226,7 +226,7 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
 
 
 class GGUFLayout(msgspec.Struct, frozen=True, tag=True):
-    """GGUF: the file's own header says how each tensor is stored (`models/gguf/`). The form is that of one type."""
+    """GGUF: the file's own header says how each tensor is stored (`gguf/`). The form is that of one type."""
 
     bits: Literal[4, 6, 8]
     group_size: int

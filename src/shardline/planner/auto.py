@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardline.checkpoints.description import ModelDescription, read_model
+from shardline.checkpoints.quantization import usual_rules
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import probe_here
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.resolve import resolve
-from shardline.models.description import ModelDescription, read_model
 from shardline.models.step_work import StepWork, step_work
-from shardline.models.stored_weights import StoredRules, StoredWeights, usual_rules
+from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import find_gpu, known_gpus
 from shardline.planner.host import HOST_TIMING, measure_host, share_host

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardline.checkpoints.planning import PlannedModel
 from shardline.models.compressed import is_compressed
 from shardline.models.partition import check_tensor_parallel
-from shardline.models.planning import PlannedModel
 from shardline.models.spec import MoE
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.planning import PlannedModel
+from shardline.checkpoints.quantization import usual_rules
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.kv_budget import gpu_left
@@ -18,10 +20,9 @@ from shardline.deployment.resolve import resolve
 from shardline.models.compressed import is_compressed
 from shardline.models.kv_groups import blocks_per_request, longest_request
 from shardline.models.partition import Span
-from shardline.models.planning import PlannedModel
 from shardline.models.sizes import stage_spans, step_bytes
 from shardline.models.spec import DecoderSpec, KVDType
-from shardline.models.stored_weights import StoredRules, StoredWeights, usual_rules
+from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster

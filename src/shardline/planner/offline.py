@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from shardline.checkpoints.planning import PlannedModel
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
-from shardline.models.planning import PlannedModel
 from shardline.models.spec import GQA, MLA
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB

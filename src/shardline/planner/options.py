@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from shardline.checkpoints.planning import PlannedModel
 from shardline.config.units import parse_bytes
-from shardline.models.planning import PlannedModel
 from shardline.models.spec import DType
 
 SEARCHED = (

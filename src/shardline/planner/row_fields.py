@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shardline.models.planning import PlannedModel
-from shardline.models.stored_weights import usual_rules
+from shardline.checkpoints.planning import PlannedModel
+from shardline.checkpoints.quantization import usual_rules
 from shardline.planner.catalog import find_model, shipped_facts, stored_as
 from shardline.planner.memory import bits_label
 from shardline.planner.published import published_names

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from shardline.models.planning import PlannedModel
+from shardline.checkpoints.planning import PlannedModel
 from shardline.models.sizes import stage_spans
 from shardline.models.step_work import StepWork, step_work
 from shardline.planner import row_fields, vllm

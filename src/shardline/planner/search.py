@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from shardline.checkpoints.planning import PlannedModel
 from shardline.models.communication import Exchange, context_traffic
 from shardline.models.partition import Span
-from shardline.models.planning import PlannedModel
 from shardline.models.step_work import StepWork, attention_work, step_work
 from shardline.planner import vllm
 from shardline.planner.candidates import Fixed, layouts

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace as replace_struct
 
-from shardline.models.planning import PlannedModel
+from shardline.checkpoints.planning import PlannedModel
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout

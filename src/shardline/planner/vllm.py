@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardline.checkpoints.planning import PlannedModel
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.config.units import parse_bytes
 from shardline.models.communication import count_layers
 from shardline.models.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
 from shardline.models.partition import Span
-from shardline.models.planning import PlannedModel
 from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
 from shardline.models.spec import GQA, MLA, DecoderSpec, KVDType, LinearAttention, MoE
 from shardline.models.step_work import cached_token_bytes

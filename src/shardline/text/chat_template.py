@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shardline.models.gguf.header import read_header
-from shardline.models.gguf.names import is_gguf
-from shardline.models.gguf.tokenizer import read_chat_templates as read_gguf_templates
+from shardline.checkpoints.gguf.header import read_header
+from shardline.checkpoints.gguf.names import is_gguf
+from shardline.checkpoints.gguf.tokenizer import read_chat_templates as read_gguf_templates
 from shardline.sandbox.client import Sandbox, WorkerEnded
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool, Setup

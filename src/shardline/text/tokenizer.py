@@ -9,10 +9,10 @@ from pathlib import Path
 
 import tokenizers
 
-from shardline.models.folder_files import MAX_TOKENIZER_BYTES, read_bytes
-from shardline.models.gguf.header import read_header
-from shardline.models.gguf.names import is_gguf
-from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
+from shardline.checkpoints.folder_files import MAX_TOKENIZER_BYTES, read_bytes
+from shardline.checkpoints.gguf.header import read_header
+from shardline.checkpoints.gguf.names import is_gguf
+from shardline.checkpoints.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.byte_tokens import ByteTokens
 from shardline.text.foreign_code import FOREIGN_CODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardline.models.folder_files import read_json, read_text, read_token_ids
+from shardline.checkpoints.folder_files import read_json, read_text, read_token_ids
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

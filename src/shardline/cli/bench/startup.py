@@ -88,7 +88,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
-    from shardline.models.hub import resolve_model
+    from shardline.checkpoints.hub import resolve_model
 
     return resolve_model(model, revision).folder
 

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError: there is no such model, or it cannot be served.
         RuntimeError: the hub cannot be reached.
     """
+    from shardline.checkpoints.hub import HubUnreachable, resolve_model, resolve_tokenizer
     from shardline.config.units import format_bytes
     from shardline.log import configure_logging
-    from shardline.models.hub import HubUnreachable, resolve_model, resolve_tokenizer
 
     configure_logging()
     try:

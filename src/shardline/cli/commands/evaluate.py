@@ -85,7 +85,7 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
 
 
 def _conversations(text: ModelText) -> list[Document]:
-    from shardline.models.hub import DEMO_FOLDER
+    from shardline.checkpoints.hub import DEMO_FOLDER
     from shardline.runtime.scoring import Document
     from shardline.text.chat_template import render_and_encode
 

@@ -17,7 +17,7 @@ from shardline.cli.plan_flags import add_plan_flags, check_flags, read_time
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardline.models.planning import PlannedModel
+    from shardline.checkpoints.planning import PlannedModel
     from shardline.planner.candidates import Fixed
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand

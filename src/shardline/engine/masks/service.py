@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shardline.models.gguf.header import read_header
-from shardline.models.gguf.names import is_gguf
-from shardline.models.gguf.tokenizer import read_tokenizer_json
+from shardline.checkpoints.gguf.header import read_header
+from shardline.checkpoints.gguf.names import is_gguf
+from shardline.checkpoints.gguf.tokenizer import read_tokenizer_json
 from shardline.sandbox.nursery import Service
 from shardline.structured.compiler import GrammarCompiler, Matcher
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardline.models.gguf.checkpoint import FoundPlace, GGUFCheckpoint
-from shardline.models.gguf.header import PLAIN_TYPES, GGUFTensor
+from shardline.checkpoints.gguf.checkpoint import FoundPlace, GGUFCheckpoint
+from shardline.checkpoints.gguf.header import PLAIN_TYPES, GGUFTensor
 from shardline.models.parameters import is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.models.gguf.header import BLOCK_TYPES, BlockType
+from shardline.checkpoints.gguf.header import BLOCK_TYPES, BlockType
 from shardline.runtime.backends import unpack_blocks
 from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.gguf.checkpoint import SPLIT_LATENT_KEYS, GGUFCheckpoint
+from shardline.checkpoints.lookup import family
 from shardline.deployment.deployment import Deployment
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.gguf.checkpoint import SPLIT_LATENT_KEYS, GGUFCheckpoint
-from shardline.models.lookup import family
 from shardline.models.parameters import expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.page_cache import CHUNK, fetch

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
+from shardline.checkpoints.checkpoint import Checkpoint, TensorEntry
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.lookup import family
 from shardline.deployment.deployment import Deployment
-from shardline.models.checkpoint import Checkpoint, TensorEntry
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.lookup import family
 from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans

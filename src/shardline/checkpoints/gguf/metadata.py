@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import GGUFArray, GGUFHeader
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.header import GGUFArray, GGUFHeader
 
 
 class Metadata:

@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 
 import shardline.models.families
 import shardline.models.planned
-from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
+from shardline.checkpoints.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
+from shardline.checkpoints.quantization import check_loadable
+from shardline.checkpoints.wrapper import text_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec, MoE, TensorSource
-from shardline.models.stored_weights import check_loadable
-from shardline.models.wrapper import text_config
 
 _RECURRENT = (
     "bamba",

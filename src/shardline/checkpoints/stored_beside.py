@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardline.models.folder_files import read_json
+from shardline.checkpoints.folder_files import read_json
+from shardline.checkpoints.quantization import quantization_section
+from shardline.checkpoints.wrapper import text_config
 from shardline.models.hf_config import HFConfig
-from shardline.models.stored_weights import quantization_section
-from shardline.models.wrapper import text_config
 
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Names of AutoGPTQ's, AutoAWQ's and ModelOpt's file."""

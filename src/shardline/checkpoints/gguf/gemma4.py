@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shardline.models.gguf.metadata import Metadata
-from shardline.models.gguf.windows import FULL, WINDOWED
+from shardline.checkpoints.gguf.metadata import Metadata
+from shardline.checkpoints.gguf.windows import FULL, WINDOWED
 
 _NOT_ROTATED = np.float32(1e30)
 """What the file divides the frequencies of pairs by that do not rotate."""

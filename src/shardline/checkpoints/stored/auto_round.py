@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.stored import awq, gptq
 from shardline.models.hf_config import HFConfig
-from shardline.models.stored import awq, gptq
 from shardline.models.stored_weights import PackingRule, StoredRules
 
 USUAL: tuple[PackingRule, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardline.models.folder_files import read_json
+from shardline.checkpoints.folder_files import read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX = ".safetensors"

@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from shardline.models.folder_files import not_itself
-from shardline.models.lookup import family
+from shardline.checkpoints.folder_files import not_itself
+from shardline.checkpoints.lookup import family
+from shardline.checkpoints.weight_files import weight_files
+from shardline.checkpoints.wrapper import language_model_key
 from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, tensor_problems
 from shardline.models.stored_weights import RuleBook, StoredRules
-from shardline.models.weight_files import weight_files
-from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),

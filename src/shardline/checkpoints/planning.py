@@ -12,15 +12,16 @@ from typing import Any, cast
 import msgspec
 
 import shardline.models.planned
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.stored import GGUFStoredWeights
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.stored import GGUFStoredWeights
+from shardline.checkpoints.hub import ModelFiles
+from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families, module_of_planned
+from shardline.checkpoints.quantization import read_stored
+from shardline.checkpoints.wrapper import text_config
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
-from shardline.models.hub import ModelFiles
-from shardline.models.lookup import Family, decoder_spec, family, known_families, module_of_planned
 from shardline.models.spec import DecoderSpec, DType
-from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
-from shardline.models.wrapper import text_config
+from shardline.models.stored_weights import StoredRules, StoredWeights
 
 _ASSUMED_DTYPE = "bfloat16"
 """Type of checkpoints that do not say it: all published ones of this kind are in bfloat16."""

@@ -8,18 +8,19 @@ from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.header import read_header
+from shardline.checkpoints.gguf.names import is_gguf
+from shardline.checkpoints.gguf.tokenizer import has_vocabulary
+from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
+from shardline.checkpoints.lookup import decoder_spec
+from shardline.checkpoints.quantization import read_stored
+from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import ModelConfig
-from shardline.models.checkpoint import Checkpoint
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import read_header
-from shardline.models.gguf.names import is_gguf
-from shardline.models.gguf.tokenizer import has_vocabulary
 from shardline.models.hf_config import HFConfig
-from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
-from shardline.models.lookup import decoder_spec
 from shardline.models.spec import DecoderSpec
-from shardline.models.stored_weights import StoredRules, read_stored
-from shardline.models.wrapper import text_config
+from shardline.models.stored_weights import StoredRules
 
 Found = TypeVar("Found")
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardline.models.gguf.gemma4 import gemma4_config
-from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
-from shardline.models.gguf.windows import cohere2, exaone4, olmo2
+from shardline.checkpoints.gguf.gemma4 import gemma4_config
+from shardline.checkpoints.gguf.metadata import Metadata, rope_scaling, rounded
+from shardline.checkpoints.gguf.windows import cohere2, exaone4, olmo2
 
 _LLAMA4_CHUNK, _MAVERICK_EXPERTS = 8192, 128
 _SOFTMAX, _SIGMOID = 1, 2

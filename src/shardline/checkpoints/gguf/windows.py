@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
+from shardline.checkpoints.gguf.metadata import Metadata, rope_scaling, rounded
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 

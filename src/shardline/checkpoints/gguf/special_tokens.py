@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.models.gguf.header import GGUFHeader
+from shardline.checkpoints.gguf.header import GGUFHeader
 
 _IDS = {
     "bos_token": "bos_token_id",

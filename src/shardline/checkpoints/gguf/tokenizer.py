@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardline.models.gguf.header import GGUFHeader
-from shardline.models.gguf.special_tokens import end_token_ids, special_ids
-from shardline.models.gguf.splits import SPLITS
+from shardline.checkpoints.gguf.header import GGUFHeader
+from shardline.checkpoints.gguf.special_tokens import end_token_ids, special_ids
+from shardline.checkpoints.gguf.splits import SPLITS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Values of token_type."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.models.folder_files import not_itself
+from shardline.checkpoints.folder_files import not_itself
 from shardline.models.parameters import Shape
 
 _MAX_HEADER_BYTES = 1 << 28

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.stored import modelopt
 from shardline.models.hf_config import HFConfig
-from shardline.models.stored import modelopt
 from shardline.models.stored_layout import SCALE_TYPES, BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 

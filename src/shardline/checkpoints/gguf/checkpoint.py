@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardline.models.gguf.header import LOADABLE_TYPES, PLAIN_TYPES, GGUFHeader, GGUFTensor, read_header
-from shardline.models.gguf.names import all_parts
-from shardline.models.gguf.places import possible_places
+from shardline.checkpoints.gguf.header import LOADABLE_TYPES, PLAIN_TYPES, GGUFHeader, GGUFTensor, read_header
+from shardline.checkpoints.gguf.names import all_parts
+from shardline.checkpoints.gguf.places import possible_places
+from shardline.checkpoints.stored.gguf import form_of
 from shardline.models.parameters import Shape, is_linear, parameters, parse_name
 from shardline.models.spec import GQA, DecoderSpec
-from shardline.models.stored.gguf import form_of
 from shardline.models.stored_layout import Form
 from shardline.models.stored_weights import StoredRules
 

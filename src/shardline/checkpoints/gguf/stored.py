@@ -6,8 +6,8 @@ import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import PLAIN_TYPES, BlockType
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.header import PLAIN_TYPES, BlockType
 from shardline.models.parameters import Shape, is_linear, layer_parameters, parameters
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import Packing, StoredWeights

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.gguf.architectures import ARCHITECTURES
-from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import PACKED_TYPES, GGUFHeader
-from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
-from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
-from shardline.models.gguf.special_tokens import end_token_ids
-from shardline.models.wrapper import text_config
+from shardline.checkpoints.gguf.architectures import ARCHITECTURES
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from shardline.checkpoints.gguf.header import PACKED_TYPES, GGUFHeader
+from shardline.checkpoints.gguf.metadata import Metadata, rope_scaling, rounded
+from shardline.checkpoints.gguf.norms import NORMS_HOLD_OFFSET
+from shardline.checkpoints.gguf.special_tokens import end_token_ids
+from shardline.checkpoints.wrapper import text_config
 
 _SIZES: Mapping[str, str] = {
     "hidden_size": "embedding_length",
