@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 1000
 """Finished requests that are kept."""
-MOST_ENTRIES = 20_000
-"""Choices, parts of prefills and preemptions of all finished requests that are kept: about 5 MB."""
+MOST_ENTRIES = 4_000
+"""Choices, parts of prefills and preemptions of all finished requests that are kept: about 1 MB."""
 
 
 def metrics_body(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
