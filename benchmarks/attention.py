@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardline import LLM, SamplingParams, _cpu
 from shardline.deployment.cache import streamed_block_size
-from shardline.runtime.backends.host.backend import HostBackend
+from shardline.runtime.machines.host.machine import HostBackend
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.weights.formats import plain

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.host.kernels import HostKernels
-from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.kernels.host.kernels import HostKernels
+from shardline.kernels.host.memory import streamed_empty
 from shardline.runtime.ops.activation import gated_activation
 from shardline.weights.base import weight_format
 from shardline.weights.formats import plain

@@ -53,7 +53,7 @@ from shardline.messages.worker import (
     StepReply,
     StepRequest,
 )
-from shardline.runtime.backends import open_backend
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.exchange import SocketGroup
 from shardline.runtime.parallel.groups import connect_host_memory
 from shardline.runtime.parallel.rendezvous import EngineListener, Meeting, connect_ranks, connect_to_engine

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.kernels.host.kernels import HostKernels
 from shardline.messages.step import SequenceStart, SequenceStep, StepPlan, rank_steps
-from shardline.runtime.backends import open_backend
-from shardline.runtime.backends.base import StepSizes
-from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.layers.attention import AttentionLayer
+from shardline.runtime.machines import open_backend
+from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import Runner
 from shardline.runtime.worker import Worker

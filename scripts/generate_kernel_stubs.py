@@ -119,7 +119,7 @@ def generate_stub(kernels: dict[str, Any]) -> str:
 
 
 def generate_protocol(kernels: dict[str, Any]) -> str:
-    """The source of `runtime/backends/kernels.py`."""
+    """The source of `kernels/common.py`."""
     parts = [PROTOCOL_HEAD]
     for function in kernels["function"]:
         if not function.get("protocol", False):
@@ -144,7 +144,7 @@ def generate_files() -> dict[Path, str]:
     return {
         ROOT / "csrc/cpu/dispatch/kernel_list.h": generate_table(kernels),
         ROOT / "src/shardline/_cpu.pyi": generate_stub(kernels),
-        ROOT / "src/shardline/runtime/backends/kernels.py": generate_protocol(kernels),
+        ROOT / "src/shardline/kernels/common.py": generate_protocol(kernels),
     }
 
 

@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import triton.experimental.gluon
 import triton.language  # noqa: F401
 
-import shardline.runtime.backends.cuda.backend  # noqa: F401
+import shardline.runtime.machines.cuda.machine  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]
 

@@ -29,7 +29,7 @@ MODULES = [
     "shardline.engine.executor.uni",
     "shardline.runtime.worker_process",
     "shardline.runtime.worker",
-    "shardline.runtime.backends.host.backend",
+    "shardline.runtime.machines.host.machine",
     "shardline.runtime.parallel.groups",
     "shardline.runtime.parallel.interface",
     "shardline.runtime.parallel.rendezvous",

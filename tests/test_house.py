@@ -33,17 +33,17 @@ FILE_LINES, FUNCTION_LINES, CLASS_METHODS = 410, 60, 15
 
 LONG_FUNCTIONS = {
     "models/step_work.py:step_work": 69,
-    "runtime/backends/cuda/kernels/attention.py:_launch": 80,
-    "runtime/backends/cuda/kernels/attention_kernel.py:attention_kernel": 154,
-    "runtime/backends/cuda/kernels/qkv_linear.py:_qkv_kernel": 92,
-    "runtime/backends/cuda/kernels/routing.py:_route_kernel": 79,
-    "runtime/backends/cuda/kernels/sampling.py:_sample_kernel": 61,
+    "kernels/cuda/triton/attention.py:_launch": 80,
+    "kernels/cuda/triton/attention_kernel.py:attention_kernel": 154,
+    "kernels/cuda/triton/qkv_linear.py:_qkv_kernel": 92,
+    "kernels/cuda/triton/routing.py:_route_kernel": 79,
+    "kernels/cuda/triton/sampling.py:_sample_kernel": 61,
 }
 """Most of them are Triton kernels: a launch compiles one function, and its arguments alone are a screen."""
 
 WIDE_CLASSES = {
-    "runtime/backends/cuda/weights.py:RowKernels": 21,
-    "runtime/backends/kernels.py:CommonKernels": 23,
+    "kernels/cuda/weights.py:RowKernels": 21,
+    "kernels/common.py:CommonKernels": 23,
 }
 """They are tables of kernels, with one method for each operation that a back end offers."""
 
@@ -131,12 +131,12 @@ def test_cycles_count_lazy_imports_but_not_those_of_type_checkers(tmp_path):
         ("def f(on_gpu: bool): ...", "ask"),
         ("are_few_on_gpu(x)", "ask"),
         ("def f():\n    import triton", "kernels"),
-        ("from shardline.runtime.backends.cuda.graphs import Graph", "kernels"),
-        ("from shardline.runtime.backends import cuda", "kernels"),
+        ("from shardline.runtime.machines.cuda.graphs import Graph", "kernels"),
+        ("from shardline.runtime.machines import cuda", "kernels"),
     ],
 )
 def test_every_way_to_ask_for_the_machine_is_found(tmp_path, code, rule):
-    files = {"runtime/layer.py": code, "runtime/backends/cuda/graphs.py": code, "deployment/probe.py": code}
+    files = {"runtime/layer.py": code, "runtime/machines/cuda/graphs.py": code, "deployment/probe.py": code}
     (place,) = machine_places(write_tree(tmp_path, files))
     assert (place.file, place.rules) == ("shardline/runtime/layer.py", (rule,))
 
@@ -144,8 +144,8 @@ def test_every_way_to_ask_for_the_machine_is_found(tmp_path, code, rule):
 @pytest.mark.parametrize(
     "code",
     [
-        "from shardline.runtime.backends.base import Backend",
-        "from shardline.runtime.backends import open_backend",
+        "from shardline.runtime.machines.base import Backend",
+        "from shardline.runtime.machines import open_backend",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton",
         "config.cpu_threads == 4",
         "config.gpu_memory_utilization",
@@ -154,7 +154,7 @@ def test_every_way_to_ask_for_the_machine_is_found(tmp_path, code, rule):
     ],
 )
 def test_what_asks_nothing_is_no_place(tmp_path, code):
-    files = {"runtime/layer.py": code, "runtime/backends/base.py": ""}
+    files = {"runtime/layer.py": code, "runtime/machines/base.py": ""}
     assert machine_places(write_tree(tmp_path, files)) == []
 
 
@@ -174,7 +174,7 @@ def test_formats_are_found_in_names_and_strings_but_not_as_other_things(tmp_path
             "b.py": "class Int4Linear: ...\nif scheme == 'fp8_128': ...",
             "c.py": "'use int8 or fp8'\nx = torch.int8\ny = torch.uint8\nuint8 = 1\nkv_dtype = 'fp8'",
             "weights/formats/int8.py": "name = 'int8'",
-            "runtime/backends/host/pack.py": "def pack_int8(): ...",
+            "kernels/host/pack.py": "def pack_int8(): ...",
         },
     )
     found = format_mentions(source)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
-from shardline.runtime.backends.cuda.kernels import attention as attention_kernels
-from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.triton import attention as attention_kernels
+from shardline.kernels.cuda.triton.linear import launch_linear
 from shardline.runtime.ops import activation, norm
 from shardline.runtime.ops.attention import kv_cache, linear_heads, rope
 from shardline.runtime.ops.attention.latent import mla_attention_reference

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.fused_ops import add_linear, qkv_linear, unnormed_linear
-from shardline.runtime.backends.cuda.rows import AddedRows, HeadNorms, UnnormedRows
+from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
+from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv
 from shardline.runtime.ops.attention.rope import rotary_table

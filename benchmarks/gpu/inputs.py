@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
 
 
 class Inputs:

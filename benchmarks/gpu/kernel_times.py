@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
-from shardline.runtime.backends.cuda.kernels.gemm import Tile
-from shardline.runtime.backends.cuda.kernels.linear import add_linear, launch_linear, runs_of_row
-from shardline.runtime.backends.cuda.kernels.qkv_linear import qkv_linear
-from shardline.runtime.backends.cuda.rows import UnnormedRows
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.rows import UnnormedRows
+from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
+from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
 
 from .checks import attempt
 from .tiles import FEW_ROWS, MANY_ROWS

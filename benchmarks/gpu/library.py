@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardline import LLM
-from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
-from shardline.runtime.backends.cuda.kernels.linear import launch_linear
-from shardline.runtime.backends.cuda.library import use_library
-from shardline.runtime.backends.cuda.library_trial import try_library
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.library import use_library
+from shardline.kernels.cuda.library_trial import try_library
+from shardline.kernels.cuda.triton.linear import launch_linear
 
 from .checks import BUCKETS, attempt
 from .engine import shape_folder, throughput_bar

@@ -14,8 +14,8 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
+from shardline.kernels.host.kernels import HostKernels
 from shardline.messages.request import Request
-from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.ops.sampling import logprobs, penalties, sample
 from shardline.runtime.runner import Runner
 from shardline.sampling_params import SamplingParams

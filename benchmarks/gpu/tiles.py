@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.runtime.backends.cuda.kernels.gemm import Tile
+from shardline.kernels.cuda.triton.gemm import Tile
 
 
 class _Named(Tile):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from shardline.kernels.host.kernels import HostKernels
+from shardline.kernels.tensors import QuantizedRows
 from shardline.models.spec import Routing
-from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.ops.moe import experts, routing
 from shardline.weights.base import weight_format
 from shardline.weights.formats import int8, packed
 from shardline.weights.grouped import GroupedWeight
-from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
+from shardline.weights.rows import quantize_rows, quantize_rows_reference
 
 from .inputs import Inputs, linear_reference, relative_error
 

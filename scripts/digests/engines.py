@@ -73,7 +73,7 @@ def use_gpu_kernels() -> None:
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    from shardline.runtime.backends.host import backend as host
+    from shardline.runtime.machines.host import machine as host
 
     InterpreterBuilder.create_dot = hardware._dot
     InterpreterBuilder.create_fma = hardware._fma

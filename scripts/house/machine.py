@@ -23,11 +23,24 @@ from pathlib import Path
 
 from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 
-_BACK_ENDS = (f"{PACKAGE}.runtime.backends", f"{PACKAGE}.runtime.ops.dispatch", f"{PACKAGE}.runtime.ops.triton")
+_BACK_ENDS = (f"{PACKAGE}.kernels", f"{PACKAGE}.runtime.machines")
 ROOMS = (*_BACK_ENDS, f"{PACKAGE}.deployment")
 """Packages and modules that may know the machine. Some of them exist only in other states of the tree."""
 
-PROTOCOLS = (f"{PACKAGE}.runtime.backends", f"{PACKAGE}.runtime.backends.base", f"{PACKAGE}.runtime.ops.dispatch")
+PROTOCOLS = tuple(
+    f"{PACKAGE}.{name}"
+    for name in (
+        "kernels",
+        "kernels.contract",
+        "kernels.memory",
+        "kernels.page_cache",
+        "kernels.pages",
+        "kernels.tensors",
+        "kernels.unpack",
+        "runtime.machines",
+        "runtime.machines.base",
+    )
+)
 """Modules of `ROOMS` that other modules may import."""
 
 COMPILED = f"{PACKAGE}._cpu"

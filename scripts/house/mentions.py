@@ -21,7 +21,7 @@ from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, run
 from scripts.house.machine import PROTOCOLS
 
 FORMATS = ("int8", "int4", "fp8")
-_KERNELS = (f"{PACKAGE}.runtime.ops.triton", f"{PACKAGE}.runtime.backends")
+_KERNELS = (f"{PACKAGE}.kernels", f"{PACKAGE}.runtime.machines")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
 _PLANNED_ROOM = f"{PACKAGE}.models.planned"
 _ARRAYS = ("torch", "np", "numpy", "tl")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.runtime import worker_process
-from shardline.runtime.backends.base import Replay
-from shardline.runtime.backends.cuda.measuring import measure_step
-from shardline.runtime.backends.host.backend import HostBackend, use_threads
+from shardline.runtime.machines.base import Replay
+from shardline.runtime.machines.cuda.measuring import measure_step
+from shardline.runtime.machines.host.machine import HostBackend, use_threads
 
 MIB = 1 << 20
 TOTALS = (64 * MIB, 18 * MIB)

@@ -25,8 +25,8 @@ from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
 from shardline.models.kv_groups import blocks_per_request
 from shardline.models.sharding import Spans
-from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.loader.weights import CheckpointWeights
+from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight

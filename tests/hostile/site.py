@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ ANSWER_SECONDS = 60.0
 SHORT_LIVED = ("shardline: sandbox (",)
 """How the titles of processes begin that may come and go."""
 _SETTLE_SECONDS = 30.0
+_CACHED_WORDS = 10_000
 _STALL_SECONDS = 20.0
 """A victim that is silent for longer is not waited for."""
 
@@ -207,7 +210,7 @@ def _is_error(answer: Any) -> bool:
 def open_site() -> Iterator[Site]:
     """A server of two replicas with little memory, which has answered some usual requests, and its victim.
 
-    By itself, a step of 1,024 prompt tokens takes a slow core less than the pause that the victim may see. The responses
+    By itself, a step of 1,024 prompt tokens takes a slow core less than the pause that the victim may see. Responses
     that clients ask the server to keep are no leak, so it keeps few of them.
     """
     options = (
@@ -245,7 +248,11 @@ def _warm_up(site: Site) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     prompt = {**bodies.usual(bodies.COMPLETION), "n": 64, "max_tokens": 100}
     usual += [(bodies.COMPLETION, prompt), (bodies.COMPLETION, {**prompt, "structured_outputs": {"json": schema}})]
-    cases = [Case("a usual request", path, json.dumps(body).encode()) for path, body in usual]
-    for answer in site.send(cases * 2):
+    cases = [Case("a usual request", path, json.dumps(body).encode()) for path, body in usual] * 2
+    rng = random.Random(0)
+    for _ in range(_CACHED_WORDS // 1000):  # the tokenizer keeps how it has split these many words
+        words = " ".join("".join(rng.choices(string.ascii_letters, k=40)) for _ in range(1000))
+        cases.append(Case("new words", bodies.TOKENIZE, json.dumps({"prompt": words}).encode()))
+    for answer in site.send(cases):
         assert answer.status, answer
         assert not answer.problem, answer  # 400: a model may have no embeddings

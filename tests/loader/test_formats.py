@@ -19,9 +19,9 @@ from shardline.deployment.here import resolve_here
 from shardline.messages.request import Request
 from shardline.models.parameters import parameters
 from shardline.models.sharding import shard
-from shardline.runtime.backends import open_backend
 from shardline.runtime.loader import slices
 from shardline.runtime.loader.weights import WeightSource, open_weights
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams

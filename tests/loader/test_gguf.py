@@ -27,18 +27,18 @@ from shardline.checkpoints.lookup import decoder_spec, known_families
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.kernels.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.messages.request import Request
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
 from shardline.planner.catalog import find_model
-from shardline.runtime.backends import open_backend
-from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.runtime.loader import slices
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
 from shardline.runtime.loader.weights import CheckpointWeights
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams

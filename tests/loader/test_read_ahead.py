@@ -15,7 +15,7 @@ from shardline.checkpoints.checkpoint import Checkpoint
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.runtime.loader import page_cache
+from shardline.kernels import page_cache
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import FileRange, node_ranges, read_ahead
 from tests.models.checkpoints import make_checkpoint

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.kernels.unpack import unpack_words
 from shardline.models.stored_layout import Codes
-from shardline.runtime.backends import unpack_words
 
 _BYTES = {"I32": 4, "U8": 1}
 

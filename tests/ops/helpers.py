@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.kernels.host.kernels import HostKernels
 
 KERNELS = HostKernels()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardline import _cpu
+from shardline.kernels.tensors import QuantizedRows
 from shardline.runtime.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -12,7 +13,7 @@ from shardline.runtime.ops.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from shardline.weights.rows import QuantizedRows, quantize_rows
+from shardline.weights.rows import quantize_rows
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 WIDTHS = [1, 5, 64, 127, 1024, 3000]

@@ -15,7 +15,7 @@ from benchmarks.nodes import FolderStore
 from shardline.channel import Channel
 from shardline.deployment.segment import segment_layout
 from shardline.messages.worker import RankReady, RunStep, StartWorker, StepDone, WorkerRequest
-from shardline.runtime.backends import open_backend
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import connect_host_memory
 from shardline.runtime.parallel.rendezvous import Meeting
 from shardline.runtime.worker import Worker

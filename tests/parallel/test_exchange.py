@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import QuantizedRows
 from shardline.runtime.parallel.exchange import CollectiveAborted, Group, Mailbox, SharedGroup
-from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
+from shardline.weights.rows import quantize_rows, quantize_rows_reference
 from tests.ops.helpers import KERNELS, assert_same_bits
 from tests.parallel.carriers import SOCKETS, run_ranks, zeros
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
-from shardline.runtime.backends import open_backend
+from shardline.runtime.machines import open_backend
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.sampling.inputs import SamplingInput

@@ -14,7 +14,7 @@ from shardline.engine.speculative.prompt_lookup import PromptLookup
 from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
-from shardline.runtime.backends.host.replay import DecodeReplay
+from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.speculative.rows import join_rows, sampled_rows
 from shardline.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.host.grouped import GroupedPanels
+from shardline.kernels.host.grouped import GroupedPanels
 from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -12,9 +12,9 @@ from shardline import LLM, SamplingParams, _cpu
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
+from shardline.kernels.host.kernels import HostKernels
 from shardline.models.sizes import weight_bytes
-from shardline.runtime.backends import open_backend
-from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.weights.base import PLAIN, FormatChoice

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.kernels.tensors import GROUP_SIZE
 from shardline.weights.formats.int4 import Format
-from shardline.weights.rows import GROUP_SIZE, quantize_rows
+from shardline.weights.rows import quantize_rows
 from shardline.weights.scaled import ScaledLinear
 from tests.ops.helpers import KERNELS, randn
 

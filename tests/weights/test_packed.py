@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.kernels.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.models.partition import Span
-from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.runtime.loader import slices
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up

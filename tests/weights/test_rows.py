@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
+from shardline.kernels.tensors import QuantizedRows
+from shardline.weights.rows import quantize_rows, quantize_rows_reference
 from tests.ops.helpers import KERNELS, assert_same_bits, randn
 
 

@@ -5,7 +5,7 @@
 // of 16 tokens. Its values are [words of 16 tokens][value_dim], so that one load serves 16 columns. A word holds the
 // elements that one lane multiplies: two of bf16 where pairs are multiplied, else one. Keys and values of one byte have
 // the order of the elements that they become. Pages of latents have the order of keys.
-// `shardline.runtime.ops.attention.pages` has the same in Python.
+// `shardline.kernels.pages` has the same in Python.
 #pragma once
 
 #include "simd/vec.h"

@@ -23,7 +23,7 @@ from shardline.checkpoints.weight_files import weight_files
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
-from shardline.models.stored_layout import StoredModule, tensor_problems
+from shardline.models.stored_layout import StoredModule, TensorEntry, tensor_problems
 from shardline.models.stored_weights import RuleBook, StoredRules
 
 _ELEMENT_BYTES = {
@@ -40,19 +40,6 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _NAMED_PROBLEMS = 5
 _PACKED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "_blocks")
 """What tensors of quantized weights, and no others, have in the place of "weight"."""
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a checkpoint."""
-
-    file: Path
-    dtype: str
-    """The type's name in safetensors: F32, BF16, ..."""
-    shape: Shape
-    offset: int
-    """Position of its first byte in the file."""
-    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
 
 _MAPPED_BYTES = 64 << 20
-"""What a rank maps of a tensor at a time, see `runtime/loader/page_cache.py`."""
+"""What a rank maps of a tensor at a time, see `kernels/page_cache.py`."""
 
 
 def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment:

@@ -6,7 +6,7 @@ import json
 
 from shardline.doctor.processes import await_output, start_main
 
-_MODULE = "shardline.runtime.backends.host.known_answers"
+_MODULE = "shardline.kernels.host.known_answers"
 
 
 class KnownAnswers:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from shardline.models.parameters import Shape
-
-if TYPE_CHECKING:
-    from shardline.checkpoints.checkpoint import TensorEntry
 
 SCALE_TYPES = ("F32", "F16", "BF16")
 EXPONENT_TYPES = ("U8", "F8_E8M0")
@@ -29,7 +28,20 @@ FLAT_NESTED_BLOCK = 256
 _MAX_STATE_BYTES = 1 << 16
 
 
-Tensors: TypeAlias = "Mapping[str, TensorEntry]"
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint."""
+
+    file: Path
+    dtype: str
+    """The type's name in safetensors: F32, BF16, ..."""
+    shape: Shape
+    offset: int
+    """Position of its first byte in the file."""
+    num_bytes: int
+
+
+Tensors: TypeAlias = Mapping[str, TensorEntry]
 """The tensors of a checkpoint, by key."""
 
 

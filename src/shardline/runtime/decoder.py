@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
 from shardline.models.kv_groups import last_storing_layer, storing_layer
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
@@ -22,7 +24,6 @@ from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries, StepInput
-from shardline.weights.rows import InputForm, LinearInput, as_tensor
 
 
 class DecoderLayer:
@@ -149,6 +150,16 @@ def _attention(
     return AttentionLayer(loader, name, spec, tables)
 
 
+class FusedLayers(Protocol):
+    """The layers of a stage with fewer kernel launches, for steps that gain from it; the bits are the same."""
+
+    def fits_step(self, step: StepInput) -> bool:
+        """Whether a step should use the fused layers."""
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `DecoderStage.run_layers`."""
+
+
 class DecoderStage:
     """The layers [layers.start, layers.stop) of a model; the first stage embeds tokens, the last computes logits.
 
@@ -178,7 +189,8 @@ class DecoderStage:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.embeds_prompts = last and stage.embeds
-        self._fused = None if self._finite_checker is not None else stage.backend.fuse_layers(self)
+        self.fused: FusedLayers | None = None
+        """Runs the layers of the steps that it fits; None: no step."""
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
@@ -248,7 +260,7 @@ class DecoderStage:
 
     def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `run_layers`, fused if that is faster."""
-        fused = self._fused
+        fused = self.fused
         return fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardline.messages.step import RankStep, SequenceResult, StepResult
-from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker, with_errors
+from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.ops.sampling.logprobs import Logprobs
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import RankGroups

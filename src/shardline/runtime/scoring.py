@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment, KVAllocation
-from shardline.runtime.backends import open_backend
+from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker

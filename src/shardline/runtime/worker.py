@@ -13,7 +13,6 @@ import torch
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.worker import RankReport
-from shardline.runtime.backends.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.kv_pool import KVPool
@@ -21,6 +20,7 @@ from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
+from shardline.runtime.machines.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
@@ -155,6 +155,8 @@ class Worker:
             )
             stage = DecoderStage(loader, deployment.stages[place.pp_rank])
             stage.keep_memory(self._sizes.max_seqs)
+            if self._finite_checker is None:
+                stage.fused = backend.fuse_layers(stage)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)

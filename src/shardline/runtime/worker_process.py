@@ -42,8 +42,8 @@ from shardline.messages.worker import (
     WorkerRequest,
 )
 from shardline.process_title import set_process_title
-from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.runtime.control_store import ControlStore
+from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.pulse import note_work, start_pulse
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _load(
             layout,
             start.rank,
             timeout,
-            tries_symmetric_memory=deployment.tries_symmetric_memory,
+            make_small_gather=backend.make_small_gather if deployment.tries_symmetric_memory else None,
         )
     else:
         meeting = Meeting(store, address, start.nonce, deployment.connect_timeout)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, cast
 
 import msgspec
 
+from shardline.kernels.tensors import InputForm
 from shardline.weights import formats
-from shardline.weights.rows import InputForm
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
+    from shardline.kernels.contract import Kernels
+    from shardline.kernels.tensors import LinearInput
     from shardline.weights.grouped import GroupedWeight
-    from shardline.weights.rows import LinearInput
 
 Role = Literal["layer", "expert", "lm_head"]
 """What a weight is for; a format may hold weights of different roles in different ways."""

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
+
+from shardline.kernels.tensors import GROUP_SIZE, LinearInput, QuantizedRows
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
-
-GROUP_SIZE = 32
-"""Neighbours along K that share a scale in int4; quantized rows are padded to whole groups."""
-
-
-class QuantizedRows(NamedTuple):
-    """Rows x [M, K] as `scales * values`, with one scale per row."""
-
-    values: Tensor
-    """[M, K padded with zeros to whole groups] int8, within [-127, 127]."""
-    scales: Tensor
-    """[M] float32; NaN for a row that is not finite."""
-    sums: Tensor
-    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's. Empty, [M, 0], if the
-    products read signed weights and need no sums."""
-    in_features: int
-    """K"""
-    dtype: torch.dtype
-    """The dtype of x."""
-
-
-LinearInput: TypeAlias = "Tensor | QuantizedRows"
-"""Rows of activations, as a product reads them."""
-
-InputForm = Literal["tensor", "quantized"]
-"""The form that a product reads best: unquantized rows, or `QuantizedRows`."""
+    from shardline.kernels.contract import Kernels
 
 
 def quantize_rows(kernels: Kernels, x: LinearInput) -> QuantizedRows:
@@ -63,15 +38,3 @@ def quantize_rows_reference(x: Tensor) -> QuantizedRows:
     sums[:, 0], sums[:, 1:] = group_sums.sum(1), group_sums
     scales = (magnitude / 127).masked_fill(is_zero, 0.0).masked_fill(~is_finite, float("nan"))
     return QuantizedRows(values, scales[:, 0], sums, x.shape[1], x.dtype)
-
-
-def as_tensor(x: LinearInput) -> Tensor:
-    """x, for a product that reads only tensors."""
-    assert not isinstance(x, QuantizedRows)
-    return x
-
-
-def check_features(features: int, expected: int) -> None:
-    """Raise ValueError if rows have another number of features than a weight."""
-    if features != expected:
-        raise ValueError(f"x has {features} features, the weight takes {expected}")

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from shardline.kernels.tensors import InputForm, check_features
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
-from shardline.weights.rows import InputForm, check_features, quantize_rows
+from shardline.weights.rows import quantize_rows
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
-    from shardline.weights.rows import LinearInput
+    from shardline.kernels.contract import Kernels
+    from shardline.kernels.tensors import LinearInput
 
 
 class ScaledKernels(NamedTuple):

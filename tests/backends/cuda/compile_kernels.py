@@ -26,12 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from shardline.runtime.backends.cuda.kernels import attention as attention_kernels
-from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_columns
-from shardline.runtime.backends.cuda.kernels.gemm import Tile
-from shardline.runtime.backends.cuda.kernels.linear import add_linear, launch_linear, runs_of_row
-from shardline.runtime.backends.cuda.kernels.qkv_linear import qkv_linear
-from shardline.runtime.backends.cuda.rows import UnnormedRows
+from shardline.kernels.cuda.rows import UnnormedRows
+from shardline.kernels.cuda.triton import attention as attention_kernels
+from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
+from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
+from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
 from shardline.weights.formats.fp8 import Fp8Linear
 from tests.backends.cuda.helpers import KERNELS
 

@@ -16,7 +16,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from shardline.runtime.backends.host import backend as host_backend
+from shardline.runtime.machines.host import machine as host_backend
 from tests.backends.cuda.helpers import InterpretedBackend
 
 

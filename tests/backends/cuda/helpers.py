@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Forward, Kernels, LoadedProducts, Replay, StepSizes
-from shardline.runtime.backends.cuda.backend import CudaBackend, NoReplay
-from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.contract import Kernels, LoadedProducts
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.runtime.machines.base import Forward, Replay, StepSizes
+from shardline.runtime.machines.cuda.machine import CudaBackend, NoReplay
 from shardline.weights.base import PackedExperts, weight_format
 
 CPU = torch.device("cpu")

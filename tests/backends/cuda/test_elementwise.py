@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.kernels.pages import tokens_of
 from shardline.runtime.ops.activation import activation_reference, gated_activation_reference
 from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
-from shardline.runtime.ops.attention.pages import tokens_of
 from shardline.runtime.ops.attention.rope import apply_rope_reference, rotary_table
 from shardline.runtime.ops.norm import layer_norm_reference, rms_norm_reference
 from shardline.runtime.ops.sampling.softcap import softcap_reference

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline.kernels.cuda.triton.experts import sort_slots
 from shardline.models.spec import Routing
-from shardline.runtime.backends.cuda.kernels.experts import sort_slots
 from shardline.runtime.ops.moe import exchange, experts
 from shardline.runtime.ops.moe.experts import expert_down_reference, slot_products_reference
 from shardline.runtime.ops.moe.routing import route_experts_reference

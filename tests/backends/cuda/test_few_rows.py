@@ -10,10 +10,10 @@ from benchmarks.gpu.checks import TOLERANCE
 from benchmarks.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
+from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
 from shardline.models.spec import Rope
-from shardline.runtime.backends.cuda import fused_ops
-from shardline.runtime.backends.cuda.fused_ops import add_linear, qkv_linear, unnormed_linear
-from shardline.runtime.backends.cuda.rows import AddedRows, HeadNorms, UnnormedRows
+from shardline.runtime.machines.cuda import fused_layers as fused_ops
+from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
 from shardline.runtime.ops import norm
 from shardline.runtime.ops.activation import ActivationName, gated_activation
 from shardline.runtime.ops.attention import kv_cache

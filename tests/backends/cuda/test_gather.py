@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardline.runtime.backends.cuda import symmetric as symmetric_module
-from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_columns
-from shardline.runtime.backends.cuda.symmetric import SymmetricGather
+from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
+from shardline.runtime.machines.cuda import symmetric as symmetric_module
+from shardline.runtime.machines.cuda.symmetric import SymmetricGather
 from shardline.runtime.parallel import distributed
 from shardline.runtime.parallel.groups import RankGroups, make_single_rank_groups
 from shardline.runtime.parallel.host_memory import HostCollectives

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.kernels.gemm import Tile
-from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.linear import launch_linear
 from tests.backends.cuda.helpers import KERNELS, linear_reference
 from tests.ops.helpers import assert_close, assert_same_bits, randn
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.backends.cuda.kernels.quantize import quantize_rows_fp8
+from shardline.kernels.cuda.triton.quantize import quantize_rows_fp8
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.weights.formats.fp8 import Format, quantize_rows_fp8_reference

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.backends.cuda.kernels.gemm import Tile
-from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16 as launch
-from shardline.runtime.backends.cuda.w4a16 import W4A16Linear
+from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.linear_w4a16 import linear_w4a16 as launch
+from shardline.kernels.cuda.w4a16 import W4A16Linear
 from shardline.weights.base import PackedLinear
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import StepSizes
-from shardline.runtime.backends.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.backends.cuda.measuring import graph_bytes, measure_step
+from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
+from shardline.runtime.machines.cuda.measuring import graph_bytes, measure_step
 from shardline.runtime.step import StepInput
 
 TOTAL, CONTEXT, WEIGHTS, DRIVER_PER_GRAPH = 10**6, 1000, 40_000, 77

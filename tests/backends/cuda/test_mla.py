@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.cuda.kernels import attention as launchers
-from shardline.runtime.ops.attention.kv_cache import QuantizedLatents, write_latent_reference
+from shardline.kernels.cuda.triton import attention as launchers
+from shardline.kernels.tensors import QuantizedLatents
+from shardline.runtime.ops.attention.kv_cache import write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.linear_heads import linear_heads_reference
 from tests.backends.cuda.helpers import KERNELS

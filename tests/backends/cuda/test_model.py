@@ -15,14 +15,15 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.kernels.contract import Kernels
+from shardline.kernels.cuda.w4a16 import W4A16Linear
+from shardline.kernels.host.kernels import HostKernels
 from shardline.models.sizes import weight_bytes
-from shardline.runtime.backends.base import Backend, Kernels, StepSizes
-from shardline.runtime.backends.cuda.graphs import PaddedStep
-from shardline.runtime.backends.cuda.transfers import DeviceCounters, Uploader
-from shardline.runtime.backends.cuda.w4a16 import W4A16Linear
-from shardline.runtime.backends.host.backend import HostBackend
-from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.layers import attention, mla
+from shardline.runtime.machines.base import Backend, StepSizes
+from shardline.runtime.machines.cuda.graphs import PaddedStep
+from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
+from shardline.runtime.machines.host.machine import HostBackend
 from shardline.runtime.ops.activation import ActivationName, gated_activation_reference
 from shardline.runtime.ops.attention.kv_cache import write_kv_reference, write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention_reference

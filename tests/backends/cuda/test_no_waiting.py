@@ -17,10 +17,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.uni import UniExecutor
+from shardline.kernels.contract import LoadedProducts
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
-from shardline.runtime.backends.base import LoadedProducts
-from shardline.runtime.backends.cuda.backend import CudaBackend
-from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
+from shardline.runtime.machines.cuda.graphs import GraphReplay, Recording
+from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline import _cpu
-from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.kernels.host.memory import streamed_empty
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1 << 20, 3), (7, 1 << 18, 2)])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.host.panels import panel_shape
+from shardline.kernels.host.panels import panel_shape
 from shardline.weights.base import weight_format
 from shardline.weights.formats import int4, int8, plain
 from shardline.weights.formats.int8 import int8_weight_reference

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.base import StepSizes
-from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.weights.formats.plain import Format

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.runtime.backends.host.memory import streamed_empty
-from shardline.runtime.backends.host.reserve import Reserve, weight_reserve
-from shardline.runtime.loader.mapped_memory import HUGE_PAGE, map_memory
+from shardline.kernels.host.memory import HUGE_PAGE, Reserve, map_memory, streamed_empty, weight_reserve
 
+HUGE_PAGE = 2 << 20
 SIZE = 32 * HUGE_PAGE
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
-from shardline.runtime.backends.base import StepSizes
-from shardline.runtime.backends.host.step_inputs import StepLayout
+from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.host.step_inputs import StepLayout
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
 from shardline.sampling_params import SamplingParams

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.attention.kv_cache import (
-    LatentCache,
-    QuantizedLatents,
-    write_latent,
-    write_latent_reference,
-)
+from shardline.kernels.pages import tokens_of
+from shardline.kernels.tensors import LatentCache, QuantizedLatents
+from shardline.runtime.ops.attention.kv_cache import write_latent, write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention, mla_attention_reference
-from shardline.runtime.ops.attention.pages import tokens_of
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16

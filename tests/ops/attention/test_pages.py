@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardline.runtime.ops.attention.pages import PageKind, PageOrder, pages_of, tokens_of
+from shardline.kernels.pages import PageKind, PageOrder, pages_of, tokens_of
 
 
 def place_of(kind: PageKind, order: PageOrder, dim: int, token: int, element: int) -> int:

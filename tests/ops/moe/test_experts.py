@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.exchange import (
     combine_slots,

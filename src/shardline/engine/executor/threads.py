@@ -42,7 +42,7 @@ class ThreadExecutor(Executor):
         self._load: list[ExpertLoadBoard] = []
 
     def start(self) -> list[RankReport]:
-        from shardline.runtime.backends.host.torch_detector import resolve_operators
+        from shardline.runtime.machines.host.replay import resolve_operators
         from shardline.runtime.parallel.rendezvous import LocalStore, Meeting
 
         resolve_operators()
@@ -84,7 +84,7 @@ class ThreadExecutor(Executor):
         meeting: Meeting,
         steps: queue.SimpleQueue[RankStep | None],
     ) -> None:
-        from shardline.runtime.backends import open_backend
+        from shardline.runtime.machines import open_backend
         from shardline.runtime.parallel.groups import connect_host_memory
         from shardline.runtime.worker import Worker
 

@@ -13,7 +13,7 @@ from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
-from shardline.runtime.backends import open_backend, reserve_memory
+from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.spec import GQA, KVDType, QueryScale, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
@@ -17,7 +18,6 @@ from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries
-from shardline.weights.rows import InputForm, LinearInput
 
 
 class RotaryTables:

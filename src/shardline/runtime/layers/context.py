@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardline.kernels.contract import ComputeDevice, Kernels, LoadedProducts
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parameters import is_kept_in_float32, kind_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.backends.base import Backend, Kernels, LoadedProducts
 from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
@@ -30,7 +30,7 @@ class StageContext:
 
     spec: DecoderSpec
     kv_groups: tuple[KVGroup, ...]
-    backend: Backend
+    backend: ComputeDevice
     group: Collectives
     expert_group: Collectives
     """The ranks over which whole experts are distributed; see RankGroups."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.activation import ActivationName
-from shardline.weights.rows import InputForm, LinearInput
 
 
 class ColumnLinear:

@@ -12,19 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, QuantizedLatents
 from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.spec import MLA, KVDType
 from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
-from shardline.runtime.ops.attention.kv_cache import LatentCache, QuantizedLatents, write_latent
+from shardline.runtime.ops.attention.kv_cache import write_latent
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.attention.rope import apply_rope
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries
-from shardline.weights.rows import InputForm, LinearInput
 
 
 class LatentAttentionLayer:

@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.partition import split_dim
 from shardline.models.spec import Dense, MoE, Norm
 from shardline.runtime.layers.context import LayerLoader
@@ -28,7 +29,6 @@ from shardline.runtime.ops.moe.routing import route_experts
 from shardline.runtime.ops.scale import scale_rows
 from shardline.weights.base import PackedExperts
 from shardline.weights.formats import plain
-from shardline.weights.rows import InputForm, LinearInput
 
 
 class Routed(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.spec import Norm
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardline.runtime.ops.scale import scale_rows
-from shardline.weights.rows import InputForm, LinearInput
 
 _NO_OFFSET = 1e-30
 """An offset that changes no weight. Kernels round an RMSNorm's quotient first only if the offset is zero."""

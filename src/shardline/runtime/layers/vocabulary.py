@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
 from shardline.runtime.ops.scale import scale_rows
-from shardline.weights.rows import InputForm, LinearInput
 
 
 class TokenEmbedding:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardline.checkpoints.gguf.header import BLOCK_TYPES, BlockType
-from shardline.runtime.backends import unpack_blocks
+from shardline.kernels.unpack import unpack_blocks
 from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

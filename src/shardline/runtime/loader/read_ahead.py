@@ -15,9 +15,9 @@ from shardline.checkpoints.checkpoint import Checkpoint
 from shardline.checkpoints.gguf.checkpoint import SPLIT_LATENT_KEYS, GGUFCheckpoint
 from shardline.checkpoints.lookup import family
 from shardline.deployment.deployment import Deployment
+from shardline.kernels.page_cache import CHUNK, fetch
 from shardline.models.parameters import expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.loader.page_cache import CHUNK, fetch
 
 _LEAD = 2 << 30
 """Bytes that may be read and not yet copied. More of them could push each other out of a small memory."""

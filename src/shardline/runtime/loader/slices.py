@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardline.kernels.memory import mapped_empty
 from shardline.models.partition import Span
-from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.weights.grouped import GroupedWeight, StoredRows, TwoLevels
 
 _SLICE_ELEMENTS = 1 << 22

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardline.kernels.unpack import unpack_words
 from shardline.models.partition import Span
 from shardline.models.stored_layout import FLAT_NESTED_BLOCK, BlockLayout, Codes, Scales, StoredModule
-from shardline.runtime.backends import unpack_words
 from shardline.weights.grouped import GroupedWeight
 
 ReadTensor = Callable[[str], Tensor | None]

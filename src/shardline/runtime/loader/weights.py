@@ -9,20 +9,20 @@ from typing import Protocol
 
 import torch
 
-from shardline.checkpoints.checkpoint import Checkpoint, TensorEntry
+from shardline.checkpoints.checkpoint import Checkpoint
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import family
 from shardline.deployment.deployment import Deployment
+from shardline.kernels.memory import mapped_empty
+from shardline.kernels.page_cache import copy_rows, map_part
 from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
-from shardline.models.stored_layout import StoredModule
+from shardline.models.stored_layout import StoredModule, TensorEntry
 from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.gguf import GGUFWeights
-from shardline.runtime.loader.mapped_memory import mapped_empty
-from shardline.runtime.loader.page_cache import copy_rows, map_part
 from shardline.runtime.loader.slices import read_in_slices
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored, read_zeros
 from shardline.weights.grouped import GroupedWeight

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"]
 """gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh. For clamped_swish see

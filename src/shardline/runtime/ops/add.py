@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 
 def add(kernels: Kernels, x: Tensor, y: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
-from shardline.weights.rows import QuantizedRows
+from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import QuantizedRows
 
 
 def rms_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:

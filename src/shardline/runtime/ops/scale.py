@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 
 def scale_rows(kernels: Kernels, x: Tensor, factors: Tensor, positions: Tensor | None = None) -> Tensor:

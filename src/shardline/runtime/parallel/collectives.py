@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
-from shardline.weights.rows import QuantizedRows, quantize_rows
+from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import QuantizedRows
+from shardline.weights.rows import quantize_rows
 
 
 class Collectives(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shardline.config.topology import RankGrid
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 from shardline.runtime.parallel.collectives import Collectives, SmallGather, StageLink
 from shardline.segment.progress import ProgressLine
 

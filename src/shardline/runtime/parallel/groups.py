@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +11,17 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shardline.config.topology import RankGrid, RankPlace
-from shardline.runtime.backends.base import Backend, Kernels
-from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
+from shardline.kernels.contract import ComputeDevice, Kernels
+from shardline.runtime.parallel.collectives import Collectives, SingleRank, SmallGather, StageLink
 from shardline.runtime.parallel.exchange import Mailbox, SharedGroup, SocketGroup, SocketLink
 from shardline.runtime.parallel.host_memory import HostCollectives, HostLink
 from shardline.runtime.parallel.rendezvous import Meeting, connect_ranks
 from shardline.segment.expert_load import Counts
 from shardline.segment.layout import SegmentLayout
 from shardline.segment.progress import ProgressBoard, ProgressLine
+
+MakeSmallGather = Callable[[object, float], "SmallGather | None"]
+"""A torch.distributed group and a time-out in seconds -> what gathers few bytes in it; see `Backend`."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _peer_name(grid: RankGrid, connection: socket.socket | None, peer: int) -> s
 
 
 def connect_distributed(
-    backend: Backend,
+    backend: ComputeDevice,
     transport: str,
     store: Store,
     segment: memoryview,
@@ -127,10 +131,11 @@ def connect_distributed(
     rank: int,
     timeout: float,
     *,
-    tries_symmetric_memory: bool = False,
+    make_small_gather: MakeSmallGather | None = None,
 ) -> RankGroups:
     """Groups over torch.distributed (`transport` "nccl": between GPUs, "gloo": through host memory). Ranks find each
     other in `store`. The segment only carries the progress board, the expert load and a shared KV pool.
+    `make_small_gather`: see `Backend`; None: torch.distributed gathers everything.
 
     Raises:
         TimeoutError, ConnectionError: ranks are missing.
@@ -152,7 +157,7 @@ def connect_distributed(
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
         group = rank_group(transport, peers_of, rank, timeout)
-        small_gather = backend.make_small_gather(group, timeout) if tries_symmetric_memory else None
+        small_gather = None if make_small_gather is None else make_small_gather(group, timeout)
         kernels, is_capturable = backend.kernels, transport == "nccl"
         return DistributedCollectives(kernels, group, transit, progress, small_gather, is_capturable=is_capturable)
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import QuantizedRows
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.exchange import Group, Mailbox, SocketLink
 from shardline.segment.progress import ProgressLine
-from shardline.weights.rows import QuantizedRows
 
 
 class HostCollectives(Collectives):

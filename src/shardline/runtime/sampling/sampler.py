@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.kernels.contract import Kernels
 from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult
 from shardline.models.partition import Span
-from shardline.runtime.backends.base import Kernels
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
 from shardline.runtime.ops.sampling.mask import TokenMasks, mask_tokens_
 from shardline.runtime.ops.sampling.penalties import penalize_

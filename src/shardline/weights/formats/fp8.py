@@ -6,16 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+from shardline.kernels.tensors import as_tensor, check_features
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import int8
-from shardline.weights.rows import as_tensor, check_features
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
-    from shardline.weights.rows import LinearInput
+    from shardline.kernels.contract import Kernels
+    from shardline.kernels.tensors import LinearInput
 
 LARGEST = 448.0
 """The largest float8_e4m3fn number."""

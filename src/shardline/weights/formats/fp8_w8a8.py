@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
+    from shardline.kernels.contract import Kernels
     from shardline.weights.formats.fp8 import Fp8Kernels
 
 

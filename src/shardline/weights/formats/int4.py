@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, cast
 
+from shardline.kernels.tensors import GROUP_SIZE
 from shardline.weights.base import Role
 from shardline.weights.formats import int8
-from shardline.weights.rows import GROUP_SIZE, quantize_rows_reference
+from shardline.weights.rows import quantize_rows_reference
 from shardline.weights.scaled import ScaledFormat, ScaledKernels
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
+    from shardline.kernels.contract import Kernels
 
 
 class Int4Kernels(Protocol):

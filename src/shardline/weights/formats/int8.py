@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+from shardline.kernels.tensors import QuantizedRows
 from shardline.weights.base import GroupScales, PackedExperts, Role
-from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
+from shardline.weights.rows import quantize_rows, quantize_rows_reference
 from shardline.weights.scaled import ScaledFormat, ScaledGatedLinear, ScaledKernels, ScaledLinear, ScaledWeight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
+    from shardline.kernels.contract import Kernels
+    from shardline.kernels.tensors import LinearInput
     from shardline.weights.grouped import GroupedWeight
-    from shardline.weights.rows import LinearInput
 
 
 class Int8Kernels(Protocol):

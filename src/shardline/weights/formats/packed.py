@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
+    from shardline.kernels.contract import Kernels
 
 
 class GroupedKernels(Protocol):

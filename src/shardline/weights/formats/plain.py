@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardline.kernels.tensors import as_tensor, check_features
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
-from shardline.weights.rows import as_tensor, check_features
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardline.runtime.backends.base import Kernels
-    from shardline.weights.rows import LinearInput
+    from shardline.kernels.contract import Kernels
+    from shardline.kernels.tensors import LinearInput
 
 
 @dataclass(frozen=True)

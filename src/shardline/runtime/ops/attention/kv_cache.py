@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import LatentCache, QuantizedLatents
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 
 
@@ -89,24 +88,6 @@ def write_kv_reference(
             cache.view(torch.uint8)[place] = rows.to(cache.dtype).view(torch.uint8)
         else:
             cache[place] = rows.to(cache.dtype)
-
-
-class QuantizedLatents(NamedTuple):
-    """A cache of latents with one byte per element; the rotated part of the keys stays in bf16."""
-
-    values: Tensor
-    """[num_blocks, block_size, R], int8 or float8_e4m3fn."""
-    rope_keys: Tensor
-    """[num_blocks, block_size, P] bfloat16."""
-    scales: Tensor
-    """[num_blocks, block_size] float32: the scales of the values."""
-
-    def dequantized(self) -> Tensor:
-        """The dequantized cache, float32 [num_blocks, block_size, R + P]."""
-        return torch.cat([self.values.float() * self.scales[..., None], self.rope_keys.float()], dim=-1)
-
-
-LatentCache = Tensor | QuantizedLatents
 
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:

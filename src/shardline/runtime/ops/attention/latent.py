@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
-from shardline.runtime.ops.attention.kv_cache import LatentCache, QuantizedLatents
+from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import LatentCache, QuantizedLatents
 
 
 def mla_attention(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 from shardline.weights.base import PackedExperts
 
 

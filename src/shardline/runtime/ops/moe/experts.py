@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 from shardline.runtime.ops.activation import ActivationName, activation_reference, gated_activation_reference
 from shardline.weights.base import PackedExperts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.kernels.contract import Kernels
 from shardline.models.spec import Routing
-from shardline.runtime.backends.base import Kernels
 
 
 def route_experts(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 
 class Logprobs(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Kernels
+from shardline.kernels.contract import Kernels
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""

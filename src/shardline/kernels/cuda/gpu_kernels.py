@@ -1,0 +1,107 @@
+"""All kernels of the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.kernels.cuda.activations import empty_rows
+from shardline.kernels.cuda.triton import (
+    activation,
+    add,
+    attention,
+    expert_exchange,
+    experts,
+    kv_cache,
+    linear,
+    logprobs,
+    mask,
+    norm,
+    penalties,
+    quantize,
+    rope,
+    routing,
+    sampling,
+    softcap,
+)
+from shardline.kernels.cuda.weights import RowKernels
+from shardline.kernels.host.kernels import HostKernels
+from shardline.kernels.pages import PageOrder
+from shardline.kernels.tensors import GROUP_SIZE, LatentCache, QuantizedRows
+
+
+class CudaKernels(RowKernels):
+    """See `base.Kernels`."""
+
+    quantize_rows = staticmethod(quantize.quantize_rows)
+    rms_norm = staticmethod(norm.rms_norm)
+    layer_norm = staticmethod(norm.layer_norm)
+    add = staticmethod(add.add)
+    apply_rope = staticmethod(rope.apply_rope)
+    activation = staticmethod(activation.activation)
+    write_kv = staticmethod(kv_cache.write_kv)
+    rope_and_write_kv = staticmethod(rope.rope_and_write_kv)
+    paged_attention = staticmethod(attention.paged_attention)
+    linear_heads = staticmethod(linear.linear_heads)
+    route_experts = staticmethod(routing.route_experts)
+    expert_up = staticmethod(experts.expert_up)
+    expert_down = staticmethod(experts.expert_down)
+    pack_dispatch = staticmethod(expert_exchange.pack_dispatch)
+    expert_slots = staticmethod(expert_exchange.expert_slots)
+    combine_slots = staticmethod(expert_exchange.combine_slots)
+    softcap = staticmethod(softcap.softcap)
+    greedy_argmax = staticmethod(sampling.greedy_argmax)
+    penalize = staticmethod(penalties.penalize)
+    mask_tokens = staticmethod(mask.mask_tokens)
+    logprobs = staticmethod(logprobs.logprobs)
+    sample = staticmethod(sampling.sample)
+
+    @staticmethod
+    def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None:
+        raise AssertionError("models.gpu_refusal refuses such models")
+
+    def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        """torch's allocator keeps the memory between steps, and for a captured graph."""
+        return empty_rows(self.device, dtype, *sizes)
+
+    def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype) -> QuantizedRows:
+        width = -(-in_features // GROUP_SIZE) * GROUP_SIZE
+        return QuantizedRows(
+            self.activation_empty(torch.int8, num_rows, width),
+            self.activation_empty(torch.float32, num_rows),
+            self.activation_empty(torch.int32, num_rows, 0),
+            in_features,
+            dtype,
+        )
+
+    @staticmethod
+    def page_order(dtype: torch.dtype) -> PageOrder:
+        return "tokens"
+
+    @staticmethod
+    def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+        if isinstance(cache, Tensor):
+            kv_cache.write_latent(latent, rope_key, cache, slots)
+        else:
+            kv_cache.write_quantized_latent(latent, rope_key, *cache, slots)
+
+    @staticmethod
+    def mla_attention(
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: LatentCache,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+    ) -> None:
+        index = (block_tables, query_starts, context_lens)
+        if isinstance(cache, Tensor):
+            attention.mla_attention(query_latent, query_rope, cache, *index, out, scale)
+        else:
+            attention.quantized_mla_attention(query_latent, query_rope, *cache, *index, out, scale)
+
+    @staticmethod
+    def count_exchanged(ids: Tensor, token_bounds: list[int], expert_bounds: Tensor) -> tuple[Tensor, Tensor]:
+        return HostKernels.count_exchanged(ids.cpu(), token_bounds, expert_bounds)

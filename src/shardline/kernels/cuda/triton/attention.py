@@ -1,0 +1,235 @@
+"""Causal attention over a paged cache on the GPU: prefill, chunked prefill and decode in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from shardline.kernels.cuda.triton.attention_kernel import attention_kernel, merge_kernel
+from shardline.kernels.cuda.triton.launch import EXACT
+
+SPLIT_KEYS = 512
+_LOG2_E = 1.4426950408889634
+_ENOUGH_PROGRAMS = 264
+"""Two programs for each of an H200's 132 multiprocessors. With fewer programs, each split gets its own program."""
+_PART_COLUMNS = 256
+"""Columns of an output that one program computes. Several programs share a wider output, and each computes the scores.
+This limit lets a program keep its split's output and the merged output of earlier splits in registers."""
+
+
+_Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Keys, values, the scales of both, and for MLA the rotated parts of queries and keys."""
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
+    *,
+    spread_splits: bool | None = None,
+) -> None:
+    """As `ops.attention.paged.paged_attention`, into out [T, Hq, Dv]; every sequence has at least one query token.
+
+    A sequence of context length 0 (padding of a captured batch) gets zeros. Block tables should be no wider than the
+    step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
+    split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
+    """
+    assert sinks is None, "models.gpu_refusal refuses such models"
+    assert not chunked, "models.gpu_refusal refuses such models"
+    value_dim = value_cache.shape[3]
+    one_token = query.shape[0] == context_lens.shape[0]
+    block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
+    _launch(
+        query,
+        (key_cache, value_cache, key_scales, value_scales, None, None),
+        (block_tables, query_starts, context_lens),
+        out,
+        scale,
+        window,
+        softcap,
+        spread_splits,
+        num_kv_heads=key_cache.shape[1],
+        block_size=key_cache.shape[2],
+        BLOCK_ROWS=block_rows,
+        BLOCK_KEYS=64 if query.element_size() == 2 else 32,
+        KEY_STRIDE=key_cache.shape[3],
+        VALUE_STRIDE=value_dim,
+        KEY_ROPE_STRIDE=0,
+        num_warps=num_warps,
+        num_stages=3 if value_dim <= 128 else 2,
+    )
+
+
+def mla_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    *,
+    spread_splits: bool | None = None,
+) -> None:
+    """As `ops.attention.latent.mla_attention`, into out [T, H, R]; otherwise as in `paged_attention`."""
+    rank, width = query_latent.shape[2], cache.shape[2]
+    caches = (cache, cache, None, None, query_rope, cache[..., rank:])
+    index = (block_tables, query_starts, context_lens)
+    _launch_mla(query_latent, caches, index, out, scale, spread_splits, KEY_STRIDE=width, KEY_ROPE_STRIDE=width)
+
+
+def quantized_mla_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    values: Tensor,
+    rope_keys: Tensor,
+    scales: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    *,
+    spread_splits: bool | None = None,
+) -> None:
+    """As `mla_attention`, over the parts of QuantizedLatents."""
+    caches = (values, values, scales, scales, query_rope, rope_keys)
+    strides = {"KEY_STRIDE": values.shape[2], "KEY_ROPE_STRIDE": rope_keys.shape[2]}
+    _launch_mla(query_latent, caches, (block_tables, query_starts, context_lens), out, scale, spread_splits, **strides)
+
+
+def _launch_mla(
+    query: Tensor,
+    caches: _Caches,
+    index: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    scale: float,
+    spread_splits: bool | None,
+    **strides: int,
+) -> None:
+    is_bf16 = query.element_size() == 2
+    _launch(
+        query,
+        caches,
+        index,
+        out,
+        scale,
+        None,
+        None,
+        spread_splits,
+        num_kv_heads=1,
+        block_size=caches[0].shape[1],
+        BLOCK_ROWS=64 if is_bf16 else 16,
+        BLOCK_KEYS=32,
+        VALUE_STRIDE=strides["KEY_STRIDE"],
+        num_warps=8 if is_bf16 else 4,
+        num_stages=2,
+        **strides,
+    )
+
+
+def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(rows of a tile, its warps). In bf16 a tile has at least 64 rows, so that tiles of all heights use the same
+    instructions."""
+    if dtype == torch.float32:
+        return 16, 4
+    if one_token or value_dim > 128:
+        return 64, 4 if value_dim <= 128 else 8
+    return 128, 8
+
+
+def _launch(
+    query: Tensor,
+    caches: _Caches,
+    index: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    spread_splits: bool | None,
+    *,
+    num_kv_heads: int,
+    block_size: int,
+    **options: Any,
+) -> None:
+    num_tokens, num_heads, key_dim = query.shape
+    block_tables, query_starts, context_lens = index
+    value_dim, num_seqs, rope = out.shape[2], context_lens.shape[0], caches[4]
+    if num_tokens == 0:
+        return
+    group, block_rows = num_heads // num_kv_heads, options["BLOCK_ROWS"]
+    one_token = num_tokens == num_seqs
+    value_columns = min(_PART_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
+    value_parts = triton.cdiv(value_dim, value_columns)
+    num_tiles = num_seqs * triton.cdiv(group, block_rows) if one_token else num_tokens * group // block_rows + num_seqs
+    num_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT_KEYS)
+    if spread_splits is None:
+        spread_splits = num_splits > 1 and num_tiles * num_kv_heads * value_parts < _ENOUGH_PROGRAMS
+    target, sums = out, None
+    if spread_splits:
+        target = torch.empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32, device=query.device)
+        sums = torch.empty(num_splits, num_tokens, num_heads, 2, dtype=torch.float32, device=query.device)
+    shared = {"SPLIT": SPLIT_KEYS, "ONE_TOKEN": one_token, "HAS_WINDOW": window is not None, "VALUE_DIM": value_dim}
+    attention_kernel[(num_tiles, num_kv_heads * value_parts, num_splits if spread_splits else 1)](
+        query,
+        *caches,
+        *index,
+        target,
+        sums,
+        query.stride(0),
+        0 if rope is None else rope.stride(0),
+        0 if rope is None else rope.stride(1),
+        block_tables.stride(0),
+        num_seqs,
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        GROUP=group,
+        KEY_DIM=key_dim,
+        ROPE_DIM=0 if rope is None else rope.shape[2],
+        BLOCK_SIZE=block_size,
+        SPREAD=spread_splits,
+        HAS_SOFTCAP=softcap is not None,
+        KEY_COLUMNS=max(16, triton.next_power_of_2(key_dim)),
+        ROPE_COLUMNS=16 if rope is None else max(16, triton.next_power_of_2(rope.shape[2])),
+        VALUE_COLUMNS=value_columns,
+        VALUE_PARTS=value_parts,
+        LOG2_E=_LOG2_E,
+        **shared,
+        **options,
+        **EXACT,
+    )
+    if spread_splits:
+        merge_kernel[(num_tokens, num_heads)](
+            target,
+            sums,
+            out,
+            query_starts,
+            context_lens,
+            num_seqs,
+            num_tokens,
+            num_heads,
+            window or 0,
+            VALUE_COLUMNS=triton.next_power_of_2(value_dim),
+            num_warps=2,
+            **shared,
+            **EXACT,
+        )

@@ -1,0 +1,314 @@
+"""Code shared by all matrix products on the GPU: tiles, and the sum over K.
+
+Every output element is a chain of additions over K in order, never split, so it does not depend on the rows and columns
+beside it. In floating point, the chain adds tensor-core products (16 elements of K in bf16, single elements in fp32) in
+one fp32 accumulator. Tiles have at least 64 rows, so that on Hopper all of them use the same instruction, wgmma
+m64nNk16. Sums of bytes are exact in int32, in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardline.kernels.cuda.triton.activation import activate
+from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.norm import weighted
+
+_BLOCK_K = {1: 128, 2: 128, 4: 32}
+"""Columns of K that a program loads at once, by bytes per element; it does not depend on M."""
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the output that a program computes, and how it is pipelined."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
+    """The tile of a product. With few rows, time goes into reading the weight, so narrow tiles let every multiprocessor
+    read. Many rows reuse the weight, so tiles are wide."""
+    if dtype == torch.float32:
+        return Tile(64, 64, 4, 2)
+    more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
+    if num_rows <= 64:
+        return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4 + more)
+    if num_rows <= 256:
+        return Tile(64, 64, 4, 4 + more) if num_columns <= 8192 else Tile(128, 64, 8, 4 + more)
+    return Tile(128, 128, 8, 3 + more)
+
+
+def tile_of_pairs(dtype: torch.dtype) -> Tile:
+    """The tile of `pair_of_products`, for few rows. It holds two tiles of the weight and one of x, and is narrow enough
+    that two programs fit on a multiprocessor."""
+    return Tile(64, 32, 4, 2 if dtype == torch.float32 else 3)
+
+
+def gemm_options(x: Tensor, weight: Tensor, tile: Tile) -> dict[str, Any]:
+    """Constants of a launch, for rows x [.., K] and a weight in a layout that `product` supports."""
+    block_k = _BLOCK_K[x.element_size()]
+    return {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": block_k,
+        "IS_WHOLE_K": x.shape[-1] % (64 if weight.dtype == torch.uint8 else block_k) == 0,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **EXACT,
+    }
+
+
+@triton.jit
+def tile_of_program(program, row_tiles, column_tiles):
+    """(row tile, column tile): programs that run together share up to 8 row tiles, so that weights stay in L2."""
+    band = program // (8 * column_tiles)
+    band_rows = min(row_tiles - 8 * band, 8)
+    place = program - 8 * column_tiles * band
+    return 8 * band + place % band_rows, place // band_rows
+
+
+@triton.jit
+def gated_product(
+    x_ptr,
+    row_scales_ptr,
+    weight_ptr,
+    column_scales_ptr,
+    bias_ptr,
+    stored: tl.constexpr,
+    row,
+    row_inside,
+    column,
+    num_columns,
+    depth,
+    x_stride,
+    GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+    inverse=None,
+    norm_ptr=None,
+    OFFSET: tl.constexpr = 0.0,
+):
+    """`product` plus bias, in fp32. If `GATE` names an activation, the weight has the gate's rows first, then as many
+    rows of up. Both products are rounded to `stored` and then gated as in `activation`.
+    """
+    weight_columns = num_columns if GATE is None else 2 * num_columns
+    if GATE is not None and norm_ptr is not None:
+        gate, total = pair_of_products(
+            x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+        )  # fmt: skip
+        gate = with_bias(gate, bias_ptr, column, num_columns)
+        total = with_bias(total, bias_ptr, column + num_columns, weight_columns)
+        total = _gated(gate, total, GATE, stored)
+    else:
+        total = product(
+            x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
+            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+        )  # fmt: skip
+        total = with_bias(total, bias_ptr, column, num_columns)
+        if GATE is not None:  # one after the other, because tiles of many rows have no room for both
+            gate = total
+            column += num_columns
+            total = product(
+                x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
+                x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+            )  # fmt: skip
+            total = _gated(gate, with_bias(total, bias_ptr, column, weight_columns), GATE, stored)
+    return total
+
+
+@triton.jit
+def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
+    """act(gate) * total in fp32; gate, total and the activation are rounded to `stored` before."""
+    return activate(gate.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32) * total.to(stored).to(tl.float32)
+
+
+@triton.jit
+def with_bias(total, bias_ptr, column, num_columns):
+    """A product plus the bias of its columns, if there is one, in fp32."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def product(
+    x_ptr,
+    row_scales_ptr,
+    weight_ptr,
+    column_scales_ptr,
+    row,
+    row_inside,
+    column,
+    num_columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+    inverse=None,
+    norm_ptr=None,
+    OFFSET: tl.constexpr = 0.0,
+):
+    """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight. The type of the weight's elements
+    decides its layout.
+
+    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, in the layout of
+    `cuda.weights.RowKernels.int4_empty`, with the same scales. Given the weight of an RMSNorm (`norm_ptr`), fp32 and
+    bf16 rows are first multiplied by `inverse` [BLOCK_M], then by that weight as in `norm.weighted`, and rounded.
+    """
+    if weight_ptr.dtype.element_ty == tl.uint8:
+        total = _int4_chain(
+            x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
+            BLOCK_M, BLOCK_N, IS_WHOLE_K,
+        )  # fmt: skip
+    else:
+        total = _chain(
+            x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+        )  # fmt: skip
+    if row_scales_ptr is not None:
+        scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
+        column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)
+        total = total.to(tl.float32) * (scale[:, None] * column_scale[None, :])
+    return total
+
+
+@triton.jit
+def _chain(
+    x_ptr,
+    weight_ptr,
+    row,
+    row_inside,
+    column,
+    num_columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+    inverse,
+    norm_ptr,
+    OFFSET: tl.constexpr,
+):
+    """The sums over K: int32 of bytes, fp32 of anything else."""
+    k = tl.arange(0, BLOCK_K)
+    inside, column_inside = row_inside[:, None], column[None, :] < num_columns
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_tile = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32)
+    for begin in range(0, depth, BLOCK_K):
+        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
+        weight = _columns(weight_tile + begin, column_inside, begin + k, depth, IS_WHOLE_K)
+        total = _link(x, weight, total, BLOCK_K)
+    return total
+
+
+@triton.jit
+def pair_of_products(
+    x_ptr,
+    weight_ptr,
+    row,
+    row_inside,
+    first_column,
+    second_column,
+    num_columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+    inverse,
+    norm_ptr,
+    OFFSET: tl.constexpr,
+):
+    """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16; x is read once."""
+    k = tl.arange(0, BLOCK_K)
+    inside = row_inside[:, None]
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    first_tile = weight_ptr + first_column.to(tl.int64)[None, :] * depth + k[:, None]
+    second_tile = weight_ptr + second_column.to(tl.int64)[None, :] * depth + k[:, None]
+    first_inside, second_inside = first_column[None, :] < num_columns, second_column[None, :] < num_columns
+    first = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, depth, BLOCK_K):
+        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
+        weight = _columns(first_tile + begin, first_inside, begin + k, depth, IS_WHOLE_K)
+        first = _link(x, weight, first, BLOCK_K)
+        weight = _columns(second_tile + begin, second_inside, begin + k, depth, IS_WHOLE_K)
+        second = _link(x, weight, second, BLOCK_K)
+    return first, second
+
+
+@triton.jit
+def _rows(x_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr, inverse, norm_ptr, OFFSET: tl.constexpr):
+    """Columns k [BLOCK_K] of the rows of x, or of their norm: [BLOCK_M, BLOCK_K]."""
+    x = tl.load(x_tile, mask=inside if IS_WHOLE_K else inside & (k[None, :] < depth), other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + k, mask=k < depth, other=0.0).to(tl.float32)
+        x = weighted(x.to(tl.float32) * inverse[:, None], norm[None, :], x.dtype, OFFSET).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _columns(weight_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr):
+    """Elements k [BLOCK_K] of columns of the weight: [BLOCK_K, BLOCK_N]."""
+    return tl.load(weight_tile, mask=inside if IS_WHOLE_K else inside & (k[:, None] < depth), other=0.0)
+
+
+@triton.jit
+def _link(x, weight, total, BLOCK_K: tl.constexpr):
+    """total + x @ weight."""
+    if weight.dtype == tl.float8e4nv:
+        # Hopper adds fp8 products with few bits, so sums of 128 elements are added in fp32.
+        total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
+    elif weight.dtype == tl.int8:
+        total = tl.dot(x, weight, total, out_dtype=tl.int32)
+    else:
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _int4_chain(
+    x_ptr,
+    weight_ptr,
+    row,
+    row_inside,
+    column,
+    num_columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+):
+    """The sums over K in int32 of x times (a value times its group's scale); the latter product is a byte."""
+    k = tl.arange(0, 32)
+    column_inside = column < num_columns
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for pair in range(tl.cdiv(depth, 64)):
+        panel = weight_ptr + 34 * pair * num_columns
+        both = tl.load(panel + 32 * column[None, :] + k[:, None], mask=column_inside[None, :], other=0x88)
+        scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.int8)) + column
+        x = tl.load(x_tile + 64 * pair, mask=row_inside[:, None], other=0)
+        scale = tl.load(scales, mask=column_inside, other=0)
+        total = tl.dot(x, ((both & 15).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
+        inside = row_inside[:, None] if IS_WHOLE_K else row_inside[:, None] & (k[None, :] < depth - 64 * pair - 32)
+        x = tl.load(x_tile + 64 * pair + 32, mask=inside, other=0)
+        scale = tl.load(scales + num_columns, mask=column_inside, other=0)
+        total = tl.dot(x, ((both >> 4).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
+    return total

@@ -1,0 +1,240 @@
+"""One token per row of logits, on the GPU: greedy, or drawn from what the filters keep. No row is sorted.
+
+One program per row passes over it in blocks. The cut-offs of top-k and top-p are found bit by bit: logits are mapped to
+integers in the same order, and each of 16 passes fixes 2 bits by counting (or weighing) the tokens at or above a
+candidate. Sums are fp64, in an order that depends only on the vocabulary's size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardline.kernels.cuda.triton.launch import EXACT
+
+_BLOCK = 2048
+_GREEDY_BELOW = 1e-5
+
+
+def greedy_argmax(logits: Tensor, ids: Tensor, values: Tensor) -> None:
+    """As `ops.sampling.sample.greedy_argmax`: logits [M, V] fp32 to ids [M] int64 and values [M] fp32."""
+    num_rows, vocab_size = logits.shape
+    if num_rows > 0:
+        _greedy_kernel[(num_rows,)](
+            logits, ids, values, logits.stride(0), vocab_size, BLOCK=block_of(vocab_size), num_warps=8
+        )
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choices: Tensor,
+    positions: Tensor,
+    purpose: int,
+    tokens: Tensor,
+) -> None:
+    """As `ops.sampling.sample.sample`, into tokens [M] int64."""
+    num_rows, vocab_size = logits.shape
+    if num_rows > 0:
+        _sample_kernel[(num_rows,)](
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            choices,
+            positions,
+            tokens,
+            logits.stride(0),
+            vocab_size,
+            PURPOSE=purpose,
+            GREEDY_BELOW=_GREEDY_BELOW,
+            BLOCK=block_of(vocab_size),
+            num_warps=8,
+            **EXACT,
+        )
+
+
+def block_of(vocab_size: int) -> int:
+    """Number of tokens of a row that a program processes at once."""
+    block: int = triton.next_power_of_2(vocab_size)
+    return min(_BLOCK, block)
+
+
+@triton.jit
+def argmax_of_row(row_ptr, vocab_size, BLOCK: tl.constexpr):
+    """(the largest logit, its lowest id); NaN counts as -inf."""
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, vocab_size, BLOCK):
+        logit = tl.load(row_ptr + begin + lane, mask=begin + lane < vocab_size, other=float("-inf"))
+        better = logit > largest
+        largest, best = tl.where(better, logit, largest), tl.where(better, begin + lane, best)
+    top = tl.max(largest, axis=0)
+    return top, tl.min(tl.where(largest == top, best, vocab_size), axis=0)
+
+
+@triton.jit
+def _greedy_kernel(logits_ptr, ids_ptr, values_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    value, best = argmax_of_row(logits_ptr + row * stride, vocab_size, BLOCK)
+    tl.store(ids_ptr + row, best.to(tl.int64))
+    tl.store(values_ptr + row, value)
+
+
+@triton.jit
+def _uniform(seed, choice, position, PURPOSE: tl.constexpr):
+    """A double in [0, 1) with 53 random bits, from Philox4x32-10: key = seed, counter = (position, choice, purpose)."""
+    position = position.to(tl.uint64, bitcast=True)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    purpose = tl.full((), PURPOSE, tl.uint32)
+    first, second, _, _ = tl.philox(seed.to(tl.uint64, bitcast=True), low, high, choice.to(tl.uint32), purpose)
+    return ((first.to(tl.uint64) << 32 | second.to(tl.uint64)) >> 11).to(tl.float64) * (1.0 / 9007199254740992)
+
+
+@triton.jit
+def rank_of(logit):
+    """An integer that rises with the logit; NaN is 0, alone."""
+    bits = (logit + 0.0).to(tl.uint32, bitcast=True)  # -0 and 0 are equal
+    rank = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(logit != logit, tl.zeros_like(rank), rank)
+
+
+@triton.jit
+def _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK: tl.constexpr):
+    """(ids, ranks, weights) of a block: exp((logit - largest) / temperature), zero for tokens that min_p and `floor`
+    drop."""
+    ids = begin + tl.arange(0, BLOCK)
+    logit = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("nan"))
+    rank = rank_of(logit)
+    weight = tl.exp((logit - largest) * inverse)
+    kept = (rank != 0) & (rank >= floor) & (weight >= min_p)
+    return ids, rank, tl.where(kept, weight, 0.0)
+
+
+@triton.jit
+def _cutoff(row_ptr, vocab_size, largest, inverse, min_p, floor, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """(rank, mass above): the highest rank at which it and all ranks above reach the weight (or count) `target`; 0 if
+    there is none."""
+    digit = tl.arange(0, 4)
+    found = tl.zeros((), tl.uint32)
+    above = tl.zeros((), tl.float64)
+    low_bit = tl.full((), 30, tl.int32)
+    for _level in range(16):
+        shift = low_bit.to(tl.uint32)
+        masses = tl.zeros((BLOCK, 4), tl.float64)
+        for begin in range(0, vocab_size, BLOCK):
+            _ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
+            size = tl.where(rank != 0, 1.0, 0.0) if BY_COUNT else weight
+            # Only tokens whose higher digits match `found` count; they are split by this digit.
+            size = tl.where((rank >> shift >> 2) == (found >> shift >> 2), size, 0.0).to(tl.float64)
+            this_digit = ((rank >> shift) & 3).to(tl.int32)
+            masses += tl.where(this_digit[:, None] == digit[None, :], size[:, None], 0.0)
+        mass = tl.sum(masses, axis=0)
+        stronger = digit[None, :] >= digit[:, None]
+        reached = tl.sum(tl.where(stronger, mass[None, :], 0.0), axis=1) + above
+        chosen = tl.max(tl.where((reached >= target) & (mass > 0.0), digit, 0), axis=0)
+        above += tl.sum(tl.where(digit > chosen, mass, 0.0), axis=0)
+        found = found | (chosen.to(tl.uint32) << shift)
+        low_bit -= 2
+    return found, above
+
+
+@triton.jit
+def _total(row_ptr, vocab_size, largest, inverse, min_p, floor, last_rank, last_id, BLOCK: tl.constexpr):
+    """The weight of all tokens above last_rank, and of those at last_rank with ids up to last_id."""
+    total = tl.zeros((), tl.float64)
+    for begin in range(0, vocab_size, BLOCK):
+        ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
+        kept = (rank > last_rank) | ((rank == last_rank) & (ids <= last_id))
+        total += tl.sum(tl.where(kept, weight, 0.0).to(tl.float64), axis=0)
+    return total
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    choices_ptr,
+    positions_ptr,
+    tokens_ptr,
+    stride,
+    vocab_size,
+    PURPOSE: tl.constexpr,
+    GREEDY_BELOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits_ptr + index * stride
+    temperature = tl.load(temperature_ptr + index)
+    largest, best = argmax_of_row(row, vocab_size, BLOCK)
+    # An infinite logit has all the mass. If all logits are -inf or NaN, there is no distribution to draw from.
+    if (temperature < GREEDY_BELOW) | (tl.abs(largest) == float("inf")):
+        tl.store(tokens_ptr + index, best.to(tl.int64))
+        return
+    inverse = tl.div_rn(1.0, temperature)
+    min_p = tl.load(min_p_ptr + index)
+    floor = tl.zeros((), tl.uint32)
+    top_k = tl.load(top_k_ptr + index)
+    if (top_k > 0) & (top_k < vocab_size):
+        # Tokens that equal the k-th largest are kept too, as in other engines. A NaN makes the row shorter.
+        count = top_k.to(tl.float64)
+        floor, _ = _cutoff(row, vocab_size, largest, inverse, 0.0, floor, count, True, BLOCK)
+    last_rank = tl.zeros((), tl.uint32)
+    last_id = vocab_size
+    mass = _total(row, vocab_size, largest, inverse, min_p, floor, last_rank, last_id, BLOCK)
+    top_p = tl.load(top_p_ptr + index)
+    if top_p < 1.0:
+        target = top_p.to(tl.float64) * mass
+        last_rank, above = _cutoff(row, vocab_size, largest, inverse, min_p, floor, target, False, BLOCK)
+        last_id = _last_of_equals(row, vocab_size, largest, inverse, last_rank, target - above, BLOCK)
+        mass = _total(row, vocab_size, largest, inverse, min_p, floor, last_rank, last_id, BLOCK)
+
+    seed, choice, position = tl.load(seeds_ptr + index), tl.load(choices_ptr + index), tl.load(positions_ptr + index)
+    target = _uniform(seed, choice, position, PURPOSE) * mass
+    before = tl.zeros((), tl.float64)
+    token = tl.full((), -1, tl.int32)
+    last_possible = best
+    for begin in range(0, vocab_size, BLOCK):
+        ids, rank, weight = _weights(row, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
+        kept = ((rank > last_rank) | ((rank == last_rank) & (ids <= last_id))) & (weight > 0.0)
+        weight = tl.where(kept, weight, 0.0).to(tl.float64)
+        after = before + tl.sum(weight, axis=0)
+        last_in_block = tl.max(tl.where(kept, ids, -1), axis=0)
+        if (token < 0) & (after > target):
+            passed = kept & (before + tl.cumsum(weight, axis=0) > target)
+            first = tl.min(tl.where(passed, ids, vocab_size), axis=0)
+            # The two sums above may differ in the last bit, so that no token of the block passes.
+            token = tl.where(first < vocab_size, first, last_in_block)
+        last_possible = tl.where(last_in_block >= 0, last_in_block, last_possible)
+        before = after
+    tl.store(tokens_ptr + index, tl.where(token >= 0, token, last_possible).to(tl.int64))
+
+
+@triton.jit
+def _last_of_equals(row_ptr, vocab_size, largest, inverse, last_rank, missing, BLOCK: tl.constexpr):
+    """The last id of the tokens of rank last_rank that are needed to reach the weight `missing`; at least the first one
+    is needed."""
+    num_before = tl.zeros((), tl.int32)
+    last_id = tl.full((), -1, tl.int32)
+    for begin in range(0, vocab_size, BLOCK):
+        ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, 0.0, last_rank, BLOCK)
+        equal = rank == last_rank
+        each = tl.max(tl.where(equal, weight, 0.0), axis=0).to(tl.float64)
+        ordinal = num_before + tl.cumsum(equal.to(tl.int32), axis=0)  # 1 for the first of them
+        needed = equal & ((ordinal - 1).to(tl.float64) * each < missing)
+        needed = needed | (equal & (ordinal == 1))
+        last_id = tl.maximum(last_id, tl.max(tl.where(needed, ids, -1), axis=0))
+        num_before += tl.sum(equal.to(tl.int32), axis=0)
+    return last_id

@@ -1,0 +1,1 @@
+"""The CPU's kernels: `shardline._cpu`, and how weights lie for it."""

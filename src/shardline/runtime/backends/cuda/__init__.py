@@ -1,1 +1,0 @@
-"""The GPU's back end: Triton kernels, and decode steps captured in CUDA graphs."""

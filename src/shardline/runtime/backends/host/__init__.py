@@ -1,1 +1,0 @@
-"""The CPU's back end: C++ kernels read weights in panels, and decode steps are replayed as programs."""

@@ -1,0 +1,128 @@
+"""What a back end offers beside its kernels: step inputs, replay, measuring and fusing. A back end is one folder beside
+this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardline.deployment.kv_budget import MemoryUse
+from shardline.kernels.contract import ComputeDevice, LoadedProducts
+from shardline.messages.step import RankStep
+from shardline.runtime.decoder import DecoderStage, FusedLayers
+from shardline.runtime.parallel.collectives import SmallGather
+from shardline.runtime.sampling.inputs import SamplingInput
+from shardline.runtime.sampling.sampler import SamplingPlan
+from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.step import StepInput
+
+
+class Counters(Protocol):
+    """Counters that kernels increase, and that a reader polls in host memory."""
+
+    counts: Tensor
+    """The counters that the kernels increase."""
+
+    def publish_counts(self) -> None:
+        """Begin to copy the counters to host memory, without waiting for a device."""
+
+
+class Download(Protocol):
+    """Tensors of a step on their way to host memory."""
+
+    is_immediate: bool
+    """Whether the step was over when the download began."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the tensors and return them, in host memory; may be called from any thread."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Bounds of the steps of a rank."""
+
+    max_seqs: int
+    max_blocks: int
+    """Largest number of blocks in a sequence's block table."""
+    num_kv_groups: int
+    block_size: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+class StepInputs(Protocol):
+    """Makes step tensors on the device of the layers, and downloads what the steps sample."""
+
+    def make_step(
+        self,
+        rank_step: RankStep,
+        sequences: Sequence[WorkerSequence],
+        sampling: SamplingPlan | None,
+        greedy: bool,
+    ) -> StepInput:
+        """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
+
+    def keep_tokens(self, sampling: SamplingInput, tokens: Tensor) -> None:
+        """Keep sampled tokens for later steps, which may be planned before the host knows the tokens."""
+
+    def download(self, tensors: list[Tensor]) -> Download:
+        """Begin to copy tensors to host memory."""
+
+
+Forward = Callable[[StepInput, Tensor], Tensor]
+"""A step and its hidden states [T, H] -> the stage's output."""
+
+
+class Replay(Protocol):
+    """A stage's forward pass that replays recorded decode steps."""
+
+    forward: Forward
+    """The forward pass itself, without replay."""
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor: ...
+    def capture_steps(self) -> None:
+        """Record the steps that this back end records in advance; the KV cache is already allocated."""
+
+
+class Backend(ComputeDevice, Protocol):
+    """The machine of one rank."""
+
+    name: str
+    """The device's name, for people."""
+    kernel_path: str
+    """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
+    num_threads: int
+    """Number of host threads."""
+    overlaps_steps: bool
+    """Whether a step can be launched while the previous one still runs."""
+    draws_dummy_weights: bool
+    """Whether random weights are drawn on the device; else on the host."""
+
+    def finish_loading(self, products: LoadedProducts) -> None:
+        """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
+
+    def share_counters(self, host: Tensor) -> Counters:
+        """Counters whose values are published in `host`."""
+
+    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> StepInputs: ...
+    def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
+        """`can_capture`: whether a recording, which runs no Python, can include the stage's exchanges."""
+
+    def fuse_layers(self, stage: DecoderStage) -> FusedLayers | None:
+        """The fused layers of a stage; None: unfused layers are best for every step."""
+
+    def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
+        """The memory that a rank needs beside its weights for its largest step and for the recordings of `replay`."""
+
+    def make_small_gather(self, group: object, timeout: float) -> SmallGather | None:
+        """A gather of few bytes within a torch.distributed group that is faster than torch.distributed's; None: there
+        is none."""

@@ -1,0 +1,111 @@
+"""The GPU back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.deployment.kv_budget import MemoryUse
+from shardline.kernels.contract import LoadedProducts
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.library import use_library
+from shardline.kernels.cuda.library_trial import try_library
+from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.machines.base import Backend, Forward, Replay, StepSizes
+from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
+from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
+from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
+from shardline.runtime.machines.cuda.step_inputs import CudaStepInputs, DeviceCounters
+from shardline.runtime.machines.cuda.symmetric import SymmetricGather, symmetric_gather
+from shardline.runtime.machines.host.machine import use_threads
+from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.step import StepInput
+
+
+class NoReplay:
+    """See `base.Replay`: every step runs the layers in Python."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
+        return self.forward(step, hidden)
+
+    def capture_steps(self) -> None: ...
+
+
+class CudaBackend:
+    """See `base.Backend`."""
+
+    # Captured steps write all logits.
+    fuses_argmax = False
+    overlaps_steps = True
+    draws_dummy_weights = True
+
+    def __init__(self, device: torch.device, name: str, kernel_path: str, num_threads: int = 1) -> None:
+        self.num_threads = num_threads
+        self.device = device
+        self.name = name
+        self.kernel_path = kernel_path
+        self.kernels = CudaKernels(device)
+        self._memory = CudaMemory()
+
+    def keep_weight(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def finish_loading(self, products: LoadedProducts) -> None:
+        """Choose where the library's products are used: where they give our bits, or everywhere if bits may change."""
+        if not products.exact:
+            use_library({}, always=True)
+        if not products.exact or not products.shapes:
+            return
+        free, _ = self._memory.free_and_total()
+        use_library(try_library(products.shapes, products.most_rows, products.dtype, self.device, free))
+        self._memory.release()
+
+    def share_counters(self, host: Tensor) -> DeviceCounters:
+        return DeviceCounters(host, self.device)
+
+    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> CudaStepInputs:
+        return CudaStepInputs(self.device, table, sizes)
+
+    def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
+        if not can_capture:
+            return NoReplay(forward)
+        return GraphReplay(forward, PaddedStep(self.device, sizes), sizes.max_seqs, CudaRecorder())
+
+    def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers:
+        return CudaFusedLayers(self.kernels, stage)
+
+    def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
+        return measure_step(self._memory, run_step, replay if isinstance(replay, GraphReplay) else None)
+
+    def make_small_gather(self, group: object, timeout: float) -> SymmetricGather | None:
+        assert isinstance(group, dist.ProcessGroup)
+        return symmetric_gather(group, self.device, timeout)
+
+
+def open_backend(rank: int, threads: int) -> Backend:
+    """The back end of a rank's GPU. Ranks take the host's GPUs in turn; the chosen GPU becomes the current one.
+
+    Raises:
+        ValueError: torch finds no GPU.
+    """
+    use_threads(threads)
+    if not torch.cuda.is_available():
+        raise ValueError(f"device cuda: torch {torch.__version__} finds no GPU; install a CUDA build, or use cpu")
+    import triton
+
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    # If the library splits a sum, its parts stay in fp32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    major, minor = torch.cuda.get_device_capability(index)
+    path = f"sm_{major}{minor}-triton{triton.__version__}"
+    return CudaBackend(torch.device("cuda", index), torch.cuda.get_device_name(index), path, threads)
