@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.kernels.host.memory import HUGE_PAGE, Reserve, map_memory, streamed_empty, weight_reserve
+from shardline.kernels.host.memory import Reserve, streamed_empty, weight_reserve
+from shardline.kernels.memory import map_memory
 
 HUGE_PAGE = 2 << 20
 SIZE = 32 * HUGE_PAGE
