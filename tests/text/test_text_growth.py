@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, normalizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from shardline.text.foreign_code import FOREIGN_CODE
 from shardline.text.text_growth import check_growth
@@ -50,6 +50,22 @@ def test_a_normalizer_that_makes_texts_very_long_is_refused(name: str, tmp_path:
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be used: the tokenizer's normalizer has .* rules"):
         Tokenizer.from_folder(tmp_path)
     assert time.monotonic() - started < 5
+
+
+def test_a_pre_tokenizer_that_makes_texts_very_long_is_refused(tmp_path: Path) -> None:
+    source = json.loads(builders.byte_level_json())
+    doubling = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=True)] * 13)
+    source["pre_tokenizer"] = json.loads(doubling.__getstate__())
+    builders.save_folder(tmp_path, json.dumps(source))
+    with pytest.raises(ValueError, match="the tokenizer's pre-tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_an_error_of_the_library_is_one_line(tmp_path: Path) -> None:
+    builders.save_folder(tmp_path, json.dumps({**json.loads(builders.byte_level_json()), "version": "\n"}))
+    with pytest.raises(ValueError, match="is not a tokenizer") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_decoder_that_makes_texts_very_long_is_refused(tmp_path: Path) -> None:

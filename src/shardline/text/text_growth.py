@@ -1,4 +1,4 @@
-"""How much longer a tokenizer's normalizer or decoder can make a text.
+"""How much longer a tokenizer's normalizer, pre-tokenizer or decoder can make a text.
 
 Its files are foreign: a chain of a few rules can turn one character into billions.
 """
@@ -29,14 +29,26 @@ _FIXED = {
     "ByteFallback": 1.0,
     "CTC": 1.0,
     "Fuse": 1.0,
-    "Metaspace": 1.0,
+    "Metaspace": 2.0,
     "WordPiece": 2.0,
+    "BertPreTokenizer": 1.0,
+    "CharDelimiterSplit": 1.0,
+    "Digits": 1.0,
+    "FixedLength": 1.0,
+    "Punctuation": 1.0,
+    "Split": 1.0,
+    "UnicodeScripts": 1.0,
+    "Whitespace": 1.0,
+    "WhitespaceSplit": 1.0,
 }
 _UNKNOWN = 4.0
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_growth(part: Any, name: str) -> float:
-    """The factor by which a normalizer or a decoder of the tokenizers library, or None, makes a text longer at most.
+    """The factor by which a part of a tokenizer, or None, makes a text longer at most.
+
+    `part`: a normalizer, a pre-tokenizer or a decoder of the tokenizers library.
 
     Raises:
         ValueError: it is above MAX_GROWTH, or there are more than MAX_RULES rules.
@@ -95,7 +107,7 @@ def _flatten(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     pending = [rule]
     while pending and len(rules) <= MAX_RULES:
         one = pending.pop()
-        inner = one.get("normalizers", one.get("decoders"))
+        inner = next((one[key] for key in _SEQUENCES if key in one), None)
         if one.get("type") == "Sequence" and isinstance(inner, list):
             pending.extend(reversed(inner))
         else:

@@ -49,6 +49,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._growth = check_growth(backend.normalizer, "normalizer")
+        check_growth(backend.pre_tokenizer, "pre-tokenizer")
         check_growth(backend.decoder, "decoder")
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
@@ -85,7 +86,7 @@ class Tokenizer:
             with FOREIGN_CODE:
                 backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:
-            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+            raise ValueError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from error
         special = read_special_tokens(read_json_if_there(folder / "special_tokens_map.json"))
         special.update(read_special_tokens(read_json_if_there(folder / "tokenizer_config.json")))
         eos = read_eos_token_ids(folder)
