@@ -11,8 +11,7 @@ import time
 from collections import deque
 
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
-from shardline.engine.schedule_state import ScheduleState
-from shardline.engine.scheduler import Scheduler
+from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.request import Request
 from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
@@ -31,13 +30,14 @@ def decode_microseconds(
 ) -> list[float]:
     """Microseconds of each step that only decodes. Every sequence has `context` tokens."""
     num_blocks = 2 + len(groups) * num_seqs * ((context + steps) // BLOCK_SIZE + 2)
-    state = ScheduleState(
+    scheduler = Scheduler(
         StepLimits(max_num_seqs=num_seqs, max_num_batched_tokens=8192),
         CachePlan("bfloat16", groups, BLOCK_SIZE, 1, True, False, (1,), 1, FixedPool(num_blocks)),
         num_blocks,
         context + steps + 16,
+        max_in_flight=max_in_flight,
+        last_token_known=pipeline,
     )
-    scheduler = Scheduler(state, max_in_flight=max_in_flight, last_token_known=pipeline)
     sampling = SamplingParams(max_tokens=steps, ignore_eos=True)
     for number in range(num_seqs):
         prompt = [(number * 7919 + position) % 32000 for position in range(context)]

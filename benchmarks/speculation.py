@@ -22,7 +22,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
-from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
 
@@ -75,7 +75,7 @@ def measure(model: RandomModel) -> None:
     """Print a line for each batch and probability."""
     oracle = Oracle()
     plain, drafting = start(model), start(model, speculative_config=DRAFT)
-    with patch.object(PromptLookup, "guess", lambda lookup, tokens, most: oracle.guess(tokens, most)):
+    with patch.object(PromptLookup, "find_continuation", lambda lookup, tokens, most: oracle.guess(tokens, most)):
         for batch in BATCHES:
             speeds: list[float] = []
             ratios: dict[float, list[float]] = {probability: [] for probability in PROBABILITIES}

@@ -132,16 +132,16 @@ class FakeWorker:
         elif sequence.next_start is not None:
             assert step.start == sequence.next_start
         sequence.next_start = end = step.start + step.num_tokens
-        assert step.num_tokens > len(step.draft)
+        assert step.num_tokens > len(step.draft_token_ids)
         assert end < self._max_model_len
         if step.start == len(sequence.tokens):
             assert step.token_id >= 0, "a token that this worker does not know"
             sequence.tokens.append(step.token_id)
-        if step.draft:
+        if step.draft_token_ids:
             assert step.sample
             assert step.start + 1 == len(sequence.tokens), "a draft follows the last token"
-            sequence.tokens += step.draft
-            sequence.num_guessed = len(step.draft)
+            sequence.tokens += step.draft_token_ids
+            sequence.num_guessed = len(step.draft_token_ids)
             sequence.had_drafts = True
         if step.token_id >= 0:
             assert step.token_id == sequence.tokens[step.start]
@@ -179,13 +179,13 @@ class FakeWorker:
         if not self._sees_samples:
             return None
         sequence = self.sequences[step.seq_id]
-        sequence.forget_from(len(sequence.tokens) - len(step.draft))
+        sequence.forget_from(len(sequence.tokens) - len(step.draft_token_ids))
         sampled: list[int] = []
-        for guess in (*step.draft, *[None] * self._tokens_per_result):
+        for guess in (*step.draft_token_ids, *[None] * self._tokens_per_result):
             sampled.append(next_token(sequence.tokens + sampled, sequence.salt))
-            if step.draft and sampled[-1] != guess:
+            if step.draft_token_ids and sampled[-1] != guess:
                 break
-        if step.draft:
+        if step.draft_token_ids:
             sequence.next_start = step.start + len(sampled)
         sequence.tokens += sampled
         return SequenceResult(step.seq_id, sampled)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
-from shardline.engine.schedule_state import ScheduleState
-from shardline.engine.scheduler import Scheduler
+from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.step import StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
@@ -45,14 +44,15 @@ class Engine:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        state = ScheduleState(
+        tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
+        self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,
+            max_in_flight=shape.max_in_flight,
+            last_token_known=tokens_known,
         )
-        tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
-        self.scheduler = Scheduler(state, max_in_flight=shape.max_in_flight, last_token_known=tokens_known)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(
@@ -138,11 +138,11 @@ class Engine:
 
     def _check_forgotten(self) -> None:
         started = [start.seq_id for plan in self.plans for start in plan.starts]
-        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler.state.queues.ends
+        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler.queues.ends
         assert sorted(started) == sorted(ended)
-        assert not self.scheduler.state.queues.draining
-        assert not self.scheduler.state.registry._by_id
-        pool = self.scheduler.state.kv.pool
+        assert not self.scheduler.queues.draining
+        assert not self.scheduler.registry._by_id
+        pool = self.scheduler.kv.pool
         assert not any(pool._references)
         assert pool.num_free == self.shape.num_blocks - 1
 
@@ -154,10 +154,10 @@ class Engine:
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.shape.max_num_batched_tokens
         assert len(plan.steps) <= self.shape.max_num_seqs
-        assert plan.num_samples <= self.scheduler.state.max_samples
+        assert plan.num_samples <= self.scheduler.max_samples
         assert {start.seq_id for start in plan.starts} <= {step.seq_id for step in plan.steps}
         for start in plan.starts:
-            sequence = next(s for s in self.scheduler.state.queues.running if s.seq_id == start.seq_id)
+            sequence = next(s for s in self.scheduler.queues.running if s.seq_id == start.seq_id)
             self._salts[start.seq_id] = sequence.request.cache_salt
             assert start.token_ids == sequence.tokens
         if self.shape.pipeline:

@@ -14,11 +14,11 @@ import pytest
 
 from shardline.channel import Channel
 from shardline.deployment.machine import Machine
-from shardline.engine import load_watch
+from shardline.engine import watchdog as load_watch
 from shardline.engine.executor import failures, rank_processes
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.multiprocess import MultiprocessExecutor
-from shardline.engine.load_watch import LoadWatch
+from shardline.engine.watchdog import LoadWatch
 from shardline.messages.worker import RankFailed, StoreGet, WorkerRequest
 from shardline.segment.activity import Activity, read_activity
 from tests.deployment.machines import host, resolve_on

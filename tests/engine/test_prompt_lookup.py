@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.config.speculation import Speculation
-from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.engine.speculative.ngram import PromptLookup
 
 
 def brute_force(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
@@ -28,10 +28,10 @@ def test_lookup(pieces: list[list[int]], shortest: int, more: int, most: int) ->
     tokens: list[int] = []
     for piece in pieces:
         tokens += piece
-        assert lookup.guess(tokens, most) == brute_force(tokens, shortest, shortest + more, most)
+        assert lookup.find_continuation(tokens, most) == brute_force(tokens, shortest, shortest + more, most)
 
 
 def test_the_latest_occurrence_counts() -> None:
     lookup = PromptLookup(Speculation(5, 1, 2))
-    assert lookup.guess([1, 2, 3, 1, 2, 4, 5, 1, 2], 2) == [4, 5]
-    assert lookup.guess([1, 2, 3, 1, 2, 4, 5, 1, 2, 3], 3) == [1, 2, 4]
+    assert lookup.find_continuation([1, 2, 3, 1, 2, 4, 5, 1, 2], 2) == [4, 5]
+    assert lookup.find_continuation([1, 2, 3, 1, 2, 4, 5, 1, 2, 3], 3) == [1, 2, 4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.engine.recorder import MOST_CHUNKS, TimelineRecorder
+from shardline.engine.scheduling.sequence import MOST_CHUNKS, TimelineRecorder
 
 
 def test_chunks_and_first_token() -> None:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from shardline.engine.preemption import PreemptionLog, cheapest_victim
-from shardline.engine.sequence import LiveSequence
+from shardline.engine.scheduling.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import make_request, next_token, reference
@@ -265,7 +265,7 @@ def test_a_window_holds_few_blocks() -> None:
 
     def watch() -> None:
         nonlocal most
-        sequences: list[LiveSequence] = engine.scheduler.state.queues.running
+        sequences: list[LiveSequence] = engine.scheduler.queues.running
         held = [len(sequence.kv.tables[1]) - sequence.kv.num_slid[1] for sequence in sequences]
         most = max([most, *held])
 
@@ -339,7 +339,7 @@ def test_cheapest_victim() -> None:
     engine = Engine(Shape())
     for number, priority in enumerate((0, 0, 0, 0, 1, 1)):
         engine.add(make_request(f"r{number}", [1, number], priority=priority))
-    running = engine.scheduler.state.registry.find_sequences(f"r{number}" for number in range(6))
+    running = engine.scheduler.registry.find_sequences(f"r{number}" for number in range(6))
     costs = dict(zip(running, (1, 20, 30, 20, 7, 9), strict=True))
 
     def victim(count: int, needy: int) -> int | None:
@@ -359,7 +359,7 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
     log = PreemptionLog(lambda: next(times))
     engine = Engine(Shape())
     engine.add(make_request("a", [1]))
-    sequence = engine.scheduler.state.queues.waiting.peek()
+    sequence = engine.scheduler.queues.waiting.peek()
     assert sequence is not None
     with caplog.at_level(logging.WARNING):
         for _ in range(4):

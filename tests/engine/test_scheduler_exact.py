@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.config.speculation import NO_SPECULATION, Speculation
-from shardline.engine import scheduler as scheduler_module
+from shardline.engine.scheduling import scheduler as scheduler_module
 from shardline.messages.request import Request
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 from tests.engine.fake_worker import VOCAB, make_request

@@ -20,7 +20,7 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
-from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
 from shardline.models.kv_groups import blocks_per_request
@@ -185,7 +185,7 @@ def golden(model: Path, dtype: str, quantization: str, kv: str, requests: Sequen
 
 
 class Guesses:
-    """Drafts of known answers, in which some tokens are wrong; stands in for `PromptLookup.guess`."""
+    """Drafts of known answers, in which some tokens are wrong; stands in for `PromptLookup.find_continuation`."""
 
     def __init__(self, requests: Sequence[Request], expected: Mapping[str, Answer]) -> None:
         self._texts = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
@@ -208,7 +208,9 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {})
     guesses = Guesses(requests, expected)
-    with patch.object(PromptLookup, "guess", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)):
+    with patch.object(
+        PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
+    ):
         asked = {"method": "ngram", "num_speculative_tokens": 4}
         return _run_case(model, case, requests, {"speculative_config": asked})
 

@@ -171,7 +171,7 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
             await llm.wait_ready()
             with contextlib.closing(bind_listener("127.0.0.1", 0)) as listener:
                 config = ServerConfig(uvicorn_log_level="error")
-                server = _make_http_server(create_app(llm, config), config)
+                server = _make_http_server(create_app(llm, config), config, 1)
                 servers.append(server)
                 ports.append(listener.getsockname()[1])
                 await server.serve(sockets=[listener])
@@ -181,6 +181,7 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     while not ports:
+        assert thread.is_alive(), "the server has not started"
         time.sleep(0.05)
 
     def serves() -> bool:

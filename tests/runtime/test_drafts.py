@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardline.engine.engine import Engine
-from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
@@ -75,7 +75,9 @@ def test_answers_of_every_kind_are_the_same(tensor: int, pipeline: int, tmp_path
         return call(replay, step, hidden)  # type: ignore[arg-type]
 
     with (
-        patch.object(PromptLookup, "guess", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)),
+        patch.object(
+            PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
+        ),
         patch.object(DecodeReplay, "__call__", counted),
     ):
         engine, executor = start_engine(

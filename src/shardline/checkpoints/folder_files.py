@@ -50,8 +50,8 @@ def read_bytes(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes.
 
     Raises:
-        ValueError: it is larger, or no regular file.
-        OSError: it is missing, or it cannot be read.
+        ValueError: it is larger, no regular file, or its content cannot be read.
+        OSError: it is missing, or it cannot be opened.
     """
     # With O_NONBLOCK, a FIFO without a writer opens at once.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -59,7 +59,10 @@ def read_bytes(path: Path, most: int) -> bytes:
         _require_regular(path, status.st_mode)
         if status.st_size > most:
             raise ValueError(f"{path} has {status.st_size} bytes; at most {most} are read")
-        return stream.read(most)
+        try:
+            return stream.read(most)
+        except OSError as error:  # a link into /proc, or a broken disk
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_text(path: Path) -> str:

@@ -13,10 +13,8 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.engine.children import is_own_end
-from shardline.engine.load_watch import LOOK_SECONDS, STUCK_SECONDS, LoadWatch
-from shardline.engine.start import StartedEngine, start_engine
-from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.engine.children import StartedEngine, is_own_end, start_engine
+from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.engine import (
     AbortRequests,
     AddRequests,

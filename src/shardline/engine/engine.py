@@ -13,8 +13,7 @@ from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
-from shardline.engine.schedule_state import ScheduleState
-from shardline.engine.scheduler import Scheduler
+from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, merge_drafts
 from shardline.messages.step import StepPlan
@@ -49,12 +48,10 @@ class Engine:
         self._executor = executor
         self._schedulers = [
             Scheduler(
-                ScheduleState(
-                    deployment.limits,
-                    deployment.cache,
-                    executor.allocation.num_blocks,
-                    deployment.max_model_len,
-                ),
+                deployment.limits,
+                deployment.cache,
+                executor.allocation.num_blocks,
+                deployment.max_model_len,
                 max_in_flight=executor.max_in_flight,
                 last_token_known=deployment.grid.pipeline > 1 or deployment.limits.drafts,
             )
@@ -76,7 +73,7 @@ class Engine:
         scheduler = min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished)
         sequence = scheduler.add_request(request, time.monotonic())
         if sequence is not None and sequence.has_grammar:
-            self._masks.begin(scheduler.state, sequence)
+            self._masks.begin(scheduler, sequence)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
@@ -107,7 +104,7 @@ class Engine:
         waited = 0.0
         outputs: list[SequenceOutput] = []
         if not self._in_flight:
-            if not any(scheduler.state.registry.has_outputs for scheduler in self._schedulers):
+            if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
                 self._masks.collect(PATIENCE)
             for scheduler in self._schedulers:
                 outputs += scheduler.take_outputs()
@@ -116,7 +113,7 @@ class Engine:
             results = self._executor.collect_results()
             waited = time.perf_counter() - before
             if self._masks.num_followed:
-                results = self._masks.follow_results([scheduler.state for scheduler in self._schedulers], results)
+                results = self._masks.follow_results(self._schedulers, results)
             now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
@@ -131,7 +128,7 @@ class Engine:
         """
         if not self._masks.num_followed or self._deployment.grid.pipeline > 1:
             return False
-        flights = [flight for scheduler in self._schedulers for flight in scheduler.state.in_flight]
+        flights = [flight for scheduler in self._schedulers for flight in scheduler.in_flight]
         return any(step.allowed for flight in flights for step in flight.plan.steps)
 
     def _schedule(self) -> list[StepPlan]:

@@ -3,15 +3,83 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
-from shardline.engine.prefix_cache import BlockHasher, longest_hit, num_window_blocks
-from shardline.engine.sequence import KVState, LiveSequence
-from shardline.models.kv_groups import KVGroup
+from shardline.engine.scheduling.sequence import KVState, LiveSequence
+from shardline.models.kv_groups import KVGroup, blocks_per_request
+
+_DIGEST_BYTES = 16
+
+
+class BlockHasher:
+    """Chained hashes of full token blocks: equal hashes mean equal salt, position and tokens so far.
+
+    The chains start from a secret of this process, so that nobody can compute a collision or the chain of a salt in
+    advance.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._secret = secrets.token_bytes(32)
+
+    def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
+        if len(hashes) >= num_blocks:
+            return
+        if hashes:
+            parent = hashes[-1]
+        else:
+            root = salt.encode("utf-8", "surrogatepass")
+            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+        size = self._block_size
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            tokens = array("q", token_ids[start : start + size]).tobytes()
+            parent = blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+            hashes.append(parent)
+
+
+def num_window_blocks(window: int, block_size: int) -> int:
+    """Full blocks before a block boundary that the token at the boundary attends to with this window."""
+    return -(-(window - 1) // block_size)
+
+
+def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cached: Callable[[int, int], bool]) -> int:
+    """The largest number of blocks, at most `num_blocks`, that a sequence can skip.
+
+    `cached(group, block)` tells whether a block of the sequence is cached. Full attention needs every skipped block. A
+    windowed group needs only the blocks to which the first token after them attends.
+    """
+    length = num_blocks
+    for index, group in enumerate(groups):
+        if group.window is None:
+            length = next((block for block in range(length) if not cached(index, block)), length)
+    # A shorter length moves the windows of all groups, so repeat until the length does not change.
+    while True:
+        before = length
+        for index, group in enumerate(groups):
+            if group.window is not None:
+                length = _window_hit(index, num_window_blocks(group.window, block_size), length, cached)
+        if length == before:
+            return length
+
+
+def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int], bool]) -> int:
+    """The largest length whose last `needed` blocks (all of them, if there are fewer) are cached in `group`."""
+    if needed == 0:
+        return length
+    for block in range(length - 1, -1, -1):
+        if not cached(group, block):
+            length = block
+        elif length - block >= needed:
+            return length
+    return length
+
 
 NULL_BLOCK = 0
 """Fills places of block tables that are never read; it is never handed out."""
@@ -165,10 +233,12 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self._groups = groups
         self._block_size = block_size
+        self.num_groups = len(groups)
         self._hasher = BlockHasher(block_size) if prefix_caching else None
         self._suffixes = [index.to_bytes(2, "little") for index in range(len(groups))]
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
-        self._nothing: list[list[int]] = [[] for _ in groups]
+        self.no_blocks: list[list[int]] = [[] for _ in groups]
+        """What a step that needs no further blocks carries; do not change it."""
 
     def new_state(self) -> KVState:
         """The state of a sequence that holds nothing."""
@@ -180,7 +250,7 @@ class KVCache:
         Positions whose logits are wanted are computed too, even if they are cached.
         """
         if self._hasher is None:
-            return PrefixHit(self._nothing, 0, 0, 0)
+            return PrefixHit(self.no_blocks, 0, 0, 0)
         unscored = sequence.first_unscored
         most = (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
@@ -202,6 +272,10 @@ class KVCache:
             held += known
         num_free = sum(self.pool.num_references(block) == 0 for block in held)
         return PrefixHit(tables, length * self._block_size, len(held), num_free)
+
+    def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
+        return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens)
 
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit."""
@@ -226,7 +300,7 @@ class KVCache:
         kv = sequence.kv
         length = -(-num_tokens // self._block_size)
         if length <= kv.num_sent:
-            return self._nothing
+            return self.no_blocks
         for table in kv.tables:
             while len(table) < length:
                 table.append(self.pool.take_block())

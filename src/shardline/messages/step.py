@@ -38,7 +38,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Whether a token is sampled from the logits of the last position."""
     score: bool = False
     """Whether the log probabilities of the prompt's tokens after these positions are reported."""
-    draft: list[int] = []
+    draft_token_ids: list[int] = []
     """Guesses of the tokens after the one at `start`. The step computes these too, and samples a token at each of its
     positions; `num_tokens` includes them. The result has the tokens up to the first that differs from its guess."""
     allowed: bytes = b""
@@ -47,7 +47,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_samples(self) -> int:
         """Number of tokens that the model's last layer computes: those that are sampled or scored."""
-        return self.num_tokens if self.score or self.draft else int(self.sample)
+        return self.num_tokens if self.score or self.draft_token_ids else int(self.sample)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -227,7 +227,7 @@ class Runner:
         for sequence in sequences:
             if not sequence.num_guessed:
                 sequence.append_pending()
-        drafts = [entry.draft for entry in plan.steps if entry.sample] if len(rows) > len(sequences) else None
+        drafts = [entry.draft_token_ids for entry in plan.steps if entry.sample] if len(rows) > len(sequences) else None
         return _Launched(sampling, sampled, sequences, errors, refusals, drafts, scores)
 
     def _score(

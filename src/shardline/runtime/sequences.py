@@ -200,7 +200,7 @@ class SequenceTable:
             sequence.drop_guesses(step.start)
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
-        sequence.append_guesses(step.draft)
+        sequence.append_guesses(step.draft_token_ids)
         if sequence.mask is not None:
             sequence.mask.set_grammar(step.allowed)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"

@@ -15,8 +15,7 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
-from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
-from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.step import StepPlan, StepResult, rank_steps
 from shardline.messages.worker import (
     AllocateCache,

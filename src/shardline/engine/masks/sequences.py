@@ -8,8 +8,8 @@ import msgspec
 
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
-from shardline.engine.schedule_state import ScheduleState
-from shardline.engine.sequence import LiveSequence, State
+from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.messages.step import StepResult
 
 PATIENCE = 0.005
@@ -17,25 +17,25 @@ PATIENCE = 0.005
 
 
 class SequenceMasks:
-    """The constrained sequences of an engine, each with the scheduler state that it belongs to."""
+    """The constrained sequences of an engine, each with the scheduler that it belongs to."""
 
     def __init__(self, lanes: MaskLanes) -> None:
         self._lanes = lanes
-        self._sequences: dict[int, tuple[ScheduleState, LiveSequence]] = {}
+        self._sequences: dict[int, tuple[Scheduler, LiveSequence]] = {}
         self._num_begun = 0
 
-    def begin(self, state: ScheduleState, sequence: LiveSequence) -> None:
+    def begin(self, scheduler: Scheduler, sequence: LiveSequence) -> None:
         """Ask for the first mask of a sequence that has just been added; it waits until the mask is there."""
         constraints = sequence.request.constraints
         assert constraints is not None
         key = self._num_begun
         self._num_begun += 1
-        self._sequences[key] = state, sequence
+        self._sequences[key] = scheduler, sequence
         sequence.mask_key = key
         request = sequence.request
         self._lanes.start(key, constraints.grammar, request.eos_token_ids, request.output_token_ids)
 
-    def follow_results(self, states: Sequence[ScheduleState], results: Sequence[StepResult]) -> list[StepResult]:
+    def follow_results(self, schedulers: Sequence[Scheduler], results: Sequence[StepResult]) -> list[StepResult]:
         """The results of the oldest step in flight, with the sequences marked whose grammar is at its end.
 
         Asks for the masks after the sampled tokens, and waits for them as long as they come quickly.
@@ -43,9 +43,9 @@ class SequenceMasks:
         awaited: dict[int, int] = {}
         """The places of results, by key."""
         replaced = [list(result.results) for result in results]
-        for state, entries in zip(states, replaced, strict=True):
+        for scheduler, entries in zip(schedulers, replaced, strict=True):
             places = {entry.seq_id: place for place, entry in enumerate(entries)}
-            flight = state.in_flight[0]
+            flight = scheduler.in_flight[0]
             for sequence, step in zip(flight.sequences, flight.plan.steps, strict=True):
                 if step.allowed and sequence.state is not State.FINISHED:
                     place = places[step.seq_id]
@@ -55,7 +55,7 @@ class SequenceMasks:
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:
                 if (awaited_place := awaited.pop(key, None)) is not None and answer.finished:
-                    entries = replaced[states.index(self._sequences[key][0])]
+                    entries = replaced[schedulers.index(self._sequences[key][0])]
                     entries[awaited_place] = msgspec.structs.replace(entries[awaited_place], finished=True)
                     del self._sequences[key]
                     self._lanes.drop(key)
@@ -87,14 +87,14 @@ class SequenceMasks:
         self._lanes.close()
 
     def _apply(self, key: int, answer: MaskAnswer) -> None:
-        state, sequence = self._sequences[key]
+        scheduler, sequence = self._sequences[key]
         if sequence.state is State.FINISHED:
             return
         if answer.error:
-            state.queues.leave(sequence, State.FINISHED)
-            state.registry.refuse_sequence(sequence, answer.error)
+            scheduler.queues.leave(sequence, State.FINISHED)
+            scheduler.registry.refuse_sequence(sequence, answer.error)
         elif answer.finished or len(sequence.tokens) >= sequence.limit:
-            state.queues.leave(sequence, State.FINISHED)
-            state.registry.finish_sequence(sequence, "stop" if answer.finished else "length")
+            scheduler.queues.leave(sequence, State.FINISHED)
+            scheduler.registry.finish_sequence(sequence, "stop" if answer.finished else "length")
         else:
-            state.queues.give_mask(sequence, answer.words)
+            scheduler.queues.give_mask(sequence, answer.words)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 
 from shardline.deployment.deployment import CachePlan, StepLimits
-from shardline.engine.skipping_scheduler import SkippingScheduler
 from shardline.messages.request import Request
 from shardline.planner.simulation.clock import StepClock
 from shardline.planner.simulation.executor import TOKEN, VirtualExecutor
+from shardline.planner.simulation.skipping_scheduler import SkippingScheduler
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.sampling_params import SamplingParams
 

@@ -13,8 +13,8 @@ def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequen
     """For each sampled row of a plan, its sequence with the tokens that come before the sampled one."""
     rows = []
     for step, sequence in zip(steps, sequences, strict=True):
-        if step.draft:
-            rows += [sequence.with_guesses(count) for count in range(len(step.draft) + 1)]
+        if step.draft_token_ids:
+            rows += [sequence.with_guesses(count) for count in range(len(step.draft_token_ids) + 1)]
         elif step.sample:
             rows.append(sequence)
     return rows

@@ -149,7 +149,7 @@ def _scored_tokens(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequ
             targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
         first += entry.num_samples
         if entry.sample:
-            sampled += range(first - (1 + len(entry.draft)), first)
+            sampled += range(first - (1 + len(entry.draft_token_ids)), first)
     return ScoredTokens(
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),

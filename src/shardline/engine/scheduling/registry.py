@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardline.engine.kv_cache import KVCache
-from shardline.engine.sequence import LiveSequence
+from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.step import SequenceResult
-from shardline.models.kv_groups import KVGroup, blocks_per_request
 
 
 @dataclass
@@ -26,11 +25,9 @@ class Totals:
 class RequestRegistry:
     """Turns requests into sequences and results into outputs, and counts their tokens."""
 
-    def __init__(self, kv: KVCache, groups: tuple[KVGroup, ...], *, block_size: int, max_model_len: int) -> None:
+    def __init__(self, kv: KVCache, *, max_model_len: int) -> None:
         self.totals = Totals()
         self._kv = kv
-        self._groups = groups
-        self._block_size = block_size
         self._max_model_len = max_model_len
         self._by_id: dict[str, list[LiveSequence]] = {}
         self._num_live = 0
@@ -76,7 +73,7 @@ class RequestRegistry:
                 f"{self._max_model_len}; send a shorter prompt or raise --max-model-len"
             )
         # The last token is never computed. If blocks are short, a step may have only one token.
-        needed = blocks_per_request(self._groups, limit - 1, self._block_size, 1)
+        needed = self._kv.blocks_of_request(limit - 1, 1)
         if needed > self._kv.pool.num_usable:
             return (
                 f"{num_prompt_tokens} prompt tokens and up to {limit - num_prompt_tokens} more need {needed} KV cache "

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from shardline.engine.sequence import LiveSequence
+from shardline.engine.scheduling.sequence import LiveSequence
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WARNINGS = 10.0
 
@@ -51,7 +51,7 @@ class PreemptionLog:
         if now < self._next_warning:
             return
         self._next_warning = now + _SECONDS_BETWEEN_WARNINGS
-        logger.warning(
+        _log.warning(
             "Request %s was preempted because there is not enough KV cache space: %d preemption(s) since the last "
             "such line, up to %d tokens to compute again; %d preemption(s) since the start. To avoid this, give the "
             "KV cache more memory (--kv-cache-memory or --gpu-memory-utilization), run fewer sequences at once "

@@ -6,7 +6,7 @@ import heapq
 from bisect import insort
 
 from shardline.engine.kv_cache import KVCache
-from shardline.engine.sequence import LiveSequence, State
+from shardline.engine.scheduling.sequence import LiveSequence, State
 
 
 class WaitingQueue:

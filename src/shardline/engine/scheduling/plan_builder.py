@@ -1,0 +1,162 @@
+"""A plan in the making: it starts sequences, places their steps, and gives them the blocks that they need for these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.scheduling.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.scheduling.queues import SequenceQueues
+from shardline.engine.scheduling.registry import RequestRegistry
+from shardline.engine.scheduling.sequence import LiveSequence, State
+from shardline.messages.step import SequenceStart, SequenceStep, StepPlan
+
+STEPS_BETWEEN_LOOKUPS = 16
+"""How often a sequence that lacks blocks looks its prefix up again; a look-up costs O(prompt)."""
+
+
+class PlanBuilder:
+    """Builds one plan after another. It preempts sequences if there are too few blocks."""
+
+    def __init__(
+        self,
+        kv: KVCache,
+        queues: SequenceQueues,
+        registry: RequestRegistry,
+        preemptions: PreemptionLog,
+        max_tokens: int,
+    ) -> None:
+        """`max_tokens`: the most tokens of a plan."""
+        self._kv = kv
+        self._queues = queues
+        self._registry = registry
+        self._preemptions = preemptions
+        self._max_tokens = max_tokens
+        self._num_starts = 0
+        self.begin(0, 0.0)
+
+    def begin(self, step_id: int, now: float) -> None:
+        """Begin the plan with this id, at this time in seconds of the scheduler's clock."""
+        self.step_id, self.now = step_id, now
+        self.budget = self._max_tokens
+        """Tokens that the plan may still take."""
+        self.draft_budget = 0
+        """Draft tokens that the plan may still take."""
+        self.starts: list[SequenceStart] = []
+        self.steps: list[SequenceStep] = []
+        self.sequences: list[LiveSequence] = []
+        """The sequences of `steps`."""
+        self.has_preempted = False
+
+    def finish(self) -> StepPlan:
+        """The plan."""
+        return StepPlan(self.step_id, self.starts, self.steps, self._queues.take_ends())
+
+    def place(self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = ()) -> None:
+        """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks.
+
+        A draft of the tokens behind its last one is computed with that one, as far as there are blocks for it.
+        """
+        if sequence.state is not State.RUNNING:
+            return
+        kv = self._kv
+        start = sequence.num_scheduled
+        reach = kv.reach(sequence)
+        if reach <= start:
+            if not self._make_room(sequence):
+                return
+            reach = kv.reach(sequence)
+        end = min(start + num_tokens, reach)
+        if sequence.awaits_mask and end == sequence.num_tokens:
+            end -= 1  # the last token is computed with the step that samples
+            if end == start:
+                return
+        draft = list(draft_token_ids[: reach - end])
+        tokens = sequence.tokens
+        token_id = tokens[start] if start < len(tokens) else -1
+        sample = end == sequence.num_tokens
+        score = sequence.is_scored(start, end)
+        blocks = kv.grow_tables(sequence, end + len(draft))
+        count = end - start + len(draft)
+        allowed = b""
+        if sample and sequence.allowed:
+            allowed, sequence.allowed, sequence.awaits_mask = sequence.allowed, b"", True
+        step = SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, draft, allowed)
+        self.draft_budget -= len(draft)
+        self.add(sequence, step, end)
+        kv.publish_blocks(sequence)
+
+    def add(self, sequence: LiveSequence, step: SequenceStep, end: int) -> None:
+        """Add a step of a running sequence that has the blocks for it; `end`: where its known tokens end."""
+        self.steps.append(step)
+        self.sequences.append(sequence)
+        self.budget -= step.num_tokens
+        sequence.num_scheduled = end
+        sequence.num_pending += step.sample
+        sequence.num_in_flight += 1
+        sequence.last_step = self.step_id
+
+    def start(self, sequence: LiveSequence) -> bool:
+        """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
+
+        Otherwise it would soon be preempted, or preempt another one. If no other sequence has blocks, it always starts.
+        No other prompt needs room: while one uses up the budget, this method is not called.
+        """
+        queues, kv = self._queues, self._kv
+        room = kv.pool.num_free
+        others_have_blocks = bool(queues.running or queues.draining)
+        if others_have_blocks and sequence.blocks_wanted > room and self.step_id < sequence.next_lookup:
+            return False
+        hit = kv.lookup_prefix(sequence)
+        sequence.next_lookup = self.step_id + STEPS_BETWEEN_LOOKUPS
+        spare = kv.num_groups * len(queues.running)
+        needed = kv.blocks_of_request(len(sequence.tokens), self._max_tokens)
+        sequence.blocks_wanted = needed - hit.num_blocks + hit.num_free + spare
+        if others_have_blocks and sequence.blocks_wanted > room:
+            return False
+        queues.start(sequence)
+        kv.share_prefix(sequence, hit)
+        sequence.begin_run(self._num_starts, hit.num_tokens)
+        sequence.recorder.note_start(self.now)
+        self._registry.count_start(sequence, hit.num_tokens)
+        self._num_starts += 1
+        self.starts.append(_start_message(sequence))
+        self.place(sequence, min(self.budget, sequence.num_uncomputed))
+        assert self.sequences[-1] is sequence, "a sequence was started without room for it"
+        return True
+
+    def _make_room(self, needy: LiveSequence) -> bool:
+        """Preempt until each group can get one more block; False: that is impossible before further results."""
+        queues, kv = self._queues, self._kv
+        while kv.pool.num_free < kv.num_groups:
+            if queues.draining:
+                return False
+            victim = cheapest_victim(queues.running, needy, kv.recompute_cost)
+            if victim is None:
+                return False
+            self.has_preempted = True
+            cost = kv.recompute_cost(victim)
+            self._preemptions.record(victim, cost)
+            victim.recorder.note_preemption(cost, self.now)
+            queues.leave(victim, State.PREEMPTED)
+            if victim is needy:
+                return False
+        return True
+
+
+def _start_message(sequence: LiveSequence) -> SequenceStart:
+    """What workers must know of a sequence before its first step."""
+    request, constraints = sequence.request, sequence.request.constraints
+    if constraints is not None and constraints.grammar:
+        constraints = msgspec.structs.replace(constraints, grammar="")
+    return SequenceStart(
+        sequence.seq_id,
+        list(sequence.tokens),
+        len(request.prompt_token_ids),
+        request.sampling,
+        request.choice,
+        request.eos_token_ids,
+        constraints,
+    )

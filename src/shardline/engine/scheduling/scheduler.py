@@ -1,0 +1,296 @@
+"""Which sequences compute which tokens in the next step, and what its result means for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from shardline.deployment.deployment import CachePlan, StepLimits
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.scheduling.plan_builder import PlanBuilder
+from shardline.engine.scheduling.preemption import PreemptionLog
+from shardline.engine.scheduling.queues import SequenceQueues
+from shardline.engine.scheduling.registry import RequestRegistry
+from shardline.engine.scheduling.sequence import LiveSequence, State
+from shardline.engine.speculative.ngram import NgramProposer
+from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.stats import EngineStats
+from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
+
+MIN_PREFILL_TOKENS = 128
+"""A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
+
+MOST_WITH_GUESSES = 48
+"""Sampled tokens of a step from which drafts cost a CPU more than they gain (benchmarks/speculation.py)."""
+
+
+class PlanInFlight(NamedTuple):
+    """A plan that is not updated yet."""
+
+    plan: StepPlan
+    sequences: list[LiveSequence]
+    """Those of the plan's steps, in the same order."""
+    planned: float
+    """When it was scheduled."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over a paged KV cache.
+
+    It only decides: it never waits, and uses no clock and no tensor. The caller may say what time it is (`now`, in
+    seconds of any clock), for the timelines of sequences; no decision depends on it.
+
+    The caller's loop, with at most `max_in_flight` plans scheduled and not yet updated, updates in plan order:
+
+        plan = scheduler.schedule()  ->  run it  ->  outputs = scheduler.update(plan, result)
+
+    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`. If one cannot be run,
+    the scheduler cannot be used any more. Workers may rely on this:
+
+    * The first plan that steps a sequence has it in `starts`, with all tokens known then; its `seq_id` is new, also
+      after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
+    * The steps of a sequence are consecutive: each begins where the previous one ended. `new_blocks` extend each
+      group's block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A
+      step may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of
+      all tokens of a step before they attend.
+    * `score` is set if the request wants log probabilities that the step's logits tell: the result then has them.
+    * `sample` is set if the step ends with the sequence's last token. The result then has one token for it, or several
+      if no other plan in flight steps the sequence (later steps compute the KV of these).
+    * `draft_token_ids` follow the last token, and only if no other plan in flight steps the sequence. The result has
+      one token more than it accepts, and the next step begins with that token.
+    * `token_id` is the token at `start` if the scheduler knows it, else -1.
+    * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
+
+    `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
+    sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each
+    about 1 / max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so
+    that `token_id` names every one of them.
+    `last_token_known=False` is for workers that keep what they sample. A step may start from a token that a plan in
+    flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
+    prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
+
+    A block returns to the pool when no plan in flight reads or writes it.
+    """
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        cache: CachePlan,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        max_in_flight: int = 1,
+        last_token_known: bool,
+        warns: bool = True,
+    ) -> None:
+        """`num_blocks` includes the null block. `warns`: whether preemptions are logged."""
+        assert last_token_known or not limits.drafts, "a draft follows tokens that are known"
+        self.max_in_flight = max_in_flight
+        self.last_token_known = last_token_known
+        # The budget has a token for every running sequence, so a decode never waits for another one.
+        self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.max_samples = limits.max_samples
+        self._proposer = NgramProposer(limits.speculation) if limits.drafts else None
+        self.kv = KVCache(cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching)
+        self.registry = RequestRegistry(self.kv, max_model_len=max_model_len)
+        self.queues = SequenceQueues(self.kv)
+        self.in_flight: deque[PlanInFlight] = deque()
+        self.num_steps = 0
+        """Plans so far, the empty ones included."""
+        self.preemptions = PreemptionLog(warns=warns)
+        self._builder = self._make_builder(limits.max_num_batched_tokens)
+
+    def _make_builder(self, max_tokens: int) -> PlanBuilder:
+        return PlanBuilder(self.kv, self.queues, self.registry, self.preemptions, max_tokens)
+
+    def add_request(self, request: Request, now: float = 0.0) -> LiveSequence | None:
+        """Queue a request. None: it can never run, and the next `take_outputs` has an error for it.
+
+        If it has a grammar, it waits until `queues.give_mask` was called for its sequence.
+        """
+        sequence = self.registry.add_request(request)
+        if sequence is not None:
+            sequence.recorder.added = now
+            self.queues.add(sequence)
+        return sequence
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End all choices of these requests; `take_outputs` has their last outputs. Unknown ids are ignored."""
+        for sequence in self.registry.find_sequences(request_ids):
+            self.queues.leave(sequence, State.FINISHED)
+            self.registry.finish_sequence(sequence, "abort")
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
+        return self.registry.take_outputs()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not had their last output."""
+        return self.registry.num_live
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is unfinished, a plan in flight or an output not taken."""
+        return self.registry.num_live > 0 or bool(self.in_flight) or self.registry.has_outputs
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges; the engine loop fills in `engine_seconds`."""
+        totals, num_running = self.registry.totals, len(self.queues.running)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=self.registry.num_live - num_running,
+            kv_blocks_total=self.kv.pool.num_usable,
+            kv_blocks_used=self.kv.pool.num_used,
+            num_steps=self.num_steps - len(self.in_flight),
+            num_preemptions=self.preemptions.count,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            prefix_queries=totals.prefix_queries,
+            prefix_hits=totals.prefix_hits,
+            step_seconds=totals.step_seconds,
+            drafts=None if self._proposer is None else self._proposer.stats(),
+        )
+
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """The next plan; None if nothing can run, or not before another result has come.
+
+        If a request is unfinished and no plan is in flight, there is always a plan, unless all sequences await masks.
+        """
+        if len(self.in_flight) >= self.max_in_flight:
+            return None
+        builder = self._builder
+        builder.begin(self.num_steps, now)
+        prefills = self._schedule_decodes()
+        self._schedule_prefills(prefills)
+        return self._launch() if builder.steps else None
+
+    def schedule_idle(self) -> StepPlan:
+        """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
+        assert len(self.in_flight) < self.max_in_flight, "too many plans are in flight"
+        self._builder.begin(self.num_steps, 0.0)
+        return self._launch()
+
+    def update(self, plan: StepPlan, step_result: StepResult, now: float = 0.0) -> list[SequenceOutput]:
+        """Apply the result of the oldest plan in flight; returns outputs of the sequences that got tokens or ended."""
+        flying, sequences, planned = self.in_flight.popleft()
+        assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
+        self.registry.totals.step_seconds += step_result.seconds
+        outputs = self.registry.take_outputs()
+        results = {entry.seq_id: entry for entry in step_result.results}
+        for sequence, step in zip(sequences, flying.steps, strict=True):
+            output = self._apply(sequence, step, results.get(step.seq_id), planned, now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _launch(self) -> StepPlan:
+        """The builder's plan, which is in flight from now on."""
+        builder = self._builder
+        plan = builder.finish()
+        self.num_steps += 1
+        self.in_flight.append(PlanInFlight(plan, builder.sequences, builder.now))
+        return plan
+
+    def _schedule_decodes(self) -> list[LiveSequence]:
+        """Step the sequences that have one token to compute, in a pipeline a share of them; returns all others."""
+        decodes: list[LiveSequence] = []
+        prefills: list[LiveSequence] = []
+        for sequence in self.queues.running:
+            if sequence.awaits_mask and sequence.num_uncomputed == 1:
+                continue
+            (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
+        share = len(decodes)
+        if self.last_token_known:
+            share = -(-share // self.max_in_flight)
+            decodes = [sequence for sequence in decodes if sequence.num_pending == 0]
+            # The sequence that waited longest goes first, so that none waits for ever.
+            decodes.sort(key=lambda sequence: sequence.last_step)
+        builder = self._builder
+        # Every sequence that may be in the plan can sample a token before others have drafts.
+        samples = min(self.registry.num_live, self.max_running)
+        builder.draft_budget = min(min(self.max_samples, MOST_WITH_GUESSES) - samples, builder.budget - share)
+        for sequence in decodes:
+            if len(builder.steps) == share:
+                break
+            # If the pending token is the last one that the limit allows, there is nothing left to compute.
+            if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
+                builder.place(sequence, 1, self._propose(sequence, share - len(builder.steps)))
+        return prefills
+
+    def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
+        """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
+        if self._proposer is None or sequence.num_pending:
+            return []
+        return self._proposer.propose(sequence, self._builder.draft_budget // num_left)
+
+    def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
+        """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
+        builder, waiting = self._builder, self.queues.waiting
+        if self.last_token_known and (prefills or waiting):
+            unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + waiting.num_tokens
+            share = -(-unscheduled // (self.max_in_flight - len(self.in_flight)))
+            builder.budget = min(builder.budget, max(share, MIN_PREFILL_TOKENS))
+        for sequence in prefills:
+            if builder.budget == 0:
+                return
+            generated = sequence.num_scheduled >= sequence.num_start_tokens
+            most = 1 if generated and self.last_token_known else builder.budget
+            builder.place(sequence, min(most, sequence.num_uncomputed))
+        while builder.budget > 0 and not builder.has_preempted and len(self.queues.running) < self.max_running:
+            sequence_or_none = waiting.peek()
+            if sequence_or_none is None or not builder.start(sequence_or_none):
+                return
+
+    def _apply(
+        self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult | None, planned: float, now: float
+    ) -> SequenceOutput | None:
+        """Apply a collected step, which was planned at `planned`, to its sequence; returns what the front gets."""
+        output = None
+        sequence.num_in_flight -= 1
+        sequence.num_computed = step.start + step.num_tokens - len(step.draft_token_ids)
+        if step.draft_token_ids and result is not None and not result.error:
+            self._accept_draft(sequence, step, len(result.token_ids) - 1)
+        if step.start < sequence.num_start_tokens:
+            sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
+        if step.sample:
+            sequence.num_pending -= 1
+        if sequence.state is not State.FINISHED:
+            self.kv.slide_windows(sequence)
+            if step.score and result is not None:
+                sequence.append_scores(step.start, result.prompt_logprobs or [])
+            if step.sample or (result is not None and result.error):
+                assert result is not None
+                output = self._take_result(sequence, result, now)
+        self.queues.release(sequence)
+        return output
+
+    def _accept_draft(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
+        """The step has computed the keys and values of the accepted tokens, too."""
+        sequence.num_computed += num_accepted
+        sequence.num_scheduled += num_accepted
+        assert self._proposer is not None
+        self._proposer.note_result(sequence, step, num_accepted)
+
+    def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
+        if result.error:
+            self.queues.leave(sequence, State.FINISHED)
+            return self.registry.fail_sequence(sequence, result.error, refused=result.refused)
+        if result.embedding:
+            self.queues.leave(sequence, State.FINISHED)
+            return self.registry.finish_embedding(sequence, result.embedding)
+        assert result.token_ids, "a step that samples must have a token"
+        several = len(result.token_ids) > 1
+        assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
+        output = self.registry.take_result(sequence, result)
+        self.kv.publish_blocks(sequence)
+        recorder = sequence.recorder
+        if recorder.awaits_token:
+            recorder.note_token(now, running=sequence.state is State.RUNNING)
+            output = msgspec.structs.replace(output, timeline=recorder.timeline())
+        if output.finish_reason is not None:
+            self.queues.leave(sequence, State.FINISHED)
+        return output
