@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from shardline.messages.request import Request
 from shardline.messages.step import SequenceStep, StepPlan
-from shardline.runtime.finite import FiniteChecker
+from shardline.runtime.features.finite import FiniteChecker
 from shardline.sampling_params import SamplingParams
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint

@@ -9,8 +9,8 @@ import torch
 from shardline.messages.request import Constraints
 from shardline.messages.step import SequenceStart
 from shardline.models.partition import Span
+from shardline.runtime.features.constraints import MaskMemory, TokenMask, collect_masks, make_mask
 from shardline.runtime.ops.sampling.mask import TokenMasks
-from shardline.runtime.sampling.token_mask import MaskMemory, TokenMask, collect_masks, make_mask
 from shardline.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS = 2048, 2

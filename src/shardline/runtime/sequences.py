@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from torch import Tensor
 from shardline.messages.step import SequenceStart, SequenceStep
 from shardline.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from shardline.runtime.sampling.token_mask import TokenMask
-
 NO_TOKEN = torch.iinfo(torch.int64).max
 """Stands in place of a token id where there is no token and none will come."""
 
@@ -28,6 +25,23 @@ def stand_in(row: int) -> int:
     """The placeholder for the newest token of the sequence in `row` of a SequenceTable, until the host knows that
     token."""
     return -1 - row
+
+
+class NextTokens(Protocol):
+    """What constrains the next token of a sequence."""
+
+    def append_token(self, token_id: int) -> None:
+        """Note a token of the output."""
+
+    def set_grammar(self, allowed: bytes) -> None:
+        """Note what the grammar allows next, see `SequenceStep.allowed`."""
+
+    def find_allowed(self) -> npt.NDArray[np.int32]:
+        """The tokens that may come next, as bits in words of 32.
+
+        Raises:
+            ValueError: there are none.
+        """
 
 
 @dataclass
@@ -44,7 +58,7 @@ class WorkerSequence:
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; counted only if the sequence has penalties."""
-    mask: TokenMask | None = None
+    mask: NextTokens | None = None
     """The constraints on its tokens; None: it has none, or this rank does not sample."""
     num_pending: int = 0
     """How many of its last tokens steps in flight have still to sample; stand-ins hold their places."""
@@ -158,7 +172,7 @@ class SequenceTable:
         """The largest row index of any sequence, plus one."""
         return len(self._num_blocks)
 
-    def start_sequence(self, start: SequenceStart, mask: TokenMask | None = None) -> None:
+    def start_sequence(self, start: SequenceStart, mask: NextTokens | None = None) -> None:
         """Add a sequence; `mask`: the constraints on its tokens."""
         num_tokens = len(start.token_ids)
         tokens = np.empty(num_tokens + 256, dtype=np.int64)

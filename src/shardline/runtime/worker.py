@@ -14,7 +14,7 @@ from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPo
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.worker import RankReport
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.finite import FiniteChecker
+from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_pool import KVPool
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.progress import LoadingLine

@@ -16,7 +16,7 @@ from shardline.models.parameters import is_kept_in_float32, kind_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.finite import FiniteChecker
+from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat

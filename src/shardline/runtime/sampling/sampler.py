@@ -27,8 +27,10 @@ from shardline.runtime.ops.sampling.sample import find_best, greedy_argmax, samp
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
-from shardline.runtime.sampling.prompt_scores import MAX_LOGIT_BYTES
 from shardline.runtime.sequences import WorkerSequence
+
+_SCORED_LOGIT_BYTES = 64 << 20
+"""Most memory for logits that are only scored."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Sampler:
     @property
     def scored_rows_each(self) -> int:
         """How many rows may be scored at a time: this rank's logits and the gathered ones are alive together."""
-        return max(1, MAX_LOGIT_BYTES // (4 * sum(self._widths) * min(self._group.size, 2)))
+        return max(1, _SCORED_LOGIT_BYTES // (4 * sum(self._widths) * min(self._group.size, 2)))
 
     @staticmethod
     def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:

@@ -1,12 +1,23 @@
-"""The sampled rows of a step with drafts. Each position of a draft has a row, which is sampled as if the guesses before
-it were right. Those that were right are kept, so the tokens are the same as without drafts."""
+"""Steps with drafts. Each position of a draft has a row, which is sampled as if the tokens before it were right. Those
+that were right are kept, so the tokens are the same as without drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardline.messages.step import SequenceResult, SequenceStep
+from shardline.runtime.launch import Feature, Launch
 from shardline.runtime.sequences import WorkerSequence
+
+
+class Drafts(Feature):
+    """Joins the rows of each draft to one result."""
+
+    def begin(self, launch: Launch) -> Drafts | None:
+        return self if len(launch.rows) > len(launch.sampled) else None
+
+    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
+        return join_rows([step.draft_token_ids for step in launch.plan.steps if step.sample], results)
 
 
 def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:

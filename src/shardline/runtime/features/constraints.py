@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +14,10 @@ from torch import Tensor
 from shardline.messages.request import Constraints
 from shardline.messages.step import SequenceStart
 from shardline.models.partition import Span
+from shardline.runtime.launch import Feature, Launch
 from shardline.runtime.ops.sampling.mask import TokenMasks
+from shardline.runtime.sequences import NextTokens
+from shardline.runtime.step import StepInput
 
 Words = npt.NDArray[np.int32]
 _PANEL_TOKENS = 64
@@ -78,12 +82,53 @@ class TokenMask:
         return words
 
 
+class ConstraintRows(Feature):
+    """The constraints of the sequences of the last stage."""
+
+    def __init__(self, vocab_size: int, span: Span, max_rows: int, wait_for_step: Callable[[], object]) -> None:
+        """`span`: this rank's part of the vocabulary. `wait_for_step` waits for the oldest step in flight."""
+        self._vocab_size = vocab_size
+        self._memory = MaskMemory(max_rows, span)
+        self._wait_for_step = wait_for_step
+
+    def mask_of(self, start: SequenceStart) -> TokenMask | None:
+        """The constraints of a sequence that starts; None: it has none."""
+        return make_mask(start, self._vocab_size)
+
+    def begin(self, launch: Launch) -> ConstraintRows | None:
+        return self if any(sequence.mask is not None for sequence in launch.rows) else None
+
+    def prepare(self, launch: Launch, step: StepInput) -> StepInput:
+        """In a greedy step, the search itself leaves tokens out."""
+        if not step.greedy:
+            return step
+        masks = self._collect(launch)
+        if masks is None:
+            return step
+        return dataclasses.replace(step, allowed=self._memory.write(masks, len(launch.rows)))
+
+    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
+        if not step.greedy and (masks := self._collect(launch)) is not None:
+            launch.masks = TokenMasks(masks.rows.to(output.device), masks.bits.to(output.device))
+
+    def _collect(self, launch: Launch) -> TokenMasks | None:
+        """The masks of the sampled rows. Sequences that cannot go on are refused.
+
+        A mask depends on the sequence's last token, so this waits for steps in flight that sample it.
+        """
+        while any(sequence.num_pending for sequence in launch.rows if sequence.mask is not None):
+            self._wait_for_step()
+        masks, errors = collect_masks([sequence.mask for sequence in launch.rows])
+        launch.refusals.update({launch.rows[row].seq_id: error for row, error in errors.items()})
+        return masks
+
+
 def make_mask(start: SequenceStart, vocab_size: int) -> TokenMask | None:
     """The constraints of a sequence that starts; None: it has none."""
     return None if start.constraints is None else TokenMask(start, start.constraints, vocab_size)
 
 
-def collect_masks(masks: Sequence[TokenMask | None]) -> tuple[TokenMasks | None, dict[int, str]]:
+def collect_masks(masks: Sequence[NextTokens | None]) -> tuple[TokenMasks | None, dict[int, str]]:
     """The masks of a batch's rows, in host memory, and for each row that cannot go on the reason.
 
     A row that cannot go on is not masked, since its token is dropped. None: no row is masked.

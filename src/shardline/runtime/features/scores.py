@@ -15,11 +15,12 @@ from torch import Tensor
 
 from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult, SequenceStep
+from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.launch import Feature, Launch
 from shardline.runtime.ops.sampling.logprobs import Logprobs
+from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import WorkerSequence, num_scored
-
-MAX_LOGIT_BYTES = 64 * 1024 * 1024
-"""Most memory for logits that are only scored."""
+from shardline.runtime.step import StepInput
 
 
 class ScoringPlan(NamedTuple):
@@ -30,17 +31,6 @@ class ScoringPlan(NamedTuple):
     """Number of scored tokens of each sequence."""
     top_logprobs: list[int]
     """How many of the most likely tokens each sequence wants beside each prompt token."""
-
-
-class PromptScores(NamedTuple):
-    """The scores of a step's scored tokens, one after another."""
-
-    plan: ScoringPlan
-    logprobs: Logprobs
-
-    def from_copies(self, tensors: Sequence[Tensor]) -> PromptScores:
-        """The same with copies of the tensors of `logprobs`."""
-        return PromptScores(self.plan, Logprobs(*tensors))
 
 
 def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoringPlan | None:
@@ -54,16 +44,59 @@ def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequen
     return plan if plan.seq_ids else None
 
 
+class Scores(Feature):
+    """Scores the tokens of prompts that ask for it."""
+
+    def __init__(self, stage: DecoderStage, sampler: Sampler) -> None:
+        self._stage = stage
+        self._sampler = sampler
+
+    def begin(self, launch: Launch) -> StepScores | None:
+        plan = plan_scoring(launch.plan.steps, launch.stepped)
+        if plan is None:
+            return None
+        launch.needs_logits = True
+        scores = StepScores(self._stage, self._sampler, plan)
+        launch.forward = scores.forward
+        return scores
+
+
+class StepScores(Feature):
+    """The scores of one step."""
+
+    def __init__(self, stage: DecoderStage, sampler: Sampler, plan: ScoringPlan) -> None:
+        self._stage = stage
+        self._sampler = sampler
+        self._plan = plan
+        self._parts: list[Logprobs] = []
+        self._place = slice(0, 0)
+
+    def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
+        """The logits of the sampled rows. Those of scored rows are read meanwhile, some at a time."""
+        assert step.scored is not None
+        targets, widest = step.scored.targets, max(self._plan.top_logprobs)
+
+        def read_logits(rows: slice, logits: Tensor) -> None:
+            self._parts.append(self._sampler.score_rows(logits, targets[rows], widest))
+
+        return self._stage.forward_scored(step, hidden, self._sampler.scored_rows_each, read_logits)
+
+    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
+        self._place = launch.download(*join_logprobs(self._parts))
+
+    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
+        return add_scores(results, self._plan, Logprobs(*launch.copies[self._place]))
+
+
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
     """The rows of several parts, one after another."""
     return parts[0] if len(parts) == 1 else Logprobs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def add_scores(results: Sequence[SequenceResult], scores: PromptScores) -> list[SequenceResult]:
+def add_scores(results: Sequence[SequenceResult], plan: ScoringPlan, scores: Logprobs) -> list[SequenceResult]:
     """`results` with the scores, which are in host memory. A sequence that was only scored gets one without tokens."""
     by_id = {result.seq_id: result for result in results}
-    entries = iter(zip(*(tensor.tolist() for tensor in scores.logprobs), strict=True))
-    plan = scores.plan
+    entries = iter(zip(*(tensor.tolist() for tensor in scores), strict=True))
     for seq_id, count, most in zip(plan.seq_ids, plan.counts, plan.top_logprobs, strict=True):
         own = [
             TokenLogprobs(logprob, rank, ids[:most], values[:most])

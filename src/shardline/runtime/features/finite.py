@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
 import torch
 from torch import Tensor
 
-from shardline.messages.step import SequenceResult, StepPlan
+from shardline.messages.step import StepPlan
+from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.step import StepInput
 
 _log = logging.getLogger(__name__)
 
@@ -57,15 +58,14 @@ class FiniteChecker:
         return errors
 
 
-def with_errors(
-    results: list[SequenceResult], errors: dict[int, str], refusals: dict[int, str]
-) -> list[SequenceResult]:
-    """`results`, in which the sequences in `errors` and `refusals` are marked as failed, see `SequenceResult`."""
-    return [
-        msgspec.structs.replace(
-            result,
-            error=errors.get(result.seq_id) or refusals.get(result.seq_id, ""),
-            refused=result.seq_id not in errors and result.seq_id in refusals,
-        )
-        for result in results
-    ]
+class Finite(Feature):
+    """Reports what a rank's checker has found in a step."""
+
+    def __init__(self, checker: FiniteChecker) -> None:
+        self._checker = checker
+
+    def begin(self, launch: Launch) -> Finite:
+        return self
+
+    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
+        launch.errors.update(self._checker.report_step(launch.plan))

@@ -1,0 +1,27 @@
+"""Embeddings of prompts: the final hidden states of their last tokens, as they leave the last stage."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardline.messages.step import SequenceResult
+from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.step import StepInput
+
+
+class Pooling(Feature):
+    """Reports the last stage's output, [R, H], as float32."""
+
+    def __init__(self) -> None:
+        self._place = slice(0, 0)
+
+    def begin(self, launch: Launch) -> Pooling | None:
+        return Pooling() if launch.sampled else None
+
+    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
+        self._place = launch.download(output.float())
+
+    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
+        (states,) = launch.copies[self._place]
+        rows = zip(launch.sampled, states, strict=True)
+        return [SequenceResult(sequence.seq_id, [], embedding=row.numpy().tobytes()) for sequence, row in rows]
