@@ -64,9 +64,9 @@ def test_grid(tensor: int, pipeline: int, data: int) -> None:
     places = [grid.place(rank) for rank in range(grid.world_size)]
     assert len({(place.dp_rank, place.pp_rank, place.tp_rank) for place in places}) == tensor * pipeline * data
     for place in places:
-        assert place.tp_peers[place.tp_rank] == place.rank
-        assert place.ep_peers[place.dp_rank * tensor + place.tp_rank] == place.rank
-        assert [grid.place(peer).pp_rank for peer in place.ep_peers] == [place.pp_rank] * data * tensor
+        assert place.peers("tensor")[place.tp_rank] == place.rank
+        assert place.peers("expert")[place.dp_rank * tensor + place.tp_rank] == place.rank
+        assert [grid.place(peer).pp_rank for peer in place.peers("expert")] == [place.pp_rank] * data * tensor
         assert (place.previous_stage is None) == (place.pp_rank == 0)
         if place.next_stage is not None:
             successor = grid.place(place.next_stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from shardline.config.topology import RankGrid
 from shardline.segment.layout import SegmentLayout
@@ -20,10 +21,10 @@ def test_a_group_that_reaches_another_host_has_no_area() -> None:
         layout, segment = make(grid, ranks)
         for rank in ranks:
             place = grid.place(rank)
-            is_whole = set(place.tp_peers) <= set(ranks)
-            assert (layout.tensor_group(segment, place) is not None) == is_whole
+            is_whole = set(place.peers("tensor")) <= set(ranks)
+            assert (layout.group(segment, place, "tensor") is not None) == is_whole
             assert (layout.kv_pool(segment, place) is not None) == is_whole
-            assert (layout.expert_group(segment, place) is not None) == (set(place.ep_peers) <= set(ranks))
+            assert (layout.group(segment, place, "expert") is not None) == (set(place.peers("expert")) <= set(ranks))
             assert (layout.link(segment, rank) is not None) == (place.next_stage in ranks)
 
 
@@ -34,19 +35,19 @@ def test_parts_do_not_overlap() -> None:
         place = grid.place(rank)
         layout.progress(segment).line(rank).finish(100 * number)
         layout.expert_load(segment).of_rank(rank)[:] = number
-        parts = (layout.tensor_group, layout.kv_pool)
+        parts = (partial(layout.group, axis="tensor"), layout.kv_pool)
         for code, part in enumerate(parts, start=1):
             area = part(segment, place)
             assert area is not None
-            area[0] = area[-1] = 10 * code + place.tp_peers[0]
+            area[0] = area[-1] = 10 * code + place.peers("tensor")[0]
         if (link := layout.link(segment, rank)) is not None:
             link[0] = link[-1] = 100 + rank
     assert [line.finished for line in layout.progress(segment).read()] == [100 * n + 1 for n in range(1, 7)]
     assert (layout.expert_load(segment).total() == 21).all()
-    for rank, (code, part) in itertools.product(layout.ranks, ((1, layout.tensor_group), (2, layout.kv_pool))):
+    for rank, (code, part) in itertools.product(layout.ranks, enumerate(parts, start=1)):
         area = part(segment, grid.place(rank))
         assert area is not None
-        assert area[0] == area[-1] == 10 * code + grid.place(rank).tp_peers[0]
+        assert area[0] == area[-1] == 10 * code + grid.place(rank).peers("tensor")[0]
     link = layout.link(segment, 1)
     assert link is not None
     assert link[0] == link[-1] == 101

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
+
+Axis = Literal["tensor", "expert"]
+GROUPS: Mapping[Axis, tuple[str, ...]] = {"tensor": ("tensor",), "expert": ("data", "tensor")}
+"""The groups of ranks that exchange tensors within a layer, and the coordinates in which the ranks of a group differ.
+
+"expert" are the ranks of a stage over which whole experts are spread: the tensor-parallel groups of all replicas in
+lockstep.
+"""
 
 
 @dataclass(frozen=True)
@@ -14,21 +25,31 @@ class RankPlace:
     rank: int
     """Rank within the engine."""
     dp_rank: int
-    tp_rank: int
-    cp_rank: int
     pp_rank: int
-    tp_peers: tuple[int, ...]
-    """Ranks of the tensor-parallel group in order, this rank included."""
-    ep_peers: tuple[int, ...]
-    """Ranks of the stage over which whole experts are spread, in order: the TP groups of all replicas in lockstep."""
+    cp_rank: int
+    tp_rank: int
+    groups: Mapping[Axis, tuple[int, ...]] = field(hash=False)
+    """For each axis, the ranks of this rank's group in order, this rank included."""
     previous_stage: int | None
     """The rank that sends its hidden states to this one; None in the first stage."""
     next_stage: int | None
     """The rank that receives this one's hidden states; None in the last stage."""
 
     def __str__(self) -> str:
-        replica = f"dp {self.dp_rank}, " if len(self.ep_peers) > len(self.tp_peers) else ""
+        replica = f"dp {self.dp_rank}, " if len(self.peers("expert")) > len(self.peers("tensor")) else ""
         return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank})"
+
+    def peers(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks of this rank's group on an axis, in order, this rank included."""
+        return self.groups[axis]
+
+    def distinct_groups(self) -> dict[Axis, tuple[int, ...]]:
+        """The groups of several ranks, without those that have the ranks of an earlier one."""
+        distinct: dict[Axis, tuple[int, ...]] = {}
+        for axis, peers in self.groups.items():
+            if len(peers) > 1 and peers not in distinct.values():
+                distinct[axis] = peers
+        return distinct
 
 
 class RankGrid(msgspec.Struct, frozen=True):
@@ -63,22 +84,26 @@ class RankGrid(msgspec.Struct, frozen=True):
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks")
-        stage_size = self.tensor * self.context
-        dp_rank, within = divmod(rank, self.replica_size)
-        pp_rank, within = divmod(within, stage_size)
-        cp_rank, tp_rank = divmod(within, self.tensor)
-        first_peer = rank - tp_rank
-        first_of_replicas = [first_peer + (dp - dp_rank) * self.replica_size for dp in range(self.data)]
+        sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        strides, stride = {}, 1
+        for name, size in reversed(sizes.items()):
+            strides[name], stride = stride, stride * size
+        at = {name: rank // strides[name] % size for name, size in sizes.items()}
+        groups: dict[Axis, tuple[int, ...]] = {}
+        for axis, along in GROUPS.items():
+            first = rank - sum(at[name] * strides[name] for name in along)
+            steps = itertools.product(*(range(0, sizes[name] * strides[name], strides[name]) for name in along))
+            groups[axis] = tuple(first + sum(step) for step in steps)
+        stage_size = strides["pipeline"]
         return RankPlace(
             rank=rank,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            cp_rank=cp_rank,
-            pp_rank=pp_rank,
-            tp_peers=tuple(range(first_peer, first_peer + self.tensor)),
-            ep_peers=tuple(first + tp for first in first_of_replicas for tp in range(self.tensor)),
-            previous_stage=rank - stage_size if pp_rank > 0 else None,
-            next_stage=rank + stage_size if pp_rank < self.pipeline - 1 else None,
+            dp_rank=at["data"],
+            pp_rank=at["pipeline"],
+            cp_rank=at["context"],
+            tp_rank=at["tensor"],
+            groups=groups,
+            previous_stage=rank - stage_size if at["pipeline"] > 0 else None,
+            next_stage=rank + stage_size if at["pipeline"] < self.pipeline - 1 else None,
         )
 
     @property

@@ -28,7 +28,7 @@ def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_ex
     for rank in range(grid.world_size):
         place = grid.place(rank)
         stage = stages[place.pp_rank]
-        rank_tokens.append(int(by_rank[stage.start : stage.stop, place.ep_peers.index(rank)].sum()))
+        rank_tokens.append(int(by_rank[stage.start : stage.stop, place.peers("expert").index(rank)].sum()))
     return ExpertLoad(
         expert_tokens=counts.sum(axis=0).tolist(),
         rank_tokens=rank_tokens,

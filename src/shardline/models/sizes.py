@@ -193,8 +193,10 @@ def rank_total(
     whole: Collection[str] = (),
 ) -> int:
     """Sum of `num_bytes(name, local shape)` over the rank's parts of the parameters in `held`."""
-    total, tp_size = 0, len(place.tp_peers)
-    share = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
+    total, tp_size = 0, len(place.peers("tensor"))
+    share = (
+        ExpertShare(place.peers("expert").index(place.rank), len(place.peers("expert"))) if expert_parallel else None
+    )
     for name, shape, num_layers, num_experts in held:
         if num_experts and share is not None:
             local, count = shape, num_layers * split_dim(num_experts, share.size)[share.rank].size
@@ -223,8 +225,10 @@ def largest_weight_bytes(
     expert_parallel: bool = False,
 ) -> int:
     """Bytes in `dtype` of the largest parameter part that the rank at `place` holds."""
-    tp_size = len(place.tp_peers)
-    experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
+    tp_size = len(place.peers("tensor"))
+    experts = (
+        ExpertShare(place.peers("expert").index(place.rank), len(place.peers("expert"))) if expert_parallel else None
+    )
     stage = stages[place.pp_rank]
     sizes = []
     for name, shape, _, num_experts in _held(counted_parameters(spec, stage), spec, stage, False):
@@ -283,7 +287,7 @@ def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> 
     for layer in spec.layers[stage.start : stage.stop]:
         attention = layer.attention
         if isinstance(attention, LinearAttention):
-            heads = split_dim(attention.num_heads, len(place.tp_peers))[place.tp_rank].size
+            heads = split_dim(attention.num_heads, len(place.peers("tensor")))[place.tp_rank].size
             whole = 4 * attention.state_size + 2 * (attention.conv_width - 1) * attention.conv_size
             total += whole * heads // attention.num_heads
     return total
@@ -374,14 +378,16 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
     num_bytes = sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
     if isinstance(attention, MLA) and latents_shared:
-        return split_dim(num_bytes, len(place.tp_peers), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
+        return split_dim(num_bytes, len(place.peers("tensor")), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
     return num_bytes
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
     if not isinstance(attention, GQA):
         return 1
-    return split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))[place.tp_rank].kv_heads.size
+    return split_heads(attention.num_heads, attention.num_kv_heads, len(place.peers("tensor")))[
+        place.tp_rank
+    ].kv_heads.size
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:

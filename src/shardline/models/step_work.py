@@ -149,7 +149,7 @@ def step_work(
     whole: Collection[str] = (),
 ) -> StepWork:
     """The work of the rank at `place`. For `whole` see `sizes.stored_weight_bytes`."""
-    stage, tensor = stages[place.pp_rank], len(place.tp_peers)
+    stage, tensor = stages[place.pp_rank], len(place.peers("tensor"))
     numerics: Numerics = "exact" if exchange == "exact" else "fast"
     counted = list(counted_parameters(spec, stage, stored.layer_class))
     is_last = stage.stop == len(spec.layers)
@@ -173,7 +173,7 @@ def step_work(
         layer.feed_forward.routing for layer, _ in count_layers(spec, stage) if isinstance(layer.feed_forward, MoE)
     ]
     routing = routings[-1] if routings else None
-    ranks = len(place.ep_peers) if whole_experts and routing is not None else 1
+    ranks = len(place.peers("expert")) if whole_experts and routing is not None else 1
     # A token's chosen experts are spread evenly over the ranks that hold experts.
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
     replicas = ranks // tensor if ranks > 1 else 1

@@ -144,7 +144,7 @@ def _absorbed_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span])
     for layer in spec.layers[stage.start : stage.stop]:
         if isinstance(layer.attention, MLA):
             mla = layer.attention
-            heads = -(-mla.num_heads // len(place.tp_peers))
+            heads = -(-mla.num_heads // len(place.peers("tensor")))
             total += 2 * heads * (mla.nope_head_dim + mla.value_head_dim) * mla.kv_lora_rank
     return total
 
@@ -176,7 +176,7 @@ def request_size(
     A windowed layer holds the window, a step of `num_tokens` tokens, and one block (SlidingWindowSpec). States of
     compressors are kept in the same way.
     """
-    tensor = len(place.tp_peers)
+    tensor = len(place.peers("tensor"))
     counted = count_layers(spec, stages[place.pp_rank])
     plain = [
         (layer.attention, count)

@@ -54,7 +54,7 @@ class KVPool:
         if ranks.kv_pool is None:
             return self._num_bytes
         assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"
-        return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
+        return split_dim(self._num_bytes, ranks["tensor"].size)[ranks["tensor"].rank].size
 
     def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
         """An uninitialised tensor."""

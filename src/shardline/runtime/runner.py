@@ -88,8 +88,8 @@ class Runner:
             self._features.append(Finite(finite_checker))
         if stage.lm_head is not None:
             spans = stage.lm_head.spans
-            self._sampler = Sampler(backend.kernels, spans, groups.tensor, backend.device)
-            vocab_size, own_span = max(span.stop for span in spans), spans[groups.tensor.rank]
+            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device)
+            vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             self._constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
             self._features += [Drafts(), self._constraints, Scores(stage, self._sampler)]
         if stage.embeds_prompts:

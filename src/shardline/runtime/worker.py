@@ -137,8 +137,8 @@ class Worker:
                 spec=deployment.spec,
                 kv_groups=deployment.cache.groups,
                 backend=backend,
-                group=self._groups.tensor,
-                expert_group=self._groups.experts,
+                group=self._groups["tensor"],
+                expert_group=self._groups["expert"],
                 numerics=deployment.numerics,
                 dtype=self._sizes.dtype,
                 max_model_len=deployment.max_model_len,
@@ -166,8 +166,8 @@ class Worker:
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""
         # With whole experts, the host waits for the counts of each exchange, so it cannot be captured.
-        waits = self._deployment.expert_parallel and self._groups.experts.size > 1
-        can_capture = self._groups.tensor.is_capturable and not waits and self._finite_checker is None
+        waits = self._deployment.expert_parallel and self._groups["expert"].size > 1
+        can_capture = self._groups["tensor"].is_capturable and not waits and self._finite_checker is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardline.config.topology import RankGrid, RankPlace
+from shardline.config.topology import Axis, RankGrid, RankPlace
 from shardline.segment.expert_load import ExpertLoadBoard
 from shardline.segment.progress import ProgressBoard
 
@@ -19,8 +19,8 @@ _ALIGNMENT = 4096
 class SegmentLayout:
     """The places of the parts of one segment. It holds only what ranks of one host share.
 
-    The parts: a progress board and the expert load of these ranks; an area for each TP group, for each group that
-    shares experts across replicas and for each stage link, and a KV pool for each TP group that shares one. A group or
+    The parts: a progress board and the expert load of these ranks; an area for each group and for each stage link, and
+    a KV pool for each TP group that shares one. A group or
     link that reaches another host has no part in any segment.
     """
 
@@ -47,13 +47,12 @@ class SegmentLayout:
             ("expert load", 0): ExpertLoadBoard.num_bytes(num_ranks, self.num_layers, self.num_experts),
         }
         for place in map(self.grid.place, self.ranks):
-            if place.tp_peers[0] == place.rank and self._holds(place.tp_peers):
-                if self.grid.tensor > 1:
-                    sizes["tensor", place.rank] = _GROUP_BYTES
-                if self.kv_bytes:
-                    sizes["kv pool", place.rank] = self.kv_bytes[place.pp_rank]
-            if self.grid.data > 1 and place.ep_peers[0] == place.rank and self._holds(place.ep_peers):
-                sizes["experts", place.rank] = _GROUP_BYTES
+            for axis, peers in place.distinct_groups().items():
+                if peers[0] == place.rank and self._holds(peers):
+                    sizes[axis, place.rank] = _GROUP_BYTES
+            peers = place.peers("tensor")
+            if self.kv_bytes and peers[0] == place.rank and self._holds(peers):
+                sizes["kv pool", place.rank] = self.kv_bytes[place.pp_rank]
             if place.next_stage in self.ranks:
                 sizes["link", place.rank] = _LINK_BYTES
         parts, start = {}, 0
@@ -81,14 +80,9 @@ class SegmentLayout:
         assert part is not None
         return ExpertLoadBoard(part, self.ranks, self.num_layers, self.num_experts)
 
-    def tensor_group(self, segment: memoryview, place: RankPlace) -> memoryview | None:
-        """The area of a rank's tensor-parallel group; None: the group has ranks on other hosts."""
-        return self._part(segment, "tensor", place.tp_peers[0])
-
-    def expert_group(self, segment: memoryview, place: RankPlace) -> memoryview | None:
-        """The area of the group over which a rank shares experts with other replicas; None: it has ranks on other
-        hosts."""
-        return self._part(segment, "experts", place.ep_peers[0])
+    def group(self, segment: memoryview, place: RankPlace, axis: Axis) -> memoryview | None:
+        """The area of a rank's group on an axis; None: the group has ranks on other hosts."""
+        return self._part(segment, axis, place.peers(axis)[0])
 
     def link(self, segment: memoryview, sender: int) -> memoryview | None:
         """The area of the link from rank `sender` to the next stage; None: one of its ends is on another host."""
@@ -96,7 +90,7 @@ class SegmentLayout:
 
     def kv_pool(self, segment: memoryview, place: RankPlace) -> memoryview | None:
         """The KV pool that a rank's tensor-parallel group shares; None: each rank has its own."""
-        return self._part(segment, "kv pool", place.tp_peers[0])
+        return self._part(segment, "kv pool", place.peers("tensor")[0])
 
 
 def _aligned(size: int) -> int:

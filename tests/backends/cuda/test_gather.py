@@ -142,7 +142,7 @@ def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: 
     def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
         stage, spans = worker.stage, worker.stage.lm_head.spans
         local = [stage.forward(step, stage.embed(step)) for step in (step_of(*given) for given in steps)]
-        return [groups.tensor.all_gather_columns(part, [span.size for span in spans]) for part in local]
+        return [groups["tensor"].all_gather_columns(part, [span.size for span in spans]) for part in local]
 
     [expected] = on_ranks(setup_of(tmp_path), logits)
     gathers, calls = gathers_of(3, 1 << 16), []

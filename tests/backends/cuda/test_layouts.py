@@ -69,7 +69,7 @@ def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
         step = step_of(tokens, start)
         local = stage.forward(step, stage.embed(step))
         assert stage.lm_head is not None
-        results.append(groups.tensor.all_gather_columns(local, [span.size for span in stage.lm_head.spans]).clone())
+        results.append(groups["tensor"].all_gather_columns(local, [span.size for span in stage.lm_head.spans]).clone())
     return results
 
 

@@ -64,11 +64,12 @@ def node_ranges(deployment: Deployment, engine: int, rank: int) -> list[FileRang
     model, grid = deployment.model, deployment.grid
     local = deployment.ranks_on(engine, deployment.placements[engine][rank].host)
     places = [grid.place(one) for one in local]
-    if model.load_format == "dummy" or any(peer not in local for place in places for peer in place.tp_peers):
+    if model.load_format == "dummy" or any(peer not in local for place in places for peer in place.peers("tensor")):
         return []
     stages = [deployment.stages[place.pp_rank] for place in places]
     layers = {index for stage in stages for index in range(stage.start, stage.stop)}
-    shares_experts = deployment.expert_parallel and any(peer not in local for one in places for peer in one.ep_peers)
+    expert_peers = {peer for place in places for peer in place.peers("expert")}
+    shares_experts = deployment.expert_parallel and not expert_peers <= set(local)
     names = [
         name
         for name, _ in parameters(deployment.spec)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch._C._distributed_c10d import Store
 
-from shardline.config.topology import RankGrid, RankPlace
+from shardline.config.topology import Axis, RankGrid, RankPlace
 from shardline.kernels.contract import ComputeDevice, Kernels
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, SmallGather, StageLink
 from shardline.runtime.parallel.exchange import Mailbox, SharedGroup, SocketGroup, SocketLink
@@ -29,10 +29,8 @@ class RankGroups:
     """A rank's place in the grid and its connections to the other ranks."""
 
     place: RankPlace
-    tensor: Collectives
-    experts: Collectives
-    """The ranks of the stage over which whole experts are distributed: those of `tensor`, or of all replicas in
-    lockstep."""
+    collectives: Mapping[Axis, Collectives]
+    """The exchanges of this rank's group on each axis. Groups of the same ranks share theirs."""
     from_previous: StageLink | None
     to_next: StageLink | None
     progress: ProgressLine
@@ -40,6 +38,9 @@ class RankGroups:
     """[num_layers, num_experts]: this rank's token counts."""
     kv_pool: memoryview | None = None
     """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
+
+    def __getitem__(self, axis: Axis) -> Collectives:
+        return self.collectives[axis]
 
 
 def connect_host_memory(
@@ -65,7 +66,7 @@ def connect_host_memory(
     assert meeting is not None or not remote, "ranks of several hosts need a place to meet"
     sockets = connect_ranks(meeting, rank, remote) if meeting is not None and remote else {}
 
-    def group(name: str) -> Collectives:
+    def group(name: Axis) -> Collectives:
         ranks, area = joined[name]
         if area is not None:
             shared = SharedGroup(area, ranks.index(rank), len(ranks), progress=progress.exchanges)
@@ -85,11 +86,9 @@ def connect_host_memory(
         name = _peer_name(grid, connection, peer)
         return HostLink(SocketLink(connection.detach(), name), timeout, progress)
 
-    tensor = group("tensor") if grid.tensor > 1 else SingleRank()
     return RankGroups(
         place=place,
-        tensor=tensor,
-        experts=group("experts") if grid.data > 1 else tensor,
+        collectives=_join_groups(place, group),
         from_previous=None if place.previous_stage is None else link(place.previous_stage, rank),
         to_next=None if place.next_stage is None else link(rank, place.next_stage),
         progress=progress,
@@ -98,15 +97,20 @@ def connect_host_memory(
     )
 
 
+def _join_groups(place: RankPlace, join: Callable[[Axis], Collectives]) -> dict[Axis, Collectives]:
+    """The exchanges on every axis; `join` joins the group of an axis."""
+    by_peers: dict[tuple[int, ...], Collectives] = {(place.rank,): SingleRank()}
+    by_peers |= {peers: join(axis) for axis, peers in place.distinct_groups().items()}
+    return {axis: by_peers[peers] for axis, peers in place.groups.items()}
+
+
 def _joined(
     segment: memoryview, layout: SegmentLayout, place: RankPlace
 ) -> dict[str, tuple[tuple[int, ...], memoryview | None]]:
     """The ranks of each group and link of a rank, by its name, and its area in the segment; None: it needs sockets."""
-    joined = {}
-    if layout.grid.tensor > 1:
-        joined["tensor"] = place.tp_peers, layout.tensor_group(segment, place)
-    if layout.grid.data > 1:
-        joined["experts"] = place.ep_peers, layout.expert_group(segment, place)
+    joined: dict[str, tuple[tuple[int, ...], memoryview | None]] = {
+        axis: (peers, layout.group(segment, place, axis)) for axis, peers in place.distinct_groups().items()
+    }
     for sender, receiver in ((place.previous_stage, place.rank), (place.rank, place.next_stage)):
         if sender is not None and receiver is not None:
             joined[_link_name(sender, receiver)] = (sender, receiver), layout.link(segment, sender)
@@ -155,19 +159,18 @@ def connect_distributed(
     join_world(transport, store, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
 
-    def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
-        group = rank_group(transport, peers_of, rank, timeout)
-        small_gather = None if make_small_gather is None else make_small_gather(group, timeout)
+    def group(axis: Axis) -> Collectives:
+        process_group = rank_group(transport, [other.peers(axis) for other in places], rank, timeout)
+        small_gather = None if make_small_gather is None else make_small_gather(process_group, timeout)
         kernels, is_capturable = backend.kernels, transport == "nccl"
-        return DistributedCollectives(kernels, group, transit, progress, small_gather, is_capturable=is_capturable)
+        return DistributedCollectives(
+            kernels, process_group, transit, progress, small_gather, is_capturable=is_capturable
+        )
 
-    tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
-    experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor
     previous, following = place.previous_stage, place.next_stage
     return RankGroups(
         place=place,
-        tensor=tensor,
-        experts=experts,
+        collectives=_join_groups(place, group),
         from_previous=None if previous is None else DistributedLink(previous, backend.device, transit, progress),
         to_next=None if following is None else DistributedLink(following, backend.device, transit, progress),
         progress=progress,
@@ -181,5 +184,5 @@ def make_single_rank_groups(num_layers: int = 0, num_experts: int = 0) -> RankGr
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), (0,))
     load = np.zeros((num_layers, num_experts), dtype=np.int64)
-    single = SingleRank()
-    return RankGroups(grid.place(0), single, single, None, None, board.line(0), load)
+    single, place = SingleRank(), grid.place(0)
+    return RankGroups(place, dict.fromkeys(place.groups, single), None, None, board.line(0), load)
