@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ENGINES = ("shardline", "vllm")
+_USUAL_LENGTH = 8192
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,11 @@ class Demand:
     """None: the engine's default."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of the engine that are given: see `planner/options.py`."""
+
+
+def usual_length(positions: int, needed: int) -> int:
+    """The longest request of a demand that does not state it: 8,192 tokens, or as many as are `needed`.
+
+    A model with fewer `positions` limits it.
+    """
+    return min(positions, max(needed, _USUAL_LENGTH))

@@ -317,13 +317,7 @@ def _fewest(on: Any, name: str) -> Any:
 
 def _validate(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.validate import format_summary, summarize, validate
-    from shardline.planner.validate_memory import format_memory, is_memory_table, summarize_memory, validate_memory
 
-    if is_memory_table(args.validate):
-        summary = summarize_memory(*validate_memory(args.validate, gpus))
-        text = format_memory(summary)
-    else:
-        summary = summarize(validate(args.validate, gpus))
-        text = format_summary(summary)
-    print(json.dumps(summary, indent=1) if args.json else text)
+    summary = summarize(*validate(args.validate, gpus))
+    print(json.dumps(summary, indent=1) if args.json else format_summary(summary))
     return 0
