@@ -21,10 +21,9 @@ from scripts.claims.base import (
 )
 from scripts.claims.memory import plain_bytes
 from scripts.published.rows import ROWS, Works, read_rows
-from shardline.planner.candidates import Fixed
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.search import search
+from shardline.planner.search import Fixed, search
 from shardline.planner.simulation.replica import ReplicaSetup
 from shardline.planner.simulation.simulate import replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, poisson

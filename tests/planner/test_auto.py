@@ -11,11 +11,10 @@ from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.planner import auto
-from shardline.planner.auto import choose_on
+from shardline.planner.auto import choose_on, measure_host
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
-from shardline.planner.host import measure_host
 
 
 def host(name: str, count: int, gib: float) -> Machine:

@@ -9,20 +9,18 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.deployment.resolve import resolve
-from shardline.planner.candidates import Fixed
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config, whole_requests
-from shardline.planner.path import explain_path
-from shardline.planner.questions import fewest_gpus, tensor_efficiency
-from shardline.planner.search import Search, frontier, search
+from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
+from shardline.planner.search import Fixed, Plan, frontier, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
 
-def found(model: str, gpus: str, demand: Demand, goal: str = "cost", **fixed: Any) -> Search:
+def found(model: str, gpus: str, demand: Demand, goal: str = "cost", **fixed: Any) -> Plan:
     return search(find_model(model), parse_cluster(gpus, known_gpus()), demand, goal, None, Fixed(**fixed))
 
 

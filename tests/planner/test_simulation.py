@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 
 from shardline.cli.main import main
 from shardline.deployment.deployment import StepLimits
-from shardline.planner.candidates import Fixed
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
-from shardline.planner.search import search
-from shardline.planner.simulation.processes import map_in_processes
-from shardline.planner.simulation.progress import Progress
+from shardline.planner.search import Fixed, search
+from shardline.planner.simulation.group import map_in_processes
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
-from shardline.planner.simulation.simulate import Simulation, replica_setup, simulate
+from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.simulate import replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, SimulatedRequest, poisson, read_trace
 
 DEMAND = Demand(2048, input_len=512, output_len=64)
@@ -159,7 +158,7 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr("shardline.planner.simulation.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("shardline.planner.simulation.report.time.monotonic", lambda: next(clock))
     for stream, text in (
         (Terminal(), "simulating, at 7.5 s: 1,000 of 4,000 (25%) requests done, 100 a second, 0:30 min left"),
         (io.StringIO(), ""),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardline.checkpoints.planning import PlannedModel
-    from shardline.planner.candidates import Fixed
     from shardline.planner.layout import Demand
+    from shardline.planner.search import Fixed
     from shardline.planner.simulation.workload import SimulatedRequest
 
 _INPUT_LEN, _OUTPUT_LEN = 1024, 128
@@ -78,8 +78,8 @@ def demanded(args: argparse.Namespace, model: PlannedModel, trace: Sequence[Simu
 
 
 def fixed_choices(args: argparse.Namespace, model: PlannedModel) -> Fixed:
-    from shardline.planner.candidates import Fixed
     from shardline.planner.memory import bits_label
+    from shardline.planner.search import Fixed
 
     quantization = getattr(args, "quantization", None)
     is_stated = model.rules.method and quantization in (model.rules.method, model.rules.method.replace("-", "_"))

@@ -14,13 +14,14 @@ from msgspec.structs import replace as replace_struct
 from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, evaluate, layout_work, step_limits
+from shardline.planner.search import Option, Plan, evaluate
+from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
+    Constants,
     FirstToken,
     Load,
     LoopShape,
@@ -234,24 +235,24 @@ def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Mea
     )
 
 
-def measured_layout(found: Search) -> Option:
+def measured_layout(plan: Plan) -> Option:
     """The layout that was measured: the one that `serve` starts with the given flags.
 
     Raises:
         ValueError: it does not fit, so it cannot have been measured.
     """
-    fixed = found.fixed
+    fixed = plan.fixed
     layout = Layout(
-        found.options[0].layout.engine,
+        plan.options[0].layout.engine,
         fixed.tensor or 1,
         fixed.pipeline or 1,
         fixed.data or 1,
         bool(fixed.whole_experts),
-        fixed.weights or bits_label(found.model),
+        fixed.weights or bits_label(plan.model),
         fixed.kv or "auto",
         numerics=fixed.numerics or "exact",
     )
-    option = evaluate(found.model, layout, found.cluster, found.demand, found.timing)
+    option = evaluate(plan.model, layout, plan.cluster, plan.demand, plan.timing)
     if not option.fits:
         raise ValueError(
             f"--calibrate needs flags that name the layout that was measured, such as -tp 4; {layout} does not fit: "
@@ -260,12 +261,12 @@ def measured_layout(found: Search) -> Option:
     return option
 
 
-def calibrated_timing(found: Search, best: Option, measured: Sequence[Measured]) -> dict[str, Timing]:
+def calibrated_timing(plan: Plan, best: Option, measured: Sequence[Measured]) -> dict[str, Timing]:
     """The timing with which the layout `best` has the measured latencies."""
     layout = best.layout
-    used = found.cluster.part(layout.num_gpus)
-    work = layout_work(found.model, layout, best.fit)
-    _, chunk = step_limits(layout, found.demand)
+    used = plan.cluster.part(layout.num_gpus)
+    work = layout_work(plan.model, layout, best.fit)
+    _, chunk = step_limits(layout, plan.demand)
     steps = [
         (
             loop_steps(
@@ -284,4 +285,4 @@ def calibrated_timing(found: Search, best: Option, measured: Sequence[Measured])
         )
         for one in measured
     ]
-    return {**found.timing, layout.engine: calibrate(found.timing[layout.engine], steps)}
+    return {**plan.timing, layout.engine: calibrate(plan.timing[layout.engine], steps)}

@@ -11,7 +11,8 @@ from shardline.config.engine import CacheConfig
 from shardline.planner.hardware import GIB, GpuLink
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, Speed, evaluate, layout_speed
+from shardline.planner.search import Option, Plan, evaluate
+from shardline.planner.speed import Speed, layout_speed
 from shardline.planner.timing import Interval
 
 _SIZE = re.compile(r"(tp|pp|dp|cp)(\d+)")
@@ -23,17 +24,17 @@ _LINKS = (1.0, 1024.0)
 _FASTEST, _MOST = "TPOT", "tokens/s"
 
 
-def parse_layout(text: str, found: Search) -> Layout:
+def parse_layout(text: str, plan: Plan) -> Layout:
     """The layout in "tp4", "tp2-pp2", "int4-tp2" or "tp8-ep-kv:fp8". What it leaves out is 1, or the checkpoint's own.
 
     Raises:
         ValueError: a part of the text is unknown.
     """
-    engine = found.options[0].layout.engine if found.options else "vllm"
-    labels = {bits_label(found.model), *(one.layout.weights for one in found.options)}
-    values: dict[str, object] = {"engine": engine, "weights": bits_label(found.model)}
-    if engine == "shardline" and found.fixed.numerics is not None:
-        values["numerics"] = found.fixed.numerics
+    engine = plan.options[0].layout.engine if plan.options else "vllm"
+    labels = {bits_label(plan.model), *(one.layout.weights for one in plan.options)}
+    values: dict[str, object] = {"engine": engine, "weights": bits_label(plan.model)}
+    if engine == "shardline" and plan.fixed.numerics is not None:
+        values["numerics"] = plan.fixed.numerics
     for part in re.split(r"[-+, ]+", text.strip()):
         size = _SIZE.fullmatch(part)
         if size is not None and int(size.group(2)) > 0:
@@ -52,48 +53,48 @@ def parse_layout(text: str, found: Search) -> Layout:
     return Layout(**values)  # type: ignore[arg-type]
 
 
-def compared(found: Search, names: Sequence[str]) -> list[Option]:
+def compared(plan: Plan, names: Sequence[str]) -> list[Option]:
     """The layouts with these names, with their figures.
 
     Raises:
         ValueError: a name is no layout, or needs more GPUs than there are.
     """
-    named = [parse_layout(name, found) for name in names]
+    named = [parse_layout(name, plan) for name in names]
     for name, layout in zip(names, named, strict=True):
-        if layout.num_gpus > found.cluster.num_gpus:
+        if layout.num_gpus > plan.cluster.num_gpus:
             raise ValueError(
-                f"--compare {name!r}: it needs {layout.num_gpus} GPUs, and {found.cluster.name} has "
-                f"{found.cluster.num_gpus}"
+                f"--compare {name!r}: it needs {layout.num_gpus} GPUs, and {plan.cluster.name} has "
+                f"{plan.cluster.num_gpus}"
             )
-    return [evaluate(found.model, layout, found.cluster, found.demand, found.timing) for layout in named]
+    return [evaluate(plan.model, layout, plan.cluster, plan.demand, plan.timing) for layout in named]
 
 
-def format_comparison(found: Search, options: Sequence[Option]) -> str:
+def format_comparison(plan: Plan, options: Sequence[Option]) -> str:
     """Both layouts line by line, and where they swap."""
     lines = ["", f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
     for title, value in _LINES:
         lines.append(f"{title:26}" + "".join(f"{value(one):>24}" for one in options))
     lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if not one.fits]
-    return "\n".join([*lines, *comparison_swaps(found, options)])
+    return "\n".join([*lines, *comparison_swaps(plan, options)])
 
 
-def comparison_swaps(found: Search, options: Sequence[Option]) -> list[str]:
+def comparison_swaps(plan: Plan, options: Sequence[Option]) -> list[str]:
     """Where two layouts swap; nothing if one has no speed."""
-    return [] if any(one.speed is None for one in options) else swaps(found, options[0], options[1])
+    return [] if any(one.speed is None for one in options) else swaps(plan, options[0], options[1])
 
 
-def swaps(found: Search, first: Option, second: Option) -> list[str]:
+def swaps(plan: Plan, first: Option, second: Option) -> list[str]:
     """Where the faster of two layouts that fit becomes the slower one: over the load, and over the link's rate."""
     lines = []
-    most = min(_most_running(found, one) for one in (first, second))
+    most = min(_most_running(plan, one) for one in (first, second))
 
     def at_load(option: Option, running: float) -> Speed:
-        demand = dataclasses.replace(found.demand, rate=None, running=max(1, round(running)))
-        return _speed(found, option, demand=demand)
+        demand = dataclasses.replace(plan.demand, rate=None, running=max(1, round(running)))
+        return _speed(plan, option, demand=demand)
 
     def at_link(option: Option, rate: float) -> Speed:
-        link = GpuLink("any", rate, rate, len(found.cluster.gpus))
-        return _speed(found, option, cluster=dataclasses.replace(found.cluster, link=link))
+        link = GpuLink("any", rate, rate, len(plan.cluster.gpus))
+        return _speed(plan, option, cluster=dataclasses.replace(plan.cluster, link=link))
 
     for quantity in (_FASTEST, _MOST):
         lines.append(_swap(quantity, "requests at once", (1.0, most), at_load, first, second))
@@ -102,15 +103,15 @@ def swaps(found: Search, first: Option, second: Option) -> list[str]:
     return lines
 
 
-def _most_running(found: Search, option: Option) -> float:
-    demand = dataclasses.replace(found.demand, rate=None, running=None)
-    return _speed(found, option, demand=demand).running
+def _most_running(plan: Plan, option: Option) -> float:
+    demand = dataclasses.replace(plan.demand, rate=None, running=None)
+    return _speed(plan, option, demand=demand).running
 
 
-def _speed(found: Search, option: Option, **changes: object) -> Speed:
-    arguments = {"cluster": found.cluster, "demand": found.demand} | changes
-    timing = found.timing[option.layout.engine]
-    return layout_speed(found.model, option.layout, fitted=option.fit, timing=timing, **arguments)  # type: ignore[arg-type]
+def _speed(plan: Plan, option: Option, **changes: object) -> Speed:
+    arguments = {"cluster": plan.cluster, "demand": plan.demand} | changes
+    timing = plan.timing[option.layout.engine]
+    return layout_speed(plan.model, option.layout, fitted=option.fit, timing=timing, **arguments)  # type: ignore[arg-type]
 
 
 def _swap(

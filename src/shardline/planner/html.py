@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from shardline.planner.cost import per_million
 from shardline.planner.hardware import GIB
-from shardline.planner.search import Option, Search, frontier, layout_speed
-from shardline.planner.simulation.simulate import Simulation
+from shardline.planner.search import Option, Plan, frontier, per_million
+from shardline.planner.simulation.report import Simulation
+from shardline.planner.speed import layout_speed
 
 _WIDTH, _HEIGHT = 640, 320
 _LEFT, _BOTTOM = 70, 45
@@ -33,28 +33,28 @@ svg{{max-width:100%;height:auto;background:#fff}}svg text{{font-size:12px;fill:#
 """
 
 
-def plan_html(found: Search, text: str, simulation: Simulation | None = None) -> str:
+def plan_html(plan: Plan, text: str, simulation: Simulation | None = None) -> str:
     """The page. `text` is the plan as text."""
-    fitting = [one for one in found.options if one.fits]
+    fitting = [one for one in plan.options if one.fits]
     plots = []
     if fitting:
-        shown = [found.options[index] for index in frontier(found.options)][: len(_COLORS)]
-        plots = [_frontier_plot(found, fitting), _memory_plot(fitting[:12]), _cost_plot(found, shown)]
+        shown = [plan.options[index] for index in frontier(plan.options)][: len(_COLORS)]
+        plots = [_frontier_plot(plan, fitting), _memory_plot(fitting[:12]), _cost_plot(plan, shown)]
     if simulation is not None:
         points = [(seconds, 100 * share) for seconds, share in simulation.kv_use]
         plots.append(_figure("KV cache in use", _lines([("simulated", points)], "seconds", "%")))
-    title = f"{found.model.name} on {found.cluster.name}"
+    title = f"{plan.model.name} on {plan.cluster.name}"
     return _PAGE.format(title=escape(title), text=escape(text), plots="".join(plots))
 
 
-def _frontier_plot(found: Search, fitting: Sequence[Option]) -> str:
-    best = set(frontier(found.options))
+def _frontier_plot(plan: Plan, fitting: Sequence[Option]) -> str:
+    best = set(frontier(plan.options))
     points = []
-    for index, one in enumerate(found.options):
+    for index, one in enumerate(plan.options):
         if one.speed is None:
             continue
         note = f"{one.layout}: TPOT {one.speed.tpot.p50 * 1e3:.1f} ms, {one.speed.output_tok_s.p50:,.0f} tok/s"
-        color = _COLORS[1] if index == found.recommended else _COLORS[0] if index in best else "#9ca3af"
+        color = _COLORS[1] if index == plan.recommended else _COLORS[0] if index in best else "#9ca3af"
         points.append((1e3 * one.speed.tpot.p50, one.speed.output_tok_s.p50, color, note))
     drawing = _points(points, "TPOT, ms", "output tokens/s")
     title = "Latency against throughput (red: recommended; blue: no layout with the same formats is better in latency, "
@@ -84,24 +84,24 @@ def _memory_plot(options: Sequence[Option]) -> str:
     return _figure(legend, f'<svg viewBox="0 0 {_WIDTH} {height}">{"".join(parts)}</svg>')
 
 
-def _cost_plot(found: Search, options: Sequence[Option]) -> str:
+def _cost_plot(plan: Plan, options: Sequence[Option]) -> str:
     """Dollars for a million output tokens over the load; tokens per second and GPU where prices are unknown."""
     series = []
     has_prices = all(one.price_per_hour is not None for one in options)
     for one in options:
         points, running = [], 1
         most = layout_speed(
-            found.model,
+            plan.model,
             one.layout,
-            found.cluster,
-            dataclasses.replace(found.demand, rate=None, running=None),
+            plan.cluster,
+            dataclasses.replace(plan.demand, rate=None, running=None),
             one.fit,
-            found.timing[one.layout.engine],
+            plan.timing[one.layout.engine],
         ).running
         while running <= max(1, most):
-            demand = dataclasses.replace(found.demand, rate=None, running=running)
-            timing = found.timing[one.layout.engine]
-            speed = layout_speed(found.model, one.layout, found.cluster, demand, one.fit, timing).output_tok_s.p50
+            demand = dataclasses.replace(plan.demand, rate=None, running=running)
+            timing = plan.timing[one.layout.engine]
+            speed = layout_speed(plan.model, one.layout, plan.cluster, demand, one.fit, timing).output_tok_s.p50
             price = one.price_per_hour
             value = speed / one.layout.num_gpus if price is None or not has_prices else per_million(price[1], speed)
             points.append((math.log2(running), value))

@@ -8,12 +8,19 @@ from dataclasses import asdict
 from typing import Any
 
 from shardline.planner.commands import plan_commands
-from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice, OtherPrices
+from shardline.planner.cost import (
+    HOURS_PER_DAY,
+    HOURS_PER_MONTH,
+    SECONDS_PER_HOUR,
+    ApiPrice,
+    Costs,
+    OtherPrices,
+    api_break_even,
+    recommended_costs,
+)
 from shardline.planner.hardware import GB, GIB
-from shardline.planner.path import explain_path
-from shardline.planner.questions import turns_yes
-from shardline.planner.running_costs import Costs, api_break_even, recommended_costs
-from shardline.planner.search import Option, Search, frontier
+from shardline.planner.path import explain_path, turns_yes
+from shardline.planner.search import Option, Plan, frontier
 from shardline.planner.timing import Interval
 
 _SHOWN = 8
@@ -21,27 +28,27 @@ _REFUSED = 3
 
 
 def format_plan(
-    found: Search, *, show_all: bool = False, api: ApiPrice | None = None, others: OtherPrices | None = None
+    plan: Plan, *, show_all: bool = False, api: ApiPrice | None = None, others: OtherPrices | None = None
 ) -> str:
     """The plan as text."""
-    lines = [_head(found)]
-    if found.model.engine_refusal:
-        lines.append(f"vLLM only: {found.model.engine_refusal}")
-    if found.instead:
-        lines.append(found.instead)
-    shown = list(range(len(found.options))) if show_all else _selection(found)
-    lines += _table(found, [found.options[index] for index in shown])
-    lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(found)]
+    lines = [_head(plan)]
+    if plan.model.engine_refusal:
+        lines.append(f"vLLM only: {plan.model.engine_refusal}")
+    if plan.instead:
+        lines.append(plan.instead)
+    shown = list(range(len(plan.options))) if show_all else _selection(plan)
+    lines += _table(plan, [plan.options[index] for index in shown])
+    lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(plan)]
     others = others or OtherPrices()
-    costs = recommended_costs(found, others)
+    costs = recommended_costs(plan, others)
     if costs is not None:
         lines.append(_cost_line(costs))
     if api is not None:
-        lines.append(_api_line(found, api, others))
-    hidden = len(found.options) - len(shown)
+        lines.append(_api_line(plan, api, others))
+    hidden = len(plan.options) - len(shown)
     if hidden:
         lines.append(f"{hidden} dominated or refused layouts: --all")
-    lines += [f"run: {one.line}{one.note and f'   # {one.note}'}" for one in plan_commands(found).values() if one]
+    lines += [f"run: {one.line}{one.note and f'   # {one.note}'}" for one in plan_commands(plan).values() if one]
     return "\n".join(lines)
 
 
@@ -61,74 +68,72 @@ def _cost_line(costs: Costs) -> str:
     )
 
 
-def _api_line(found: Search, api: ApiPrice, others: OtherPrices) -> str:
-    tokens = api_break_even(found, api, others)
+def _api_line(plan: Plan, api: ApiPrice, others: OtherPrices) -> str:
+    tokens = api_break_even(plan, api, others)
     if tokens is None:
         return "why: an API? nothing to compare it with -> an API"
-    most = _tokens_a_day(found)
+    most = _tokens_a_day(plan)
     answer = f"GPUs from {tokens / 1e6:,.1f} million tokens a day, an API below"
     if math.isinf(tokens):
         answer = "an API: the traffic between nodes alone costs more"
     elif tokens > most:
         answer = f"an API: the layout makes at most {most / 1e6:,.1f} million tokens a day"
-    cached = f", {found.demand.cached_len} of {found.demand.input_len} input tokens cached" * (
-        found.demand.cached_len > 0
-    )
-    return f"why: an API? {api.per_token(found.demand) * 1e6:.2f} dollars for a million mean tokens{cached} -> {answer}"
+    cached = f", {plan.demand.cached_len} of {plan.demand.input_len} input tokens cached" * (plan.demand.cached_len > 0)
+    return f"why: an API? {api.per_token(plan.demand) * 1e6:.2f} dollars for a million mean tokens{cached} -> {answer}"
 
 
-def _tokens_a_day(found: Search) -> float:
-    assert found.recommended is not None
-    speed = found.options[found.recommended].speed
+def _tokens_a_day(plan: Plan) -> float:
+    assert plan.recommended is not None
+    speed = plan.options[plan.recommended].speed
     assert speed is not None
-    share = (found.demand.input_len + found.demand.output_len) / found.demand.output_len
+    share = (plan.demand.input_len + plan.demand.output_len) / plan.demand.output_len
     return speed.output_tok_s.p50 * share * HOURS_PER_DAY * SECONDS_PER_HOUR
 
 
-def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | None = None) -> dict[str, Any]:
+def plan_json(plan: Plan, api: ApiPrice | None = None, others: OtherPrices | None = None) -> dict[str, Any]:
     """The plan as JSON data. Times are milliseconds, prices US dollars, sizes bytes."""
     others = others or OtherPrices()
-    costs, commands = recommended_costs(found, others), plan_commands(found)
-    tokens = None if api is None else api_break_even(found, api, others)
+    costs, commands = recommended_costs(plan, others), plan_commands(plan)
+    tokens = None if api is None else api_break_even(plan, api, others)
     return {
         "api_break_even_tokens_a_day": None if tokens is None or math.isinf(tokens) else tokens,
-        "model": found.model.name,
-        "gpus": found.cluster.name,
-        "vllm_only": found.model.engine_refusal or found.instead or None,
+        "model": plan.model.name,
+        "gpus": plan.cluster.name,
+        "vllm_only": plan.model.engine_refusal or plan.instead or None,
         "layouts": [
-            option_json(one) | ({"turns_yes": turns_yes(found, one)} if one.speed is None else {})
-            for one in found.options
+            option_json(one) | ({"turns_yes": turns_yes(plan, one)} if one.speed is None else {})
+            for one in plan.options
         ],
-        "recommended": found.recommended,
+        "recommended": plan.recommended,
         "costs": None if costs is None else asdict(costs),
         "path": [
-            {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(found)
+            {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(plan)
         ],
         "commands": {engine: one and one.line for engine, one in commands.items()},
         "command_notes": {engine: (one and one.note) or None for engine, one in commands.items()},
     }
 
 
-def _head(found: Search) -> str:
-    cluster = found.cluster
+def _head(plan: Plan) -> str:
+    cluster = plan.cluster
     nodes = "one node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes, "
     if cluster.num_nodes > 1:
         nodes += f"{cluster.network_bytes_per_second / GB:g} GB/s each way between them"
     link = f"{cluster.link.kind} {cluster.link.gbs:g} GB/s each way"
     if cluster.link.pair_gbs < cluster.link.gbs:
         link += f" ({cluster.link.pair_gbs:g} between two)"
-    return f"{found.model.name} on {cluster.name}, {nodes}, {link}, {cluster.smallest.usable_gib:.4g} GiB usable"
+    return f"{plan.model.name} on {cluster.name}, {nodes}, {link}, {cluster.smallest.usable_gib:.4g} GiB usable"
 
 
-def _selection(found: Search) -> list[int]:
+def _selection(plan: Plan) -> list[int]:
     """The undominated options, and a few that are refused, for different reasons."""
-    best = frontier(found.options)[:_SHOWN]
-    if found.recommended is not None and found.recommended not in best:
-        best = [found.recommended, *best]
-    refused = [index for index, one in enumerate(found.options) if one.speed is None]
-    refused.sort(key=lambda index: _refusal_rank(found.options[index]))
-    reasons = {found.options[index].fit.why_not: index for index in reversed(refused)}
-    spread = [index for index, one in enumerate(found.options) if one.speed is not None and not one.fits]
+    best = frontier(plan.options)[:_SHOWN]
+    if plan.recommended is not None and plan.recommended not in best:
+        best = [plan.recommended, *best]
+    refused = [index for index, one in enumerate(plan.options) if one.speed is None]
+    refused.sort(key=lambda index: _refusal_rank(plan.options[index]))
+    reasons = {plan.options[index].fit.why_not: index for index in reversed(refused)}
+    spread = [index for index, one in enumerate(plan.options) if one.speed is not None and not one.fits]
     return best + spread[:1] + [index for index in refused if index in reasons.values()][:_REFUSED]
 
 
@@ -137,8 +142,8 @@ def _refusal_rank(option: Option) -> tuple[bool, int, int]:
     return not option.fit.other_bytes, -option.fit.max_context, -option.fit.kv_bytes
 
 
-def _table(found: Search, options: Sequence[Option]) -> list[str]:
-    length = f"{found.demand.max_model_len:,} reqs"
+def _table(plan: Plan, options: Sequence[Option]) -> list[str]:
+    length = f"{plan.demand.max_model_len:,} reqs"
     lines = [
         f"{'layout':26} {'per GPU: weights+KV':20} {'verdict':12} {length:>13} {'TTFT s':>11} {'TPOT ms':>10} "
         f"{'tok/s':>8} {'$/M out':>8}  bound by"

@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from shardline.checkpoints.planning import PlannedModel
-from shardline.models.communication import Exchange, context_traffic
-from shardline.models.partition import Span
-from shardline.models.step_work import StepWork, attention_work, step_work
+from shardline.models.compressed import is_compressed
+from shardline.models.partition import check_tensor_parallel
+from shardline.models.spec import MoE
 from shardline.planner import vllm
-from shardline.planner.candidates import Fixed, layouts
 from shardline.planner.cluster import Cluster
-from shardline.planner.cost import per_million
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.memory import Fit, bits_label, fit, held_weights, kv_dtype
+from shardline.planner.memory import Fit, bits_label, fit, stored_weights
+from shardline.planner.speed import Speed, layout_speed
 from shardline.planner.timing import (
-    Interval,
-    Latency,
-    Load,
-    LoopSteps,
     Timing,
-    by_little,
-    loop_latency,
-    loop_steps,
     shipped_timing,
 )
 
+_SECONDS_PER_HOUR = 3600
+_EVERY_NUMBER = 8
+"""GPUs up to which every smaller number of them is looked at."""
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
 _DENSE = (
     "vLLM instead: Shardline makes some of these quantized weights dense on GPUs, and then no layout fits; "
     "--engine shardline shows its figures"
 )
-_DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
-"""max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
-_DEFAULT_TOKENS = {"shardline": 2048, "vllm": 8192}
-"""max_num_batched_tokens of the engines on large GPUs."""
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What requests see of a layout under the demanded load; times in seconds."""
+class Fixed:
+    """Choices that the user has made; None: to be searched."""
 
-    running: float
-    """Requests running at once, over all replicas."""
-    ttft: Interval
-    tpot: Interval
-    output_tok_s: Interval
-    bound_by: str
-    link_share: float
-    """Share of a decode step that exchanges take."""
-    exchange_bytes: float
-    """What a rank receives in a decode step."""
-    exchange_messages: int
-    """Exchanges of a decode step, one after the other."""
-    link_bytes_per_second: float
-    """Rate at which the exchanged bytes alone would take as long as the rest of the step."""
-    is_sustained: bool
-    """Whether the layout keeps up with the demanded rate."""
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    whole_experts: bool | None = None
+    weights: str | None = None
+    kv: str | None = None
+    context: int | None = None
+    numerics: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Search:
+class Plan:
     """The options of a model on a cluster, the best first."""
 
     model: PlannedModel
@@ -109,49 +90,81 @@ class Search:
     """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
 
 
-def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
-    """The work of the rank that has the most."""
-    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
-    work, stage = _plain_work(model, same, tuple(fitted.stages))
-    if layout.kv != "auto":
-        attention = attention_work(
-            model.spec, stage, layout.tensor, kv_dtype(layout, model.spec), expands=layout.engine != "shardline"
-        )
-        work = dataclasses.replace(work, attention=attention)
-    if layout.context == 1:
-        return work
-    merged = context_traffic(model.spec, stage, layout.context, 1)
-    return dataclasses.replace(
-        work,
-        attention=tuple(one.shared_by(layout.context) for one in work.attention),
-        exchanges=(*work.exchanges, (merged, layout.context)),
+def search(
+    model: PlannedModel,
+    cluster: Cluster,
+    demand: Demand,
+    goal: str,
+    engine: str | None = None,
+    fixed: Fixed | None = None,
+    timing: Mapping[str, Timing] | None = None,
+) -> Plan:
+    """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
+    chosen = engine or engine_for(model, cluster)
+    if goal == "latency" and demand.rate is None and demand.running is None:
+        # The latency of full memory would reward layouts with little memory.
+        demand = dataclasses.replace(demand, running=demand.concurrency)
+    fixed = fixed or Fixed()
+    options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
+    instead = ""
+    if engine is None and chosen == "shardline" and model.rules.rules and not any(one.fits for one in options):
+        # vLLM keeps weights packed that this engine makes dense on GPUs.
+        others = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, "vllm", fixed)]
+        if any(one.fits for one in others):
+            options, instead = others, _DENSE
+    own = bits_label(model)
+    prices = [
+        one.cost_per_million
+        for one in options
+        if one.fits and one.cost_per_million and one.fit.verdict != "tight" and not one.misses
+    ]
+    near = _SAME_PRICE * min(prices, default=0.0)
+    options.sort(key=lambda option: _rank(option, goal, own, near))
+    good = options and options[0].fits and not options[0].misses
+    return Plan(
+        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
     )
 
 
-@functools.lru_cache(maxsize=512)
-def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -> tuple[StepWork, Span]:
-    """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
-    stored = held_weights(model, layout)
-    grid = vllm.grid_of(layout)
-    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
-    place = max(places, key=lambda one: stages[one.pp_rank].size)
-    ours = layout.engine == "shardline"
-    work = step_work(
-        model.spec,
-        place,
-        stages,
-        stored,
-        kv_dtype(layout, model.spec),
-        cast(Exchange, layout.numerics) if ours else "vllm",
-        whole_experts=layout.whole_experts,
-        whole=() if ours else vllm.WHOLE_PARTS,
-    )
-    return work, stages[place.pp_rank]
+def engine_for(model: PlannedModel, cluster: Cluster) -> str:
+    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
+    is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
+    return "shardline" if is_ours else "vllm"
 
 
-def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
-    """(spot, on demand) US dollars an hour for the GPUs of a layout."""
-    return cluster.part(layout.num_gpus).price_per_hour
+def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> None:
+    """Refuse parallel sizes that no layout of the engine can have, whatever else is searched.
+
+    Raises:
+        ValueError: the heads forbid the tensor-parallel size, there are too few GPUs, or a format is unknown.
+    """
+    tensor, whole = fixed.tensor or 1, fixed.whole_experts is not False
+    if fixed.weights:
+        stored_weights(model, fixed.weights)
+    if engine == "shardline":
+        check_tensor_parallel(model.spec, tensor)
+    else:
+        has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
+        asked = Layout(engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto")
+        why = vllm.refusal(model.spec, model.stored(), asked)
+        if why:
+            raise ValueError(why)
+    needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)
+    if needed > cluster.num_gpus:
+        raise ValueError(f"the parallel sizes need {needed} GPUs, and {cluster.name} has {cluster.num_gpus}")
+
+
+def check_refusals(plan: Plan) -> None:
+    """See that something else than one mistake of the user keeps all layouts from starting.
+
+    Raises:
+        ValueError: there is no layout, or all are refused for one reason that is not the memory.
+    """
+    fits = [one.fit for one in plan.options if one.layout.context == 1]
+    if not fits:
+        raise ValueError(f"no layout of {plan.cluster.name} has the given sizes; leave one of them out")
+    if not any(one.other_bytes for one in fits) and len({one.why_not for one in fits}) == 1:
+        raise ValueError(fits[0].why_not)
 
 
 def evaluate(
@@ -192,71 +205,6 @@ def _spread_context(model: PlannedModel, layout: Layout, cluster: Cluster, deman
     )
 
 
-def step_limits(layout: Layout, demand: Demand) -> tuple[int, int]:
-    """(most requests running on a replica, most tokens in a step): the demanded ones, else the engine's defaults."""
-    return (
-        demand.max_num_seqs or _DEFAULT_RUNNING[layout.engine],
-        demand.max_num_batched_tokens or _DEFAULT_TOKENS[layout.engine],
-    )
-
-
-def layout_speed(
-    model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, fitted: Fit, timing: Timing
-) -> Speed:
-    """What requests see of a layout that fits."""
-    used = cluster.part(layout.num_gpus)
-    work = layout_work(model, layout, fitted)
-    per_request = demand.input_len + demand.output_len
-    by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
-    max_num_seqs, chunk = step_limits(layout, demand)
-    most = min(by_memory, max_num_seqs)
-
-    is_full = demand.rate is None and demand.running is None
-
-    arrivals = demand.rate / layout.data if demand.rate is not None and demand.running is None else None
-
-    def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(
-            running,
-            demand.input_len,
-            demand.output_len,
-            chunk,
-            lockstep=layout.lockstep,
-            saturated=is_full,
-            arrivals=arrivals,
-        )
-        steps = loop_steps(work, used, load, layout.pipeline)
-        return steps, loop_latency(steps, timing.constants)
-
-    running, sustained = most, True
-    if demand.running is not None:
-        running = min(most, max(1.0, demand.running / layout.data))
-    elif demand.rate is not None:
-        running, sustained = by_little(demand.rate / layout.data, most, lambda value: at(value)[1], demand.output_len)
-    steps, latency = at(running)
-    speed = layout.data * latency.output_tokens_per_second
-    if demand.rate is not None and sustained:
-        speed = min(speed, demand.rate * demand.output_len)
-    decode = steps.decode
-    seconds = decode.seconds(timing.constants)
-    share = decode.link_seconds(timing.constants) / seconds
-    rest = seconds * (1 - share)
-    exchanges = (*(traffic for traffic, _ in work.exchanges), work.hand_off)
-    moved = sum(traffic.num_bytes for traffic in exchanges) * running / layout.pipeline
-    return Speed(
-        running * layout.data,
-        timing.interval("ttft", latency.ttft),
-        timing.interval("tpot", latency.tpot),
-        timing.interval("output_tok_s", speed),
-        decode.bound_by(timing.constants),
-        share,
-        moved,
-        sum(traffic.num_messages for traffic in exchanges),
-        moved / rest,
-        sustained,
-    )
-
-
 def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
     """(demands that the median prediction misses, further ones that the upper end of the interval misses)."""
     missed: list[str] = []
@@ -273,59 +221,79 @@ def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
     return ", ".join(missed), ", ".join(at_risk)
 
 
-def search(
-    model: PlannedModel,
-    cluster: Cluster,
-    demand: Demand,
-    goal: str,
-    engine: str | None = None,
-    fixed: Fixed | None = None,
-    timing: Mapping[str, Timing] | None = None,
-) -> Search:
-    """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
-    chosen = engine or engine_for(model, cluster)
-    if goal == "latency" and demand.rate is None and demand.running is None:
-        # The latency of full memory would reward layouts with little memory.
-        demand = dataclasses.replace(demand, running=demand.concurrency)
-    fixed = fixed or Fixed()
-    options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
-    instead = ""
-    if engine is None and chosen == "shardline" and model.rules.rules and not any(one.fits for one in options):
-        # vLLM keeps weights packed that this engine makes dense on GPUs.
-        others = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, "vllm", fixed)]
-        if any(one.fits for one in others):
-            options, instead = others, _DENSE
-    own = bits_label(model)
-    prices = [
-        one.cost_per_million
-        for one in options
-        if one.fits and one.cost_per_million and one.fit.verdict != "tight" and not one.misses
-    ]
-    near = _SAME_PRICE * min(prices, default=0.0)
-    options.sort(key=lambda option: _rank(option, goal, own, near))
-    good = options and options[0].fits and not options[0].misses
-    return Search(
-        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
-    )
+def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
+    """(spot, on demand) US dollars an hour for the GPUs of a layout."""
+    return cluster.part(layout.num_gpus).price_per_hour
 
 
-def check_refusals(found: Search) -> None:
-    """See that something else than one mistake of the user keeps all layouts from starting.
+def per_million(price_per_hour: float, tokens_per_second: float) -> float:
+    """Dollars for a million tokens."""
+    return price_per_hour / (tokens_per_second * _SECONDS_PER_HOUR) * 1e6
 
-    Raises:
-        ValueError: there is no layout, or all are refused for one reason that is not the memory.
+
+def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
+    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
+    experts = (False, True) if has_experts else (False,)
+    labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
+    numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
+    caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
+    for num_gpus in _counts(cluster, fixed):
+        for tensor in _divisors(num_gpus, fixed.tensor):
+            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
+                data = num_gpus // tensor // pipeline
+                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+                    continue
+                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                    if whole and tensor * data == 1:
+                        continue
+                    for label in labels:
+                        for kv in caches:
+                            yield Layout(engine, tensor, pipeline, data, whole, label, kv, numerics=numerics)
+    if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
+        # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
+        for tensor in _divisors(cluster.num_gpus, fixed.tensor):
+            if tensor < cluster.num_gpus:
+                spread = cluster.num_gpus // tensor
+                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=spread, numerics=numerics)
+
+
+def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
+    """Numbers of GPUs to look at: all, half of them and so on; up to 8 every number.
+
+    Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
     """
-    fits = [one.fit for one in found.options if one.layout.context == 1]
-    if not fits:
-        raise ValueError(f"no layout of {found.cluster.name} has the given sizes; leave one of them out")
-    if not any(one.other_bytes for one in fits) and len({one.why_not for one in fits}) == 1:
-        raise ValueError(fits[0].why_not)
+    total = cluster.num_gpus
+    if total <= _EVERY_NUMBER:
+        return list(range(1, total + 1))
+    counts = {total >> shift for shift in range(total.bit_length())}
+    unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
+    if unit <= total and all(count % unit for count in counts):
+        counts |= {unit, total // unit * unit}
+    return sorted(counts)
 
 
-def engine_for(model: PlannedModel, cluster: Cluster) -> str:
-    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
-    is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
-    return "shardline" if is_ours else "vllm"
+def _divisors(number: int, only: int | None) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+
+
+def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
+    """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
+    own = bits_label(model)
+    return [own] if model.rules.rules else [own, *_one_byte(cluster, engine), "int" + "4"]
+
+
+def _kv_labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
+    if is_compressed(model.spec):
+        return ["auto"]  # there is only one: see `vllm.kv_flag`
+    return ["auto", *_one_byte(cluster, engine)]
+
+
+def _one_byte(cluster: Cluster, engine: str) -> list[str]:
+    """The first format of one byte in which all of the GPUs compute: floats, and for this engine also integers."""
+    labels = [label for label in cluster.slowest.tflops if label.endswith("8")]
+    common = [label for label in labels if all(label in gpu.tflops for gpu in cluster.gpus)]
+    return [label for label in common if label.startswith("f") or engine == "shardline"][:1]
 
 
 def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]:

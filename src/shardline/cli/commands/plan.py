@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardline.checkpoints.planning import PlannedModel
-    from shardline.planner.candidates import Fixed
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand
-    from shardline.planner.search import Option, Search
-    from shardline.planner.simulation.simulate import Simulation
+    from shardline.planner.search import Fixed, Option, Plan
+    from shardline.planner.simulation.report import Simulation
     from shardline.planner.simulation.workload import SimulatedRequest
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -99,21 +98,21 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     return 0
 
 
-def _comparison(found: Search, pair: list[Option]) -> str:
+def _comparison(plan: Plan, pair: list[Option]) -> str:
     if not pair:
         return ""
     from shardline.planner.compare import format_comparison
 
-    return format_comparison(found, pair)
+    return format_comparison(plan, pair)
 
 
-def _comparison_json(found: Search, pair: list[Option]) -> dict[str, Any]:
+def _comparison_json(plan: Plan, pair: list[Option]) -> dict[str, Any]:
     if not pair:
         return {}
     from shardline.planner.compare import comparison_swaps
     from shardline.planner.report import option_json
 
-    return {"comparison": {"layouts": [option_json(one) for one in pair], "swaps": comparison_swaps(found, pair)}}
+    return {"comparison": {"layouts": [option_json(one) for one in pair], "swaps": comparison_swaps(plan, pair)}}
 
 
 def _simulation(simulation: Simulation | None) -> str:
@@ -132,11 +131,11 @@ def _simulation_json(simulation: Simulation | None) -> dict[str, Any]:
     return {"simulation": simulation_json(simulation)}
 
 
-def _write_html(path: Path, found: Search, text: str, simulation: Simulation | None) -> None:
+def _write_html(path: Path, plan: Plan, text: str, simulation: Simulation | None) -> None:
     from shardline.planner.html import plan_html
 
     try:
-        path.write_text(plan_html(found, text, simulation), encoding="utf-8")
+        path.write_text(plan_html(plan, text, simulation), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--html {path} cannot be written: {error.strerror}") from None
 
@@ -182,7 +181,7 @@ def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
     return 0
 
 
-def _calibrated(path: Path, found: Search, fixed: Fixed) -> Search:
+def _calibrated(path: Path, plan: Plan, fixed: Fixed) -> Plan:
     """The same search on the machine that a benchmark or a start-up log shows.
 
     Raises:
@@ -198,15 +197,15 @@ def _calibrated(path: Path, found: Search, fixed: Fixed) -> Search:
     )
     from shardline.planner.search import search
 
-    cluster, timing = found.cluster, found.timing
+    cluster, timing = plan.cluster, plan.timing
     if is_log(path):
         logged = read_log(path)
-        cluster = with_log(cluster, measured_layout(found), path, logged, found.demand.utilization)
+        cluster = with_log(cluster, measured_layout(plan), path, logged, plan.demand.utilization)
     else:
         results = read_benchmark(path)
-        timing = calibrated_timing(found, measured_layout(found), results)
-    engine = found.options[0].layout.engine
-    return search(found.model, cluster, found.demand, found.goal, engine, fixed, timing)
+        timing = calibrated_timing(plan, measured_layout(plan), results)
+    engine = plan.options[0].layout.engine
+    return search(plan.model, cluster, plan.demand, plan.goal, engine, fixed, timing)
 
 
 def _trace(args: argparse.Namespace) -> list[SimulatedRequest]:
@@ -224,23 +223,23 @@ def _trace(args: argparse.Namespace) -> list[SimulatedRequest]:
     return read_trace(args.trace)[: args.num_prompts]
 
 
-def _simulate(args: argparse.Namespace, found: Search, trace: list[SimulatedRequest]) -> Simulation:
+def _simulate(args: argparse.Namespace, plan: Plan, trace: list[SimulatedRequest]) -> Simulation:
     """Simulate the workload of the flags on the recommended layout.
 
     Raises:
         ValueError: there is no such layout, or a flag is wrong.
     """
-    from shardline.planner.simulation.progress import Progress
+    from shardline.planner.simulation.report import Progress
     from shardline.planner.simulation.simulate import replica_setup, simulate
     from shardline.planner.simulation.workload import Prefixes, poisson
 
-    if not found.options or not found.options[0].fits:
+    if not plan.options or not plan.options[0].fits:
         raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
     for name in ("num_prompts", "num_prefixes", "replicas", "prefix_len"):
         value = getattr(args, name)
         if value is not None and value < (name != "prefix_len"):
             raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name != 'prefix_len')}, got {value}")
-    best, config = found.options[0], engine_config(args)
+    best, config = plan.options[0], engine_config(args)
     rate = math.inf if args.rate is None else args.rate
     interval = read_time("--report-interval", args.report_interval)
     assert interval is not None
@@ -253,13 +252,13 @@ def _simulate(args: argparse.Namespace, found: Search, trace: list[SimulatedRequ
         tokens = sum(request.output_len for request in trace)
     else:
         prefixes, count = Prefixes(args.prefix_len, args.num_prefixes), args.num_prompts or _USUAL_PROMPTS
-        lengths = found.demand.input_len, found.demand.output_len
+        lengths = plan.demand.input_len, plan.demand.output_len
         requests = poisson(rate, count, *lengths, prefixes, config.model.seed)
-        last, tokens = count / rate, count * found.demand.output_len
+        last, tokens = count / rate, count * plan.demand.output_len
     return simulate(
-        replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
+        replica_setup(plan, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,
-        found.demand,
+        plan.demand,
         num_replicas=replicas,
         policy=config.parallel.router_policy,
         report_seconds=interval,
@@ -275,9 +274,8 @@ def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, deman
     Raises:
         ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
     """
-    from shardline.planner.candidates import check_sizes
     from shardline.planner.cluster import can_link, parse_cluster
-    from shardline.planner.search import check_refusals, engine_for, search
+    from shardline.planner.search import check_refusals, check_sizes, engine_for, search
 
     def on(text: str) -> Any:
         cluster = parse_cluster(text, gpus, args.link, args.inter_node)

@@ -1,13 +1,47 @@
-"""A simulation as text and as JSON."""
+"""What a simulation says: a line on the terminal while it runs, and what became of the workload."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from shardline.planner.simulation.simulate import Simulation
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 50
+_SHOW_AFTER = 2.0
+"""Seconds. A shorter simulation needs no line."""
+_SECONDS_BETWEEN = 0.5
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What became of a workload. Times in virtual seconds."""
+
+    num_requests: int
+    num_failed: int
+    """Requests that are too long for the layout."""
+    num_replicas: int
+    policy: str
+    seconds: float
+    """From the first arrival to the last token."""
+    ttft: dict[int, float]
+    """Percentiles, keyed by their number."""
+    tpot: dict[int, float]
+    latency: dict[int, float]
+    """From the arrival to the last token."""
+    output_tokens_per_second: float
+    requests_per_second: float
+    goodput: float
+    """Requests per second that met the limits of TTFT and TPOT."""
+    num_preemptions: int
+    prefix_hit_rate: float
+    """Share of the prompts' tokens that were found in the prefix cache."""
+    kv_use: tuple[tuple[float, float], ...]
+    """(seconds, share of the KV cache in use) over time, averaged over replicas."""
+    num_steps: int
+    num_skipped: int
+    """Decode steps that were done together with others."""
 
 
 def format_simulation(found: Simulation) -> str:
@@ -64,3 +98,43 @@ def simulation_json(found: Simulation) -> dict[str, Any]:
         "steps": found.num_steps,
         "steps_at_once": found.num_skipped,
     }
+
+
+class Progress:
+    """Counts requests that have ended. It writes only to a terminal."""
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        """`total` is the number of requests; `stream` is None for no line."""
+        self.total = total
+        self._stream = stream if stream is not None and stream.isatty() else None
+        self._started = self._shown = time.monotonic()
+        self._has_line = False
+
+    @classmethod
+    def on_stderr(cls, total: int) -> Progress:
+        """Progress that people see if they look at standard error."""
+        return cls(total, sys.stderr)
+
+    def show(self, done: int, now: float | None = None) -> None:
+        """Write the line anew, unless that was just done. `now` is the virtual time, if all replicas share it."""
+        seconds = time.monotonic()
+        if self._stream is None or seconds - self._started < _SHOW_AFTER or seconds - self._shown < _SECONDS_BETWEEN:
+            return
+        self._shown, self._has_line = seconds, True
+        rate = done / (seconds - self._started)
+        left = f", {_minutes((self.total - done) / rate)} left" if rate and self.total else ""
+        at = "" if now is None else f"at {now:,.1f} s: "
+        share = f" of {self.total:,} ({done / self.total:.0%})" if self.total else ""
+        self._stream.write(f"\r\x1b[Ksimulating, {at}{done:,}{share} requests done, {rate:,.0f} a second{left}")
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._stream is not None and self._has_line:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d} min"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -13,21 +12,21 @@ from numpy.typing import NDArray
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
-from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
 from shardline.planner.memory import kv_dtype
-from shardline.planner.search import Option, Search, layout_work, step_limits
-from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed
-from shardline.planner.simulation.processes import close_all, map_in_processes
-from shardline.planner.simulation.progress import Progress
+from shardline.planner.search import Option, Plan
+from shardline.planner.simulation.executor import StepClock
+from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed, close_all, map_in_processes
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.report import Progress, Simulation
 from shardline.planner.simulation.workload import SimulatedRequest
+from shardline.planner.speed import layout_work, step_limits
+from shardline.planner.timing import Constants
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.routing.policies.base import ReplicaLoad
 from shardline.routing.router import Router
 
-PERCENTILES = (50, 90, 95, 99)
+_PERCENTILES = (50, 90, 95, 99)
 REPORT_SECONDS = 0.1
 """Age that the load of replicas may have when a router looks at it, in simulations of several replicas."""
 _WORTH_PROCESSES = 20_000
@@ -38,38 +37,8 @@ _BUCKETS = 100
 Vector = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """What became of a workload. Times in virtual seconds."""
-
-    num_requests: int
-    num_failed: int
-    """Requests that are too long for the layout."""
-    num_replicas: int
-    policy: str
-    seconds: float
-    """From the first arrival to the last token."""
-    ttft: dict[int, float]
-    """Percentiles, keyed by their number."""
-    tpot: dict[int, float]
-    latency: dict[int, float]
-    """From the arrival to the last token."""
-    output_tokens_per_second: float
-    requests_per_second: float
-    goodput: float
-    """Requests per second that met the limits of TTFT and TPOT."""
-    num_preemptions: int
-    prefix_hit_rate: float
-    """Share of the prompts' tokens that were found in the prefix cache."""
-    kv_use: tuple[tuple[float, float], ...]
-    """(seconds, share of the KV cache in use) over time, averaged over replicas."""
-    num_steps: int
-    num_skipped: int
-    """Decode steps that were done together with others."""
-
-
 def replica_setup(
-    found: Search,
+    plan: Plan,
     option: Option,
     *,
     prefix_caching: bool = True,
@@ -77,9 +46,9 @@ def replica_setup(
     constants: Constants | None = None,
 ) -> ReplicaSetup:
     """A replica of a layout that fits, as the search sees it."""
-    layout, fitted, demand, spec = option.layout, option.fit, found.demand, found.model.spec
+    layout, fitted, demand, spec = option.layout, option.fit, plan.demand, plan.model.spec
     assert option.speed is not None, "the layout does not fit"
-    used = found.cluster.part(layout.num_gpus)
+    used = plan.cluster.part(layout.num_gpus)
     limits = StepLimits(*step_limits(layout, demand))
     groups = kv_groups(spec)
     block_size = int(demand.options.get("block_size", BLOCK_SIZE))
@@ -97,9 +66,9 @@ def replica_setup(
         pool=FixedPool(num_blocks),
     )
     clock = StepClock(
-        layout_work(found.model, layout, fitted),
+        layout_work(plan.model, layout, fitted),
         used,
-        constants or found.timing[layout.engine].constants,
+        constants or plan.timing[layout.engine].constants,
     )
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
 
@@ -271,7 +240,7 @@ def _summary(
 
 
 def _percentiles(values: Vector) -> dict[int, float]:
-    return {one: float(np.percentile(values, one)) if len(values) else 0.0 for one in PERCENTILES}
+    return {one: float(np.percentile(values, one)) if len(values) else 0.0 for one in _PERCENTILES}
 
 
 def _use_over_time(found: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
