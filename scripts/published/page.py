@@ -48,7 +48,15 @@ _INPUTS = (
     "benchmarks/published/results.csv.gz",
     *(
         f"{_PLANNER}/{name}"
-        for name in ("calibration.py", "hardware.py", "hardware.toml", "models.json", "timing.json", "timing.py")
+        for name in (
+            "calibration.py",
+            "constants.py",
+            "hardware.py",
+            "hardware.toml",
+            "models.json",
+            "timing.json",
+            "timing.py",
+        )
     ),
     *(f"scripts/published/{name}.py" for name in ("fitting", "held_out", "offline", "row_fields", "rows")),
     "src/shardline/models/communication.py",

@@ -15,7 +15,8 @@ from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
-from shardline.planner.search import Fixed, Plan, frontier, search
+from shardline.planner.report import frontier
+from shardline.planner.search import Fixed, Plan, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 

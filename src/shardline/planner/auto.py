@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardline.checkpoints.description import ModelDescription, read_model
 from shardline.checkpoints.quantization import usual_rules
@@ -19,9 +21,12 @@ from shardline.deployment.resolve import resolve
 from shardline.models.step_work import StepWork, step_work
 from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner.cluster import Cluster, parse_cluster
+from shardline.planner.constants import Constants, Timing, shipped_timing
 from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
-from shardline.planner.timing import Constants, Latency, Load, Timing, loop_latency, loop_steps, shipped_timing
+from shardline.planner.options import flag_words
+from shardline.planner.timing import Latency, Load, loop_latency, loop_steps
 
+RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
 _SHARED_MEMORY_GBS = 20.0
 """What a rank receives from another one through shared memory."""
 
@@ -46,6 +51,17 @@ HOST_TIMING = Timing(
     {"tpot": (0.7, 1.4), "ttft": (0.6, 2.0), "output_tok_s": (0.7, 1.4)},
 )
 """Constants of this engine on a CPU, relative to what `measure_host` finds. See docs/planner.md for their errors."""
+
+
+class HostLoad(NamedTuple):
+    """The load for which a layout is chosen."""
+
+    running: int = RUNNING
+    input_len: int = INPUT_LEN
+    output_len: int = OUTPUT_LEN
+
+
+_USUAL_LOAD = HostLoad()
 
 
 def measure_host(machine: Machine, threads: int | None = None) -> Gpu:
@@ -85,8 +101,6 @@ def share_host(whole: Gpu, ranks: int) -> Cluster:
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 _MOST_RANKS = 16
-RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
-"""The load for which a layout is chosen, if nothing else is known."""
 _NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
 
 
@@ -98,6 +112,10 @@ class Candidate:
     latency: Latency
     output_tokens_per_second: float
     """Of all replicas."""
+    deployment: Deployment
+    cluster: Cluster
+    """The devices of all ranks."""
+    constants: Constants
 
     def __str__(self) -> str:
         one = self.parallel
@@ -129,9 +147,13 @@ def choose_parallel(config: EngineConfig, fixed: frozenset[str] = frozenset()) -
 
 
 def choose_on(
-    config: EngineConfig, model: ModelDescription, machine: Machine, fixed: frozenset[str] = frozenset()
+    config: EngineConfig,
+    model: ModelDescription,
+    machine: Machine,
+    fixed: frozenset[str] = frozenset(),
+    load: HostLoad = _USUAL_LOAD,
 ) -> Choice:
-    """`choose_parallel` for a model and a machine that are known.
+    """`choose_parallel` for a model, a machine and a load that are known.
 
     Raises:
         ValueError: no layout works, or a GPU is unknown.
@@ -166,7 +188,7 @@ def choose_on(
             continue
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
         used = cluster.part(ranks) if whole is None else share_host(whole, ranks)
-        found.append(_candidate(parallel, deployment, used, timing))
+        found.append(_candidate(parallel, deployment, used, timing, load))
     if not found:
         raise ValueError(f"--parallel auto: no layout works on this host; with one rank: {refusals[0]}")
     found.sort(key=lambda one: -one.output_tokens_per_second)
@@ -177,7 +199,7 @@ def choose_on(
     if refusals:
         number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
         path.append(f"{number}: {refusals[0]}")
-    path.append(f"chosen for {RUNNING} requests of {INPUT_LEN} + {OUTPUT_LEN} tokens: {best}")
+    path.append(f"chosen for {load.running} requests of {load.input_len} + {load.output_len} tokens: {best}")
     return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(found), tuple(path))
 
 
@@ -199,13 +221,19 @@ def _layouts(asked: ParallelConfig, fixed: frozenset[str], most: int) -> Iterato
                     yield dataclasses.replace(asked, **sizes)  # type: ignore[arg-type]
 
 
-def _candidate(parallel: ParallelConfig, deployment: Deployment, cluster: Cluster, timing: Timing) -> Candidate:
+def _candidate(
+    parallel: ParallelConfig, deployment: Deployment, cluster: Cluster, timing: Timing, host_load: HostLoad
+) -> Candidate:
     replicas, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
     lockstep = replicas if parallel.enable_expert_parallel else 1
-    load = Load(RUNNING / replicas, INPUT_LEN, OUTPUT_LEN, deployment.limits.max_num_batched_tokens, lockstep=lockstep)
+    chunk = deployment.limits.max_num_batched_tokens
+    load = Load(
+        max(1.0, host_load.running / replicas), host_load.input_len, host_load.output_len, chunk, lockstep=lockstep
+    )
     steps = loop_steps(deployment_work(deployment), cluster, load, stages)
     latency = loop_latency(steps, timing.constants)
-    return Candidate(parallel, latency, replicas * latency.output_tokens_per_second)
+    speed = replicas * latency.output_tokens_per_second
+    return Candidate(parallel, latency, speed, deployment, cluster, timing.constants)
 
 
 def deployment_work(deployment: Deployment) -> StepWork:
@@ -242,3 +270,30 @@ def _gpu_name(gpu: Device) -> str:
     if re.search(r"hbm3\b", gpu.name, re.IGNORECASE) and "H100" in gpu.name:
         plain += " SXM5"
     return " ".join(plain.split()).replace("SXM4-", "SXM4 ")
+
+
+def serve_command(choice: Choice, options: Mapping[str, Any]) -> str:
+    """The command that starts the choice; `options` of the engine are those that the user has set."""
+    parallel = choice.config.parallel
+    words = ["shardline", "serve", choice.config.model.model, "--device", parallel.device]
+    for name in PARALLEL_SIZES[:3]:
+        size = getattr(parallel, name)
+        words += [f"--{name.replace('_', '-')}", str(size)] if size > 1 else []
+    words += ["--enable-expert-parallel"] * parallel.enable_expert_parallel
+    return shlex.join(words + flag_words(options, skip=("model", "device", *PARALLEL_SIZES)))
+
+
+def choice_json(choice: Choice, command: str) -> dict[str, Any]:
+    """The choice as JSON data."""
+    layouts = [
+        {
+            "tp": candidate.parallel.tensor_parallel_size,
+            "pp": candidate.parallel.pipeline_parallel_size,
+            "dp": candidate.parallel.data_parallel_size,
+            "ep": candidate.parallel.enable_expert_parallel,
+            "tpot_ms": round(1e3 * candidate.latency.tpot, 3),
+            "output_tok_s": round(candidate.output_tokens_per_second, 1),
+        }
+        for candidate in choice.candidates
+    ]
+    return {"layouts": layouts, "recommended": 0, "path": choice.path, "commands": {"shardline": command}}

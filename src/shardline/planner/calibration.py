@@ -14,19 +14,18 @@ from msgspec.structs import replace as replace_struct
 from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
+from shardline.planner.constants import Constants, Timing
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Plan, evaluate
+from shardline.planner.search import Option, Plan, evaluate, search
 from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
-    Constants,
     FirstToken,
     Load,
     LoopShape,
     LoopSteps,
-    Timing,
     loop_first_token,
     loop_latency,
     loop_steps,
@@ -46,6 +45,23 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Parts of a move that are tried, until one brings the predictions nearer."""
 _ERROR = 0.02
 """Error of a measured TPOT, as a width of its logarithm."""
+
+
+def calibrated(plan: Plan, path: Path) -> Plan:
+    """The same plan for the machine that a benchmark's result or a start-up log shows.
+
+    Raises:
+        ValueError: the file cannot be read, or the layout that can have been measured does not fit.
+    """
+    cluster, timing = plan.cluster, plan.timing
+    if is_log(path):
+        logged = read_log(path)
+        cluster = with_log(cluster, measured_layout(plan), path, logged, plan.demand.utilization)
+    else:
+        results = read_benchmark(path)
+        timing = calibrated_timing(plan, measured_layout(plan), results)
+    engine = plan.options[0].layout.engine
+    return search(plan.model, cluster, plan.demand, plan.goal, engine, plan.fixed, timing)
 
 
 class Measured(NamedTuple):

@@ -6,14 +6,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from shardline.config.engine import CacheConfig
+from shardline.planner.constants import Interval
 from shardline.planner.hardware import GIB, GpuLink
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
+from shardline.planner.report import option_json
 from shardline.planner.search import Option, Plan, evaluate
 from shardline.planner.speed import Speed, layout_speed
-from shardline.planner.timing import Interval
 
 _SIZE = re.compile(r"(tp|pp|dp|cp)(\d+)")
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
@@ -53,7 +55,7 @@ def parse_layout(text: str, plan: Plan) -> Layout:
     return Layout(**values)  # type: ignore[arg-type]
 
 
-def compared(plan: Plan, names: Sequence[str]) -> list[Option]:
+def compare_layouts(plan: Plan, names: Sequence[str]) -> list[Option]:
     """The layouts with these names, with their figures.
 
     Raises:
@@ -71,11 +73,16 @@ def compared(plan: Plan, names: Sequence[str]) -> list[Option]:
 
 def format_comparison(plan: Plan, options: Sequence[Option]) -> str:
     """Both layouts line by line, and where they swap."""
-    lines = ["", f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
+    lines = [f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
     for title, value in _LINES:
         lines.append(f"{title:26}" + "".join(f"{value(one):>24}" for one in options))
     lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if not one.fits]
     return "\n".join([*lines, *comparison_swaps(plan, options)])
+
+
+def comparison_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
+    """Both layouts with their figures, and where they swap, as JSON data."""
+    return {"layouts": [option_json(option) for option in options], "swaps": comparison_swaps(plan, options)}
 
 
 def comparison_swaps(plan: Plan, options: Sequence[Option]) -> list[str]:

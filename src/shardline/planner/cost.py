@@ -59,7 +59,7 @@ class OtherPrices:
     operations: float = 0.0
     """A month: people, monitoring, storage."""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """See that no price is below zero.
 
         Raises:
@@ -94,7 +94,7 @@ class Costs:
 
 def recommended_costs(plan: Plan, others: OtherPrices) -> Costs | None:
     """What the recommended layout costs; None: there is none, or a price is not known."""
-    best = _recommended(plan)
+    best = plan.best
     if best is None or best.price_per_hour is None or best.speed is None:
         return None
     demand = plan.demand
@@ -128,7 +128,7 @@ def api_break_even(plan: Plan, api: ApiPrice, others: OtherPrices) -> float | No
 
     None: that is not known. inf: it never is.
     """
-    best = _recommended(plan)
+    best = plan.best
     if best is None or best.price_per_hour is None:
         return None
     per_day = HOURS_PER_DAY * (best.price_per_hour[1] + others.operations / HOURS_PER_MONTH)
@@ -168,7 +168,3 @@ def node_traffic(work: StepWork, layout: Layout, cluster: Cluster) -> float:
     nodes_of_replica = -(-layout.tensor * layout.pipeline // size)
     boundaries = min(nodes_of_replica, layout.pipeline) - 1
     return total + boundaries * layout.tensor * work.hand_off.num_bytes
-
-
-def _recommended(plan: Plan) -> Option | None:
-    return None if plan.recommended is None else plan.options[plan.recommended]

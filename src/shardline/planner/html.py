@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from html import escape
 
 from shardline.planner.hardware import GIB
-from shardline.planner.search import Option, Plan, frontier, per_million
+from shardline.planner.report import frontier
+from shardline.planner.search import Option, Plan, per_million
 from shardline.planner.simulation.report import Simulation
 from shardline.planner.speed import layout_speed
 

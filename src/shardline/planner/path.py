@@ -39,7 +39,7 @@ class Question:
 
 def explain_path(plan: Plan) -> list[Question]:
     """The questions that lead to the recommended layout, or to something else than these GPUs."""
-    best = plan.options[plan.recommended] if plan.recommended is not None else None
+    best = plan.best
     questions = [_one_gpu(plan), _heads(plan), _experts(plan)]
     linked = [one for one in plan.options if one.fits and one.layout.tensor * one.layout.pipeline > 1]
     if best is not None and linked:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardline.planner.commands import plan_commands
+from shardline.planner.constants import Interval
 from shardline.planner.cost import (
     HOURS_PER_DAY,
     HOURS_PER_MONTH,
@@ -20,8 +21,7 @@ from shardline.planner.cost import (
 )
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.path import explain_path, turns_yes
-from shardline.planner.search import Option, Plan, frontier
-from shardline.planner.timing import Interval
+from shardline.planner.search import Option, Plan
 
 _SHOWN = 8
 _REFUSED = 3
@@ -83,8 +83,8 @@ def _api_line(plan: Plan, api: ApiPrice, others: OtherPrices) -> str:
 
 
 def _tokens_a_day(plan: Plan) -> float:
-    assert plan.recommended is not None
-    speed = plan.options[plan.recommended].speed
+    assert plan.best is not None
+    speed = plan.best.speed
     assert speed is not None
     share = (plan.demand.input_len + plan.demand.output_len) / plan.demand.output_len
     return speed.output_tok_s.p50 * share * HOURS_PER_DAY * SECONDS_PER_HOUR
@@ -224,3 +224,28 @@ def option_json(option: Option) -> dict[str, Any]:
 
 def _interval_json(interval: Interval, factor: float) -> dict[str, float]:
     return {name: round(value * factor, 3) for name, value in interval._asdict().items()}
+
+
+def frontier(options: tuple[Option, ...]) -> list[int]:
+    """Indices of the options that no other with the same formats beats in latency, throughput and cost together."""
+    kept: list[int] = []
+    for index, option in enumerate(options):
+        if not option.fits:
+            continue
+        mine = _figures(option)
+        formats = (option.layout.weights, option.layout.kv)
+        others = (
+            _figures(one)
+            for one in options
+            if one.fits and one is not option and (one.layout.weights, one.layout.kv) == formats
+        )
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
+            kept.append(index)
+    return kept
+
+
+def _figures(option: Option) -> tuple[float, ...]:
+    speed = option.speed
+    assert speed is not None
+    cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
+    return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)

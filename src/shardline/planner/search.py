@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardline.checkpoints.planning import PlannedModel
 from shardline.models.compressed import is_compressed
 from shardline.models.partition import check_tensor_parallel
 from shardline.models.spec import MoE
 from shardline.planner import vllm
-from shardline.planner.cluster import Cluster
+from shardline.planner.cluster import Cluster, can_link, parse_cluster
+from shardline.planner.constants import Timing, shipped_timing
+from shardline.planner.hardware import Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, stored_weights
 from shardline.planner.speed import Speed, layout_speed
-from shardline.planner.timing import (
-    Timing,
-    shipped_timing,
-)
 
 _SECONDS_PER_HOUR = 3600
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that are tried if none is given."""
+_NODE = 8
+"""GPUs of a node, if no number is given."""
 _EVERY_NUMBER = 8
 """GPUs up to which every smaller number of them is looked at."""
 _SAME_PRICE = 1.03
@@ -43,6 +48,24 @@ class Fixed:
     kv: str | None = None
     context: int | None = None
     numerics: str | None = None
+
+
+def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
+    """What the given options of the engine fix. A stated method of the checkpoint itself is its own format."""
+    quantization = options.get("quantization")
+    is_stated = model.rules.method and quantization in (model.rules.method, model.rules.method.replace("-", "_"))
+    if is_stated or (quantization == "none" and not model.rules.rules):
+        quantization = bits_label(model)
+    return Fixed(
+        tensor=options.get("tensor_parallel_size"),
+        pipeline=options.get("pipeline_parallel_size"),
+        data=options.get("data_parallel_size"),
+        whole_experts=options.get("enable_expert_parallel"),
+        weights="bf16" if quantization == "none" else quantization,
+        kv=options.get("kv_cache_dtype"),
+        context=options.get("context_parallel_size"),
+        numerics=options.get("numerics"),
+    )
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,11 @@ class Option:
         """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
         return self.fit.fits
 
+    @property
+    def is_good(self) -> bool:
+        """Whether it starts, has room for the wanted requests, and meets the demand."""
+        return self.fits and self.fit.verdict != "tight" and not self.misses
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,6 +116,11 @@ class Plan:
     """What the user has chosen."""
     instead: str = ""
     """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
+
+    @property
+    def best(self) -> Option | None:
+        """The recommended option."""
+        return None if self.recommended is None else self.options[self.recommended]
 
 
 def search(
@@ -113,17 +146,66 @@ def search(
         if any(one.fits for one in others):
             options, instead = others, _DENSE
     own = bits_label(model)
-    prices = [
-        one.cost_per_million
-        for one in options
-        if one.fits and one.cost_per_million and one.fit.verdict != "tight" and not one.misses
-    ]
+    prices = [option.cost_per_million for option in options if option.cost_per_million and option.is_good]
     near = _SAME_PRICE * min(prices, default=0.0)
     options.sort(key=lambda option: _rank(option, goal, own, near))
     good = options and options[0].fits and not options[0].misses
     return Plan(
         model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
     )
+
+
+def plan_on(
+    gpus: str,
+    model: PlannedModel,
+    demand: Demand,
+    goal: str = "cost",
+    engine: str | None = None,
+    fixed: Fixed | None = None,
+    *,
+    link: str | None = None,
+    inter_node: str | None = None,
+    known: Mapping[str, Gpu] | None = None,
+) -> Plan:
+    """The plan for GPUs as a user names them: "4xH100-80GB"; "H100" for the fewest that do; "any" for the cheapest.
+
+    Raises:
+        ValueError: the GPUs are unknown, or no layout can have the `fixed` sizes.
+    """
+    known, fixed = known or known_gpus(), fixed or Fixed()
+
+    def on(text: str) -> Plan:
+        return search(model, parse_cluster(text, known, link, inter_node), demand, goal, engine, fixed)
+
+    if gpus == "any":
+        names = [name for name, gpu in known.items() if gpu.price is not None and can_link(gpu, link)]
+        if not names:
+            raise ValueError(f"--link {link}: no GPU with a known price has it; leave it out")
+        plan = _cheapest([_fewest(on, name) for name in names])
+    elif re.match(r"\d+x|.*\+", gpus, re.IGNORECASE):
+        plan = on(gpus)
+    else:
+        plan = _fewest(on, gpus)
+    check_sizes(model, plan.cluster, engine or engine_for(model, plan.cluster), fixed)
+    check_refusals(plan)
+    return plan
+
+
+def _cheapest(plans: Sequence[Plan]) -> Plan:
+    """The plan whose recommendation costs least; the first of all if none recommends a layout."""
+    costs = [plan.best.cost_per_million if plan.best else None for plan in plans]
+    return plans[min(range(len(plans)), key=lambda index: costs[index] or math.inf)]
+
+
+def _fewest(on: Callable[[str], Plan], name: str) -> Plan:
+    """The plan for the smallest number of GPUs with a layout to recommend; else for the largest."""
+    for count in _COUNTS:
+        plan = on(f"{count}x{name}" if count <= _NODE else f"{count // _NODE}x{_NODE}x{name}")
+        if plan.best is not None and plan.best.fit.verdict != "tight":
+            good = [option for option in plan.options if option.is_good]
+            fewest = min(option.layout.num_gpus for option in good)
+            return on(f"{fewest}x{name}") if fewest < min(count, _NODE + 1) else plan
+    return plan
 
 
 def engine_for(model: PlannedModel, cluster: Cluster) -> str:
@@ -172,7 +254,7 @@ def evaluate(
 ) -> Option:
     """All figures of one layout. `timing` has the constants of each engine; None: the shipped ones."""
     fitted = fit(model, layout, cluster, demand)
-    cost = price(cluster, layout) if layout.num_gpus <= cluster.num_gpus else None
+    cost = cluster.part(layout.num_gpus).price_per_hour if layout.num_gpus <= cluster.num_gpus else None
     refusal = fitted.why_not
     if layout.context > 1:
         fitted = _spread_context(model, layout, cluster, demand, refusal)
@@ -219,11 +301,6 @@ def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
         if limit is not None and predicted.p90 > limit:
             (missed if predicted.p50 > limit else at_risk).append(name)
     return ", ".join(missed), ", ".join(at_risk)
-
-
-def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
-    """(spot, on demand) US dollars an hour for the GPUs of a layout."""
-    return cluster.part(layout.num_gpus).price_per_hour
 
 
 def per_million(price_per_hour: float, tokens_per_second: float) -> float:
@@ -328,28 +405,3 @@ def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]
 def changes_answers(option: Option, own: str) -> bool:
     """Whether the layout quantizes what the checkpoint, with weights of the label `own`, does not."""
     return option.layout.weights != own or option.layout.kv != "auto"
-
-
-def frontier(options: tuple[Option, ...]) -> list[int]:
-    """Indices of the options that no other with the same formats beats in latency, throughput and cost together."""
-    kept: list[int] = []
-    for index, option in enumerate(options):
-        if not option.fits:
-            continue
-        mine = _figures(option)
-        formats = (option.layout.weights, option.layout.kv)
-        others = (
-            _figures(one)
-            for one in options
-            if one.fits and one is not option and (one.layout.weights, one.layout.kv) == formats
-        )
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
-            kept.append(index)
-    return kept
-
-
-def _figures(option: Option) -> tuple[float, ...]:
-    speed = option.speed
-    assert speed is not None
-    cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
-    return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)

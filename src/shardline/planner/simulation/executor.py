@@ -15,7 +15,8 @@ from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.messages.worker import RankReport
 from shardline.models.step_work import StepWork
 from shardline.planner.cluster import Cluster
-from shardline.planner.timing import Constants, step_load
+from shardline.planner.constants import Constants
+from shardline.planner.timing import step_load
 from shardline.segment.expert_load import Counts
 
 Vector = NDArray[np.float64]

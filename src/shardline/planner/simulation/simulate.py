@@ -9,26 +9,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
+from shardline.deployment.deployment import CachePlan, Deployment, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
+from shardline.planner.auto import Choice, deployment_work
+from shardline.planner.cluster import Cluster
+from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
-from shardline.planner.memory import kv_dtype
+from shardline.planner.memory import cache_room, kv_dtype
 from shardline.planner.search import Option, Plan
 from shardline.planner.simulation.executor import StepClock
 from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed, close_all, map_in_processes
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.report import Progress, Simulation
-from shardline.planner.simulation.workload import SimulatedRequest
+from shardline.planner.simulation.workload import SimulatedRequest, Workload, poisson
 from shardline.planner.speed import layout_work, step_limits
-from shardline.planner.timing import Constants
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.routing.policies.base import ReplicaLoad
 from shardline.routing.router import Router
 
 _PERCENTILES = (50, 90, 95, 99)
-REPORT_SECONDS = 0.1
-"""Age that the load of replicas may have when a router looks at it, in simulations of several replicas."""
 _WORTH_PROCESSES = 20_000
 """Requests from which replicas run in several processes."""
 _BUCKETS = 100
@@ -73,6 +73,79 @@ def replica_setup(
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
 
 
+def deployment_setup(deployment: Deployment, cluster: Cluster, constants: Constants) -> ReplicaSetup:
+    """A replica of a deployment on devices that `cluster` describes."""
+    pool, grid, place = deployment.cache.pool, deployment.grid, deployment.placements[0][0]
+    if isinstance(pool, FixedPool):
+        num_blocks = pool.num_blocks
+    else:
+        ranks = sum(map(len, deployment.placements))
+        room = cache_room(deployment, deployment.machine, ranks, pool.share)
+        num_blocks = min(room // size for size in deployment.cache.block_bytes)
+    return ReplicaSetup(
+        StepClock(deployment_work(deployment), cluster, constants),
+        deployment.limits,
+        deployment.cache,
+        num_blocks,
+        deployment.max_model_len,
+        grid.pipeline,
+        overlaps_steps=grid.world_size > 1 or not deployment.machine.hosts[place.host].devices[place.device].cores,
+    )
+
+
+def simulate_plan(plan: Plan, workload: Workload) -> Simulation:
+    """Run a workload on the best layout that fits.
+
+    Raises:
+        ValueError: there is no such layout, or the router has no such policy.
+    """
+    if not plan.options or not plan.options[0].fits:
+        raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
+    best = plan.options[0]
+    assert best.speed is not None
+    setup = replica_setup(plan, best, prefix_caching=workload.prefix_caching)
+    speed = best.speed.output_tok_s.p50 / best.layout.data
+    return _simulate_workload(setup, workload, plan.demand, workload.replicas or best.layout.data, speed)
+
+
+def simulate_choice(choice: Choice, workload: Workload, demand: Demand) -> Simulation:
+    """Run a workload on the layout that was chosen for this host.
+
+    Raises:
+        ValueError: the router has no such policy.
+    """
+    best = choice.candidates[0]
+    setup, replicas = deployment_setup(best.deployment, best.cluster, best.constants), best.parallel.data_parallel_size
+    speed = best.output_tokens_per_second / replicas
+    return _simulate_workload(setup, workload, demand, workload.replicas or replicas, speed)
+
+
+def _simulate_workload(
+    setup: ReplicaSetup, workload: Workload, demand: Demand, replicas: int, tokens_per_second: float
+) -> Simulation:
+    """Run a workload. `tokens_per_second` of a replica decides only the resolution over time."""
+    requests: Iterable[SimulatedRequest] = workload.trace
+    if workload.trace:
+        count, last = len(workload.trace), workload.trace[-1].arrival
+        tokens = sum(request.output_len for request in workload.trace)
+    else:
+        count, last = workload.num_prompts, workload.num_prompts / workload.rate
+        lengths = demand.input_len, demand.output_len
+        requests = poisson(workload.rate, count, *lengths, workload.prefixes, workload.seed)
+        tokens = count * demand.output_len
+    return simulate(
+        setup,
+        requests,
+        demand,
+        num_replicas=replicas,
+        policy=workload.policy,
+        report_seconds=workload.report_seconds,
+        # It ends about when the last request has come, or when all tokens can have been made.
+        duration=max(last, tokens / tokens_per_second / replicas),
+        progress=Progress.on_stderr(count),
+    )
+
+
 def simulate(
     setup: ReplicaSetup,
     requests: Iterable[SimulatedRequest],
@@ -80,7 +153,7 @@ def simulate(
     *,
     num_replicas: int = 1,
     policy: str = "least_loaded",
-    report_seconds: float = REPORT_SECONDS,
+    report_seconds: float = Workload.report_seconds,
     duration: float = 100.0,
     progress: Progress | None = None,
 ) -> Simulation:
