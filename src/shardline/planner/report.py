@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shardline.planner.bandwidth import axis_traffic, link_rates
 from shardline.planner.commands import plan_commands
 from shardline.planner.constants import Interval
 from shardline.planner.cost import (
@@ -38,6 +39,9 @@ def format_plan(
         lines.append(plan.instead)
     shown = list(range(len(plan.options))) if show_all else _selection(plan)
     lines += _table(plan, [plan.options[index] for index in shown])
+    option = plan.best or next((option for option in plan.options if option.fit.other_bytes), None)
+    if option is not None:
+        lines += _memory_lines(plan, option) + _bandwidth_lines(plan, option)
     lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(plan)]
     others = others or OtherPrices()
     costs = recommended_costs(plan, others)
@@ -50,6 +54,65 @@ def format_plan(
         lines.append(f"{hidden} dominated or refused layouts: --all")
     lines += [f"run: {one.line}{one.note and f'   # {one.note}'}" for one in plan_commands(plan).values() if one]
     return "\n".join(lines)
+
+
+def _memory_json(plan: Plan, option: Option) -> dict[str, Any]:
+    """The memory of the fullest GPU of a layout, part by part, in bytes, and what fits its KV cache."""
+    fitted, total = option.fit, plan.cluster.part(option.layout.num_gpus).smallest.usable_bytes
+    return {
+        "layout": str(option.layout),
+        "gpu_bytes": total,
+        "weight_bytes": fitted.weight_bytes,
+        "other_bytes": fitted.other_bytes,
+        "kv_bytes": fitted.kv_bytes,
+        "unused_bytes": total - fitted.weight_bytes - fitted.other_bytes - fitted.kv_bytes,
+        "kv_bytes_per_token": fitted.kv_bytes / fitted.kv_tokens if fitted.kv_tokens > 0 else None,
+        "kv_tokens": fitted.kv_tokens,
+        "max_context": fitted.max_context,
+    }
+
+
+def _memory_lines(plan: Plan, option: Option) -> list[str]:
+    """The memory of a GPU line by line, and the longest context."""
+    memory, fitted = _memory_json(plan, option), option.fit
+    per_token = memory["kv_bytes_per_token"]
+    tokens = "" if per_token is None else f"   {fitted.kv_tokens:,} tokens of {per_token / 1e3:,.1f} kB"
+    rows = (
+        ("weights", fitted.weight_bytes, ""),
+        ("step and libraries", fitted.other_bytes, ""),
+        ("KV cache", fitted.kv_bytes, tokens if fitted.kv_bytes >= 0 else "   so much is missing"),
+        ("unused", memory["unused_bytes"], f"   --gpu-memory-utilization {plan.demand.utilization:g}"),
+    )
+    limit = " (all positions of the model)" * (fitted.max_context == plan.model.spec.max_position_embeddings)
+    return [
+        f"memory of a GPU with {option.layout}, {memory['gpu_bytes'] / GIB:.1f} GiB:",
+        *(f"  {name:20}{num_bytes / GIB:>8.1f} GiB{note}" for name, num_bytes, note in rows),
+        f"longest context: {fitted.max_context:,} tokens{limit}; {fitted.requests} requests of "
+        f"{plan.demand.max_model_len:,} tokens fit at once",
+    ]
+
+
+def _bandwidth_lines(plan: Plan, option: Option) -> list[str]:
+    """For each axis, what a GPU receives, and how long that takes over each link."""
+    if option.speed is None:
+        return []
+    head = "".join(f"{name:>14}" for name in link_rates(plan))
+    lines = [
+        f"links: what a GPU receives along each axis, and ms in a decode step with {option.speed.running:,.0f} "
+        f"requests, whose other parts take {1e3 * option.speed.other_seconds:.1f} ms",
+        f"  {'axis':8}{'kB a token':>12}{'exchanges':>11}{'MB a step':>11}{head}",
+    ]
+    for traffic in axis_traffic(plan, option):
+        cells = "".join(f"{1e3 * seconds:>14.2f}" for seconds in traffic.link_seconds.values())
+        lines.append(
+            f"  {traffic.axis:8}{traffic.bytes_per_token / 1e3:>12,.1f}{traffic.exchanges:>11}"
+            f"{traffic.step_bytes / 1e6:>11,.2f}{cells}"
+        )
+    return lines
+
+
+def _bandwidth_json(plan: Plan, option: Option) -> list[dict[str, Any]]:
+    return [asdict(traffic) for traffic in axis_traffic(plan, option)] if option.speed is not None else []
 
 
 def _cost_line(costs: Costs) -> str:
@@ -105,6 +168,8 @@ def plan_json(plan: Plan, api: ApiPrice | None = None, others: OtherPrices | Non
             for one in plan.options
         ],
         "recommended": plan.recommended,
+        "memory": None if plan.best is None else _memory_json(plan, plan.best),
+        "bandwidth": [] if plan.best is None else _bandwidth_json(plan, plan.best),
         "costs": None if costs is None else asdict(costs),
         "path": [
             {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(plan)

@@ -42,10 +42,15 @@ class Speed:
     """What a rank receives in a decode step."""
     exchange_messages: int
     """Exchanges of a decode step, one after the other."""
-    link_bytes_per_second: float
-    """Rate at which the exchanged bytes alone would take as long as the rest of the step."""
+    other_seconds: float
+    """Time of a decode step without its exchanges."""
     is_sustained: bool
     """Whether the layout keeps up with the demanded rate."""
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """Rate at which the exchanged bytes alone would take as long as the rest of the step."""
+        return self.exchange_bytes / self.other_seconds
 
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
@@ -136,7 +141,6 @@ def layout_speed(
     decode = steps.decode
     seconds = decode.seconds(timing.constants)
     share = decode.link_seconds(timing.constants) / seconds
-    rest = seconds * (1 - share)
     exchanges = (*(traffic for traffic, _ in work.exchanges), work.hand_off)
     moved = sum(traffic.num_bytes for traffic in exchanges) * running / layout.pipeline
     return Speed(
@@ -148,6 +152,6 @@ def layout_speed(
         share,
         moved,
         sum(traffic.num_messages for traffic in exchanges),
-        moved / rest,
+        seconds * (1 - share),
         sustained,
     )
