@@ -22,9 +22,7 @@ from shardline.planner.search import Option, Plan, evaluate, search
 from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
-    FirstToken,
     Load,
-    LoopShape,
     LoopSteps,
     loop_first_token,
     loop_latency,
@@ -194,7 +192,7 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        prompts = (_first_token(one, found).seconds(found) for one, _ in unqueued)
+        prompts = (loop_first_token(one, found).seconds(found) for one, _ in unqueued)
         return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
@@ -225,16 +223,11 @@ def _start_together(load: Load) -> bool:
     return load.in_phase and not load.prefill_first
 
 
-def _first_token(steps: LoopSteps, constants: Constants) -> FirstToken:
-    times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
-    return loop_first_token(LoopShape.of(steps), *times)
-
-
 def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
     """The constants with the wait for steps and for other prompts that the measured TTFT show, if there are any."""
     shares = []
     for one, measured in steps:
-        parts = _first_token(one, constants)
+        parts = loop_first_token(one, constants)
         total, fixed = float(parts.seconds(constants)), constants.first + float(parts.alone)
         is_queued = one.load.running > 1 and not _start_together(one.load)
         if measured.ttft is not None and is_queued and total > fixed:

@@ -114,7 +114,7 @@ def layout_speed(
 
     is_full = demand.rate is None and demand.running is None
 
-    arrivals = demand.rate / layout.data if demand.rate is not None and demand.running is None else None
+    arrivals = demand.rate / layout.data if demand.rate is not None and demand.running is None else 0.0
 
     def at(running: float) -> tuple[LoopSteps, Latency]:
         load = Load(
