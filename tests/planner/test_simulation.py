@@ -22,7 +22,7 @@ from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.search import Fixed, search
-from shardline.planner.simulation.group import map_in_processes
+from shardline.planner.simulation.group import Worker
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.report import Progress, Simulation
 from shardline.planner.simulation.simulate import replica_setup, simulate
@@ -251,7 +251,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--trace /nothing.jsonl cannot be read" in capsys.readouterr().err
 
 
-def test_results_of_processes_come_in_order() -> None:
-    assert list(map_in_processes(lambda index: b"x" * index, 7, 2)) == [b"x" * index for index in range(7)]
+def test_a_process_that_fails_ends_the_simulation(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = Worker(lambda connection: connection.send_bytes(b"x" * (1 // len(connection.recv_bytes()))))
+    worker.send(b"y")
+    assert worker.receive() == b"x"
+    broken = Worker(lambda connection: connection.send_bytes(b"x" * (1 // 0)))
     with pytest.raises(RuntimeError, match="has failed"):
-        list(map_in_processes(lambda index: b"x" * (1 // (2 - index)), 4, 2))
+        broken.receive()
+    idle = Worker(lambda connection: connection.send_bytes(connection.recv_bytes()))
+    for one in (worker, broken, idle):
+        one.close()
+    for one in (worker, broken, idle):
+        one.join()
+    assert capfd.readouterr().err.count("Traceback") == 1, "only the one that failed says so"

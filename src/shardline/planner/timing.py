@@ -205,10 +205,10 @@ class Latency(NamedTuple):
 def loop_tpot(loop: LoopSteps, constants: Constants) -> Any:
     """Time of an output token after the first: the mean time of the steps that a request sees.
 
-    While a request takes its own chunks and its steps, each of the others takes `chunks` steps with a prompt, which last
-    longer by the difference. In lockstep, a step also lasts longer if another replica has a prompt. Requests in phase
-    wait only for the bursts after their own: on average for half of them. In a saturated run, each output token of a
-    round has its share of the steps with prompts.
+    While a request takes its own chunks and its steps, each of the others takes `chunks` steps with a prompt, which
+    last longer by the difference. In lockstep, a step also lasts longer if another replica has a prompt. Requests in
+    phase wait only for the bursts after their own: on average for half of them. In a saturated run, each output token
+    of a round has its share of the steps with prompts.
     """
     decode, prompt, burst = loop.seconds(constants)
     load = loop.load

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
-import struct
-import traceback
+import multiprocessing
 from collections.abc import Callable, Iterator
-from io import BufferedReader, BufferedWriter
+from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,48 +15,18 @@ import msgspec
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest
 
-_LENGTH = struct.Struct("<Q")
-
-
-class Channel:
-    """One end of a two-way connection. Messages keep their borders."""
-
-    def __init__(self, reader: BufferedReader, writer: BufferedWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    def send(self, message: bytes) -> None:
-        """Send a message; it arrives at once."""
-        self._writer.write(_LENGTH.pack(len(message)) + message)
-        self._writer.flush()
-
-    def receive(self) -> bytes | None:
-        """The next message; None: the other end is closed."""
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack(head)
-        return self._reader.read(length)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._reader.close()
-        with contextlib.suppress(BrokenPipeError):  # the other end may have ended before it read everything
-            self._writer.close()
+_FAILED = "a process of the simulation has failed"
 
 
 class Worker:
-    """A forked process that runs a function with its end of a channel."""
+    """A forked process that runs a function with its end of a connection."""
 
-    def __init__(self, work: Callable[[Channel], None]) -> None:
-        to_child, to_parent = os.pipe(), os.pipe()
-        self._process = os.fork()
-        if not self._process:
-            os.close(to_child[1])
-            os.close(to_parent[0])
-            _run_and_exit(work, Channel(os.fdopen(to_child[0], "rb"), os.fdopen(to_parent[1], "wb")))
-        os.close(to_child[0])
-        os.close(to_parent[1])
-        self._channel = Channel(os.fdopen(to_parent[0], "rb"), os.fdopen(to_child[1], "wb"))
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(work, theirs, self._connection), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def send(self, message: bytes) -> None:
         """Send a message.
@@ -67,9 +35,9 @@ class Worker:
             RuntimeError: the process failed; it has written its traceback.
         """
         try:
-            self._channel.send(message)
-        except BrokenPipeError:
-            raise RuntimeError("a process of the simulation has failed") from None
+            self._connection.send_bytes(message)
+        except OSError:
+            raise RuntimeError(_FAILED) from None
 
     def receive(self) -> bytes:
         """The next message.
@@ -77,61 +45,27 @@ class Worker:
         Raises:
             RuntimeError: the process failed; it has written its traceback.
         """
-        message = self._channel.receive()
-        if message is None:
-            raise RuntimeError("a process of the simulation has failed")
-        return message
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise RuntimeError(_FAILED) from None
 
     def close(self) -> None:
-        """Close the channel; a process that still works ends when it next uses it."""
-        self._channel.close()
+        """Close the connection; a process that still works ends when it next uses it."""
+        self._connection.close()
 
     def join(self) -> None:
-        """Wait for the end of the process. `close` all workers first: a later one has copies of earlier channels."""
-        os.waitpid(self._process, 0)
+        """Wait for the end of the process. `close` all workers first: a later one has copies of earlier connections."""
+        self._process.join()
 
 
-def _run_and_exit(work: Callable[[Channel], None], channel: Channel) -> None:
-    """Run the child. It must not run the parent's clean-up, so it ends here, whatever happens."""
-    code = 1
-    try:
-        # The simulation makes no cycles, and looking for them takes a tenth of its time.
-        gc.disable()
-        work(channel)
-        code = 0
-    except BrokenPipeError:
-        code = 0  # the parent wants no more
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def map_in_processes(work: Callable[[int], bytes], count: int, workers: int) -> Iterator[bytes]:
-    """The results of `work(0)` to `work(count - 1)`, in order. Process w of `workers` does w, w + workers and so on.
-
-    Raises:
-        RuntimeError: a process failed; it has written its traceback.
-    """
-
-    def run(first: int, channel: Channel) -> None:
-        for index in range(first, count, workers):
-            channel.send(work(index))
-
-    children = [Worker(lambda channel, first=first: run(first, channel)) for first in range(workers)]  # type: ignore[misc]
-    try:
-        for index in range(count):
-            yield children[index % workers].receive()
-    finally:
-        close_all(children)
-
-
-def close_all(workers: list[Worker]) -> None:
-    """Close the channels of all workers, and wait until they have ended."""
-    for worker in workers:
-        worker.close()
-    for worker in workers:
-        worker.join()
+def _run(work: Callable[[Connection], None], connection: Connection, parents: Connection) -> None:
+    """Run the child until its parent closes the connection, which it alone may then hold."""
+    parents.close()
+    # The simulation makes no cycles, and looking for them takes a tenth of its time.
+    gc.disable()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        work(connection)
 
 
 class Routed(NamedTuple):
@@ -174,9 +108,9 @@ class LocalGroup:
 
     def begin_window(self, routed: list[Routed], until: float) -> None:
         """See `Group`."""
-        for one in routed:
-            self._replicas[one.replica].add(one.number, one.request)
-            self._busy.add(one.replica)
+        for index, number, request in routed:
+            self._replicas[index].add(number, request)
+            self._busy.add(index)
         self._reports = []
         if math.isinf(until):
             return  # `outcomes` runs one replica after the other
@@ -210,7 +144,7 @@ class RemoteGroup:
 
     def __init__(self, setup: ReplicaSetup, bucket: float, first: int, num_replicas: int, stride: int) -> None:
         self._size = len(range(first, num_replicas, stride))
-        self.worker = Worker(lambda channel: _serve(channel, LocalGroup(setup, bucket, first, num_replicas, stride)))
+        self.worker = Worker(lambda theirs: _serve(theirs, LocalGroup(setup, bucket, first, num_replicas, stride)))
         self._reports = msgspec.msgpack.Decoder(list[Report])
 
     def begin_window(self, routed: list[Routed], until: float) -> None:
@@ -227,14 +161,32 @@ class RemoteGroup:
             yield msgspec.msgpack.decode(self.worker.receive(), type=Outcome)
 
 
-def _serve(channel: Channel, group: LocalGroup) -> None:
+def _serve(connection: Connection, group: LocalGroup) -> None:
     """Do in the other process what messages ask for, until the last window."""
     decoder = msgspec.msgpack.Decoder(_Window)
-    while (message := channel.receive()) is not None:
-        window = decoder.decode(message)
+    while True:
+        window = decoder.decode(connection.recv_bytes())
         group.begin_window(window.routed, window.until)
         if math.isinf(window.until):
             for outcome in group.outcomes():
-                channel.send(msgspec.msgpack.encode(outcome))
+                connection.send_bytes(msgspec.msgpack.encode(outcome))
             return
-        channel.send(msgspec.msgpack.encode(group.take_reports()))
+        connection.send_bytes(msgspec.msgpack.encode(group.take_reports()))
+
+
+@contextlib.contextmanager
+def replica_groups(setup: ReplicaSetup, bucket: float, num_replicas: int, processes: int) -> Iterator[list[Group]]:
+    """All replicas, in so many other processes; 1: in this one. Replica r is in group r modulo their number."""
+    if processes == 1:
+        yield [LocalGroup(setup, bucket, 0, num_replicas, 1)]
+        return
+    groups: list[RemoteGroup] = []
+    try:
+        for first in range(processes):
+            groups.append(RemoteGroup(setup, bucket, first, num_replicas, processes))
+        yield [*groups]
+    finally:
+        for group in groups:
+            group.worker.close()
+        for group in groups:
+            group.worker.join()

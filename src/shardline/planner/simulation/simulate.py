@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +18,8 @@ from shardline.planner.layout import Demand
 from shardline.planner.memory import cache_room, kv_dtype
 from shardline.planner.search import Option, Plan
 from shardline.planner.simulation.executor import StepClock
-from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed, close_all, map_in_processes
-from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.group import Group, Routed, replica_groups
+from shardline.planner.simulation.replica import Outcome, ReplicaSetup
 from shardline.planner.simulation.report import Progress, Simulation
 from shardline.planner.simulation.workload import SimulatedRequest, Workload, poisson
 from shardline.planner.speed import layout_work, step_limits
@@ -169,100 +168,40 @@ def simulate(
     router = Router(policy)
     progress = progress or Progress(0)
     bucket = max(duration, 1e-3) / _BUCKETS
-    outcomes: Iterable[Outcome]
-    if router.uses_load and num_replicas > 1:
-        outcomes = _run_coupled(router, setup, requests, num_replicas, bucket, report_seconds, progress)
-    else:
-        outcomes = _run_apart(router, setup, requests, num_replicas, bucket, progress)
-    found = list(outcomes)
+    # Choices that depend on no load need no reports: then all requests are routed in one window.
+    window = report_seconds if router.uses_load and num_replicas > 1 else math.inf
+    processes = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
+    with replica_groups(setup, bucket, num_replicas, processes) as groups:
+        outcomes = list(_run(router, setup, requests, groups, num_replicas, window, progress))
     progress.end()
-    return _summary(found, setup, demand, num_replicas, policy, bucket)
+    return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
 
 
-def _run_apart(
-    router: Router,
-    setup: ReplicaSetup,
-    requests: Iterable[SimulatedRequest],
-    num_replicas: int,
-    bucket: float,
-    progress: Progress,
-) -> Iterator[Outcome]:
-    """Run one replica after the other: no choice depends on what another one does."""
-    shares: list[list[tuple[int, SimulatedRequest]]] = [[] for _ in range(num_replicas)]
-    idle = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
-    for number, request in enumerate(requests):
-        shares[router.choose((), "", idle)].append((number, request))
-
-    def run(index: int) -> Outcome:
-        replica = SimulatedReplica(setup, bucket)
-        for number, request in shares[index]:
-            replica.add(number, request)
-        shares[index].clear()
-        replica.advance()
-        return replica.outcome()
-
-    workers = min(allowed_cpus(), num_replicas)
-    outcomes: Iterable[Outcome]
-    if workers == 1 or sum(map(len, shares)) < _WORTH_PROCESSES:
-        outcomes = map(run, range(num_replicas))
-    else:
-        encoded = map_in_processes(lambda index: msgspec.msgpack.encode(run(index)), num_replicas, workers)
-        outcomes = (msgspec.msgpack.decode(one, type=Outcome) for one in encoded)
-    done, counts = 0, [len(share) for share in shares]
-    for count, outcome in zip(counts, outcomes, strict=True):
-        yield outcome
-        done += count
-        progress.show(done)
-
-
-def _run_coupled(
-    router: Router,
-    setup: ReplicaSetup,
-    requests: Iterable[SimulatedRequest],
-    num_replicas: int,
-    bucket: float,
-    report_seconds: float,
-    progress: Progress,
-) -> Iterator[Outcome]:
-    """Run all replicas side by side, from one report of their loads to the next, in a process for each core."""
-    workers = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
-    if workers == 1:
-        here = LocalGroup(setup, bucket, 0, num_replicas, 1)
-        yield from _run_groups(router, setup, requests, [here], num_replicas, report_seconds, progress)
-        return
-    groups: list[RemoteGroup] = []
-    try:
-        groups += [RemoteGroup(setup, bucket, first, num_replicas, workers) for first in range(workers)]
-        yield from _run_groups(router, setup, requests, groups, num_replicas, report_seconds, progress)
-    finally:
-        close_all([group.worker for group in groups])
-
-
-def _run_groups(
+def _run(
     router: Router,
     setup: ReplicaSetup,
     requests: Iterable[SimulatedRequest],
     groups: Sequence[Group],
     num_replicas: int,
-    report_seconds: float,
+    window: float,
     progress: Progress,
 ) -> Iterator[Outcome]:
-    """Route the requests of one window after the other. Replica r belongs to group r modulo their number."""
+    """Route the requests of one window of seconds after the other."""
     loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
     routed: list[list[Routed]] = [[] for _ in groups]
-    end, number = report_seconds, -1
+    end, number = window, -1
     for number, request in enumerate(requests):
         if request.arrival >= end:
-            end = (math.floor(request.arrival / report_seconds) + 1) * report_seconds
+            end = (math.floor(request.arrival / window) + 1) * window
             for group, batch in zip(groups, routed, strict=True):
-                group.begin_window(batch, end - report_seconds)
+                group.begin_window(batch, end - window)
                 batch.clear()
             for group in groups:
                 for report in group.take_reports():
                     loads[report.replica] = loads[report.replica]._replace(
                         num_requests=report.num_requests, num_tokens=report.num_tokens
                     )
-            progress.show(number - sum(load.num_requests for load in loads), end - report_seconds)
+            progress.show(number - sum(load.num_requests for load in loads), end - window)
         index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
         routed[index % len(groups)].append(Routed(index, number, request))
         before = loads[index]
@@ -276,7 +215,7 @@ def _run_groups(
     for index in range(num_replicas):
         yield next(streams[index % len(groups)])
         done += loads[index].num_requests
-        progress.show(done, end)
+        progress.show(done, None if math.isinf(end) else end)
 
 
 def _summary(
