@@ -118,9 +118,13 @@ class Candidate:
     constants: Constants
 
     def __str__(self) -> str:
-        one = self.parallel
-        sizes = (("tp", one.tensor_parallel_size), ("pp", one.pipeline_parallel_size), ("dp", one.data_parallel_size))
-        words = [f"{axis}{size}" for axis, size in sizes if size > 1] + ["ep"] * one.enable_expert_parallel
+        parallel = self.parallel
+        sizes = (
+            ("tp", parallel.tensor_parallel_size),
+            ("pp", parallel.pipeline_parallel_size),
+            ("dp", parallel.data_parallel_size),
+        )
+        words = [f"{axis}{size}" for axis, size in sizes if size > 1] + ["ep"] * parallel.enable_expert_parallel
         return " ".join(words) or "one rank"
 
 
@@ -167,9 +171,9 @@ def choose_on(
         enable_expert_parallel=False,
     )
     devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
-    path, found, refusals = [], [], []
+    path, candidates, refusals = [], [], []
     if devices[0].cores:
-        whole, timing, most = measure_host(machine), HOST_TIMING, min(devices[0].cores, _MOST_RANKS)
+        whole, timing, max_ranks = measure_host(machine), HOST_TIMING, min(devices[0].cores, _MOST_RANKS)
         cluster = share_host(whole, 1)
         path.append(
             f"devices: {devices[0].cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
@@ -177,30 +181,31 @@ def choose_on(
         )
     else:
         cluster = _known_cluster(devices)
-        whole, timing, most = None, shipped_timing()["shardline"], len(devices)
+        whole, timing, max_ranks = None, shipped_timing()["shardline"], len(devices)
         path.append(f"devices: {cluster.name}, {cluster.link.kind}")
-    for parallel in _layouts(config.parallel, fixed, most):
-        one = dataclasses.replace(config, parallel=parallel)
+    for parallel in _layouts(config.parallel, fixed, max_ranks):
+        tried = dataclasses.replace(config, parallel=parallel)
         try:
-            deployment = resolve(one, model, machine)
+            deployment = resolve(tried, model, machine)
         except ValueError as refusal:
             refusals.append(str(refusal))
             continue
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
         used = cluster.part(ranks) if whole is None else share_host(whole, ranks)
-        found.append(_candidate(parallel, deployment, used, timing, load))
-    if not found:
+        candidates.append(_candidate(parallel, deployment, used, timing, load))
+    if not candidates:
         raise ValueError(f"--parallel auto: no layout works on this host; with one rank: {refusals[0]}")
-    found.sort(key=lambda one: -one.output_tokens_per_second)
-    best = found[0]
+    candidates.sort(key=lambda one: -one.output_tokens_per_second)
+    best = candidates[0]
     path += [
-        f"{one}: {one.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * one.latency.tpot:.1f} ms" for one in found[:5]
+        f"{candidate}: {candidate.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * candidate.latency.tpot:.1f} ms"
+        for candidate in candidates[:5]
     ]
     if refusals:
         number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
         path.append(f"{number}: {refusals[0]}")
     path.append(f"chosen for {load.running} requests of {load.input_len} + {load.output_len} tokens: {best}")
-    return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(found), tuple(path))
+    return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(candidates), tuple(path))
 
 
 def _layouts(asked: ParallelConfig, fixed: frozenset[str], most: int) -> Iterator[ParallelConfig]:

@@ -35,23 +35,20 @@ def axis_traffic(plan: Plan, option: Option) -> list[AxisTraffic]:
     assert option.speed is not None
     ranks, running = max(2, option.layout.num_gpus), option.speed.running
     constants = plan.timing[option.layout.engine].constants
-    found = []
+    axes = []
     for axis, layout in _axes(plan, option, ranks):
         stages = stage_spans(plan.model.spec, layout.pipeline)
         try:
             work = layout_work(plan.model, layout, dataclasses.replace(option.fit, layout=layout, stages=stages))
         except ValueError:
             continue  # the heads cannot be divided so
-        traffic = [exchange for exchange, _ in work.exchanges] + [work.hand_off]
-        num_bytes, exchanges = sum(one.num_bytes for one in traffic), sum(one.num_messages for one in traffic)
+        traffic = sum((exchange for exchange, _ in work.exchanges), work.hand_off)
         # Stages and replicas each have a part of the requests in a step.
-        moved = num_bytes * running / (layout.pipeline * layout.data)
-        seconds = {
-            name: moved / constants.link / rate + exchanges * constants.message
-            for name, rate in link_rates(plan).items()
-        }
-        found.append(AxisTraffic(f"{axis}{ranks}", num_bytes, exchanges, moved, seconds))
-    return found
+        moved = traffic.num_bytes * running / (layout.pipeline * layout.data)
+        waiting = traffic.num_messages * constants.message
+        seconds = {name: waiting + moved / constants.link / rate for name, rate in link_rates(plan).items()}
+        axes.append(AxisTraffic(f"{axis}{ranks}", traffic.num_bytes, traffic.num_messages, moved, seconds))
+    return axes
 
 
 def _axes(plan: Plan, option: Option, ranks: int) -> Iterator[tuple[str, Layout]]:

@@ -83,7 +83,7 @@ def read_benchmark(path: Path) -> list[Measured]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = [_measured(one) for one in (data if isinstance(data, list) else [data])]
+        found = [_measured(result) for result in (data if isinstance(data, list) else [data])]
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"--calibrate {path}: no result of a benchmark: {why}") from None
@@ -92,20 +92,20 @@ def read_benchmark(path: Path) -> list[Measured]:
     return found
 
 
-def _measured(one: Mapping[str, Any]) -> Measured:
-    if not isinstance(one, dict):
+def _measured(result: Mapping[str, Any]) -> Measured:
+    if not isinstance(result, dict):
         raise ValueError("it must be an object, or a list of them")
-    if "prompt_tokens" in one:  # of `bench throughput`
-        count = int(one["num_prompts"])
-        ttft, tpot, seconds = one["ttft"]["50"], one["tpot"]["50"], one.get("seconds")
-        lengths = one["prompt_tokens"] / count, one["generation_tokens"] / count
+    if "prompt_tokens" in result:  # of `bench throughput`
+        count = int(result["num_prompts"])
+        ttft, tpot, seconds = result["ttft"]["50"], result["tpot"]["50"], result.get("seconds")
+        lengths = result["prompt_tokens"] / count, result["generation_tokens"] / count
     else:
-        count = int(one.get("completed") or one["num_prompts"])
-        ttft = one["median_ttft_ms"] / 1e3 if one.get("median_ttft_ms") else None
-        tpot, seconds = one["median_tpot_ms"] / 1e3, one.get("duration")
-        lengths = one["total_input_tokens"] / count, one["total_output_tokens"] / count
-    running = one.get("max_concurrency") or count
-    if not one.get("max_concurrency") and seconds:
+        count = int(result.get("completed") or result["num_prompts"])
+        ttft = result["median_ttft_ms"] / 1e3 if result.get("median_ttft_ms") else None
+        tpot, seconds = result["median_tpot_ms"] / 1e3, result.get("duration")
+        lengths = result["total_input_tokens"] / count, result["total_output_tokens"] / count
+    running = result.get("max_concurrency") or count
+    if not result.get("max_concurrency") and seconds:
         # Little's law: so many ran at once on average.
         running = min(count, count * ((ttft or 0.0) + tpot * (lengths[1] - 1)) / seconds)
     if not (tpot > 0 and running > 0 and min(lengths) > 0):
@@ -180,9 +180,9 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
     widths = np.array(list(_WIDTHS.values()))
     start = np.log([getattr(timing.constants, name) for name in names])
     unqueued = [
-        (one, measured.ttft)
-        for one, measured in steps
-        if measured.ttft is not None and (measured.running <= 1 or _start_together(one.load))
+        (loop, measured.ttft)
+        for loop, measured in steps
+        if measured.ttft is not None and (measured.running <= 1 or _start_together(loop.load))
     ]
     target = np.log([*(measured.tpot for _, measured in steps), *(ttft for _, ttft in unqueued)])
 
@@ -192,8 +192,8 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        prompts = (loop_first_token(one, found).seconds(found) for one, _ in unqueued)
-        return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
+        prompts = (loop_first_token(loop, found).seconds(found) for loop, _ in unqueued)
+        return np.log([*(loop_latency(loop, found).tpot for loop, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
         moved, missed = (point - start) / widths, (target - predict(point)) / _ERROR
@@ -226,10 +226,10 @@ def _start_together(load: Load) -> bool:
 def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
     """The constants with the wait for steps and for other prompts that the measured TTFT show, if there are any."""
     shares = []
-    for one, measured in steps:
-        parts = loop_first_token(one, constants)
+    for loop, measured in steps:
+        parts = loop_first_token(loop, constants)
         total, fixed = float(parts.seconds(constants)), constants.first + float(parts.alone)
-        is_queued = one.load.running > 1 and not _start_together(one.load)
+        is_queued = loop.load.running > 1 and not _start_together(loop.load)
         if measured.ttft is not None and is_queued and total > fixed:
             shares.append((measured.ttft - fixed) / (total - fixed))
     if not shares:
@@ -282,16 +282,16 @@ def calibrated_timing(plan: Plan, best: Option, measured: Sequence[Measured]) ->
                 work,
                 used,
                 Load(
-                    max(1.0, one.running / layout.data),
-                    one.input_len,
-                    one.output_len,
+                    max(1.0, measurement.running / layout.data),
+                    measurement.input_len,
+                    measurement.output_len,
                     chunk,
                     lockstep=layout.lockstep,
                 ),
                 layout.pipeline,
             ),
-            one,
+            measurement,
         )
-        for one in measured
+        for measurement in measured
     ]
     return {**plan.timing, layout.engine: calibrate(plan.timing[layout.engine], steps)}

@@ -34,7 +34,7 @@ def plan_commands(plan: Plan) -> dict[str, Command | None]:
     commands: dict[str, Command | None] = dict.fromkeys(ENGINES)
     if plan.recommended is None:
         return commands
-    good = [one.layout for one in plan.options[:_TRIED] if one.fits and not one.misses]
+    good = [option.layout for option in plan.options[:_TRIED] if option.fits and not option.misses]
     for engine in commands:
         tried = (_command(plan, layout, engine) for layout in good)
         commands[engine] = next((command for command in tried if command is not None), None)
@@ -67,7 +67,7 @@ def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
         if layout.pipeline > 1 and "pipeline_stages" in demand.options:
             words.insert(0, f"VLLM_PP_LAYER_PARTITION={demand.options['pipeline_stages']}")
     nodes, node_note = _nodes(plan, layout)
-    return Command(shlex.join([*words, *nodes]), "; ".join(one for one in (note, node_note) if one))
+    return Command(shlex.join([*words, *nodes]), "; ".join(text for text in (note, node_note) if text))
 
 
 def _sizes(layout: Layout) -> list[str]:

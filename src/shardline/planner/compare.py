@@ -33,7 +33,7 @@ def parse_layout(text: str, plan: Plan) -> Layout:
         ValueError: a part of the text is unknown.
     """
     engine = plan.options[0].layout.engine if plan.options else "vllm"
-    labels = {bits_label(plan.model), *(one.layout.weights for one in plan.options)}
+    labels = {bits_label(plan.model), *(option.layout.weights for option in plan.options)}
     values: dict[str, object] = {"engine": engine, "weights": bits_label(plan.model)}
     if engine == "shardline" and plan.fixed.numerics is not None:
         values["numerics"] = plan.fixed.numerics
@@ -73,10 +73,10 @@ def compare_layouts(plan: Plan, names: Sequence[str]) -> list[Option]:
 
 def format_comparison(plan: Plan, options: Sequence[Option]) -> str:
     """Both layouts line by line, and where they swap."""
-    lines = [f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
+    lines = [f"{'':26}" + "".join(f"{option.layout!s:>24}" for option in options)]
     for title, value in _LINES:
-        lines.append(f"{title:26}" + "".join(f"{value(one):>24}" for one in options))
-    lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if not one.fits]
+        lines.append(f"{title:26}" + "".join(f"{value(option):>24}" for option in options))
+    lines += [f"no: {option.layout}: {option.fit.why_not}" for option in options if not option.fits]
     return "\n".join([*lines, *comparison_swaps(plan, options)])
 
 
@@ -87,13 +87,13 @@ def comparison_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
 
 def comparison_swaps(plan: Plan, options: Sequence[Option]) -> list[str]:
     """Where two layouts swap; nothing if one has no speed."""
-    return [] if any(one.speed is None for one in options) else swaps(plan, options[0], options[1])
+    return [] if any(option.speed is None for option in options) else swaps(plan, options[0], options[1])
 
 
 def swaps(plan: Plan, first: Option, second: Option) -> list[str]:
     """Where the faster of two layouts that fit becomes the slower one: over the load, and over the link's rate."""
     lines = []
-    most = min(_most_running(plan, one) for one in (first, second))
+    most = min(_most_running(plan, option) for option in (first, second))
 
     def at_load(option: Option, running: float) -> Speed:
         demand = dataclasses.replace(plan.demand, rate=None, running=max(1, round(running)))
@@ -132,8 +132,11 @@ def _swap(
     """The order of two layouts from the one to the other end of a scale, in words."""
 
     def best(value: float) -> str:
-        one, other = at(first, value), at(second, value)
-        by_time, by_rate = other.tpot.p50 - one.tpot.p50, one.output_tok_s.p50 - other.output_tok_s.p50
+        first_speed, second_speed = at(first, value), at(second, value)
+        by_time, by_rate = (
+            second_speed.tpot.p50 - first_speed.tpot.p50,
+            first_speed.output_tok_s.p50 - second_speed.output_tok_s.p50,
+        )
         lead = by_time if quantity == _FASTEST else by_rate
         return f"{(first if lead > 0 else second).layout} is better" if lead else "both are equal"
 
@@ -151,8 +154,8 @@ def _interval(pick: Callable[[Speed], Interval], factor: float, digits: int) -> 
     def text(option: Option) -> str:
         if option.speed is None:
             return "-"
-        one = pick(option.speed)
-        return f"{one.p50 * factor:.{digits}f} ({one.p10 * factor:.{digits}f}-{one.p90 * factor:.{digits}f})"
+        low, middle, high = (f"{bound * factor:.{digits}f}" for bound in pick(option.speed))
+        return f"{middle} ({low}-{high})"
 
     return text
 
@@ -162,20 +165,23 @@ def _of_speed(write: Callable[[Speed], str]) -> Callable[[Option], str]:
 
 
 _LINES: tuple[tuple[str, Callable[[Option], str]], ...] = (
-    ("GPUs", lambda one: str(one.layout.num_gpus)),
-    ("weights a GPU, GiB", lambda one: f"{one.fit.weight_bytes / GIB:.1f}"),
-    ("step and libraries, GiB", lambda one: f"{one.fit.other_bytes / GIB:.1f}"),
-    ("KV cache a GPU, GiB", lambda one: f"{max(0, one.fit.kv_bytes) / GIB:.1f}"),
-    ("verdict", lambda one: one.fit.verdict),
-    ("longest request, tokens", lambda one: f"{one.fit.max_context:,}"),
-    ("requests of full length", lambda one: f"{one.fit.requests}"),
-    ("running at once", _of_speed(lambda one: f"{one.running:.0f}")),
-    ("TTFT, s", _interval(lambda one: one.ttft, 1, 2)),
-    ("TPOT, ms", _interval(lambda one: one.tpot, 1e3, 1)),
-    ("output tokens/s", _interval(lambda one: one.output_tok_s, 1, 0)),
-    ("$ a million output tokens", lambda one: "-" if one.cost_per_million is None else f"{one.cost_per_million:.2f}"),
-    ("received in a decode step", _of_speed(lambda one: f"{one.exchange_bytes / 1e6:.2f} MB")),
-    ("exchanges in a step", _of_speed(lambda one: str(one.exchange_messages))),
-    ("links' share of a step", _of_speed(lambda one: f"{one.link_share:.0%}")),
-    ("bound by", _of_speed(lambda one: one.bound_by)),
+    ("GPUs", lambda option: str(option.layout.num_gpus)),
+    ("weights a GPU, GiB", lambda option: f"{option.fit.weight_bytes / GIB:.1f}"),
+    ("step and libraries, GiB", lambda option: f"{option.fit.other_bytes / GIB:.1f}"),
+    ("KV cache a GPU, GiB", lambda option: f"{max(0, option.fit.kv_bytes) / GIB:.1f}"),
+    ("verdict", lambda option: option.fit.verdict),
+    ("longest request, tokens", lambda option: f"{option.fit.max_context:,}"),
+    ("requests of full length", lambda option: f"{option.fit.requests}"),
+    ("running at once", _of_speed(lambda speed: f"{speed.running:.0f}")),
+    ("TTFT, s", _interval(lambda speed: speed.ttft, 1, 2)),
+    ("TPOT, ms", _interval(lambda speed: speed.tpot, 1e3, 1)),
+    ("output tokens/s", _interval(lambda speed: speed.output_tok_s, 1, 0)),
+    (
+        "$ a million output tokens",
+        lambda option: "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}",
+    ),
+    ("received in a decode step", _of_speed(lambda speed: f"{speed.exchange_bytes / 1e6:.2f} MB")),
+    ("exchanges in a step", _of_speed(lambda speed: str(speed.exchange_messages))),
+    ("links' share of a step", _of_speed(lambda speed: f"{speed.link_share:.0%}")),
+    ("bound by", _of_speed(lambda speed: speed.bound_by)),
 )

@@ -138,7 +138,7 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu
         # Most people write the beginning of a name only.
         by_name = {short: known for known in reversed(list(gpus)) for short in (known.lower(), _tokens(known)[0])}
         found_names = difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)
-        close = list(dict.fromkeys(by_name[one] for one in found_names)) or list(gpus)[:_NAMED]
+        close = list(dict.fromkeys(by_name[known] for known in found_names)) or list(gpus)[:_NAMED]
         raise ValueError(f"unknown GPU {name!r}; the nearest are {', '.join(close)}")
     return next((gpu for gpu in found if gpu.link.kind == link), found[0])
 

@@ -41,7 +41,7 @@ def explain_path(plan: Plan) -> list[Question]:
     """The questions that lead to the recommended layout, or to something else than these GPUs."""
     best = plan.best
     questions = [_one_gpu(plan), _heads(plan), _experts(plan)]
-    linked = [one for one in plan.options if one.fits and one.layout.tensor * one.layout.pipeline > 1]
+    linked = [option for option in plan.options if option.fits and option.layout.tensor * option.layout.pipeline > 1]
     if best is not None and linked:
         # If one GPU is enough, these are the figures of what more of them would need.
         joined = best if best in linked else linked[0]
@@ -55,17 +55,17 @@ def explain_path(plan: Plan) -> list[Question]:
 def _one_gpu(plan: Plan) -> Question:
     """How many of these GPUs hold the model, by the weights' format. What the user has fixed stays fixed."""
     own, gpus = bits_label(plan.model), "+".join(dict.fromkeys(gpu.name for gpu in plan.cluster.gpus))
-    labels = list(dict.fromkeys([own, *(one.layout.weights for one in plan.options)]))
+    labels = list(dict.fromkeys([own, *(option.layout.weights for option in plan.options)]))
     parts, fewest = [], []
     for label in [plan.fixed.weights] if plan.fixed.weights else labels:
-        one = fewest_gpus(plan, label, _MOST_GPUS)
-        if one is None:
+        fitted = fewest_gpus(plan, label, _MOST_GPUS)
+        if fitted is None:
             parts.append(f"{label}: more than {_MOST_GPUS}")
             continue
-        fewest.append(one)
-        tight = f", {one.verdict}" if one.verdict == "tight" else ""
-        parts.append(f"{label}: {one.layout.num_gpus} as {one.layout} ({one.weight_bytes / GIB:.1f} GiB of weights "
-                     f"each{tight})")  # fmt: skip
+        fewest.append(fitted)
+        tight = f", {fitted.verdict}" if fitted.verdict == "tight" else ""
+        size = f"{fitted.weight_bytes / GIB:.1f} GiB of weights each{tight}"
+        parts.append(f"{label}: {fitted.layout.num_gpus} as {fitted.layout} ({size})")
     return Question(
         f"one GPU? one node? ({gpus}, {plan.demand.max_model_len:,} tokens)",
         "; ".join(parts),
@@ -76,9 +76,9 @@ def _one_gpu(plan: Plan) -> Question:
 def _fewest_answer(plan: Plan, fewest: list[Fit]) -> str:
     if not fewest:
         return f"more than {_MOST_GPUS} GPUs: rent larger ones, or use an API"
-    least = min(one.layout.num_gpus for one in fewest)
+    least = min(fitted.layout.num_gpus for fitted in fewest)
     answer = "one GPU is enough" if least == 1 else f"{least} GPUs at least"
-    if all(one.verdict == "tight" for one in fewest if one.layout.num_gpus == least):
+    if all(fitted.verdict == "tight" for fitted in fewest if fitted.layout.num_gpus == least):
         answer = f"{least} GPU{'s' * (least > 1)} for fewer than {plan.demand.concurrency} such requests at once"
     size = len(plan.cluster.gpus)
     return answer + f", so it does not fit one node of {size}" * (least > size)
@@ -90,7 +90,7 @@ def fewest_gpus(plan: Plan, label: str, most: int = 64) -> Fit | None:
     Up to the GPUs of the search, it is one of the search's own layouts. Beyond them, more of the smallest GPU are
     tried, in twice as many at a time and without replicas.
     """
-    own = [one.fit for one in plan.options if one.fits and one.layout.weights == label]
+    own = [option.fit for option in plan.options if option.fits and option.layout.weights == label]
     if own:
         return min(own, key=_fewest_first)
     engine = plan.options[0].layout.engine if plan.options else "vllm"
@@ -99,8 +99,10 @@ def fewest_gpus(plan: Plan, label: str, most: int = 64) -> Fit | None:
     while size <= most:
         if size > plan.cluster.num_gpus:
             wide = _more_gpus(plan.cluster, size)
-            tried = (one for one in layouts(plan.model, wide, engine, fixed) if one.num_gpus == size)
-            fits = [one for one in (fit(plan.model, layout, wide, plan.demand) for layout in tried) if one.fits]
+            tried = (layout for layout in layouts(plan.model, wide, engine, fixed) if layout.num_gpus == size)
+            fits = [
+                fitted for fitted in (fit(plan.model, layout, wide, plan.demand) for layout in tried) if fitted.fits
+            ]
             if fits:
                 return min(fits, key=_fewest_first)
         size *= 2
@@ -114,10 +116,10 @@ def _more_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
     return dataclasses.replace(cluster, gpus=(cluster.smallest,) * size, num_nodes=-(-num_gpus // size))
 
 
-def _fewest_first(one: Fit) -> tuple[int, bool, bool, int, int]:
+def _fewest_first(fitted: Fit) -> tuple[int, bool, bool, int, int]:
     """Sort key: few GPUs, then room for all requests, a KV cache that changes no answers, few replicas and stages."""
-    layout = one.layout
-    return layout.num_gpus, one.verdict == "tight", layout.kv != "auto", layout.data, layout.pipeline
+    layout = fitted.layout
+    return layout.num_gpus, fitted.verdict == "tight", layout.kv != "auto", layout.data, layout.pipeline
 
 
 def _heads(plan: Plan) -> Question:
@@ -145,7 +147,7 @@ def _is_legal(plan: Plan, tensor: int, engine: str) -> bool:
 
 
 def _experts(plan: Plan) -> Question:
-    blocks = [one.feed_forward for one in plan.model.spec.layers if isinstance(one.feed_forward, MoE)]
+    blocks = [layer.feed_forward for layer in plan.model.spec.layers if isinstance(layer.feed_forward, MoE)]
     if not blocks:
         return Question("dense or experts?", "no layer has experts", "dense: every step reads all weights")
     routing = blocks[0].routing
@@ -220,7 +222,7 @@ def tensor_efficiency(plan: Plan, option: Option, link_bytes_per_second: float |
 def _bits(plan: Plan, best: Option) -> Question:
     """What the recommended quantization saves, against the best layout that keeps the checkpoint's answers."""
     own = bits_label(plan.model)
-    kept = [one for one in plan.options if one.fits and not changes_answers(one, own)]
+    kept = [option for option in plan.options if option.fits and not changes_answers(option, own)]
     figures = f"{best.layout}: {_price(best)}; "
     figures += f"{own}: {kept[0].layout}, {_price(kept[0])}" if kept else f"{own}: does not fit"
     if kept and kept[0].misses:
@@ -253,7 +255,7 @@ def _decision(plan: Plan, best: Option | None) -> Question:
         assert best.speed is not None
         figures = f"bound by {best.speed.bound_by}; memory {best.fit.verdict}"
         return Question(f"latency, throughput or cost? ({plan.goal})", figures, f"{best.layout}")
-    fitting = [one for one in plan.options if one.fits]
+    fitting = [option for option in plan.options if option.fits]
     if not fitting:
         return Question("what then?", "no layout fits", "more or larger GPUs, fewer bits, a smaller model, or an API")
     return Question(
@@ -268,9 +270,10 @@ def turns_yes(plan: Plan, option: Option) -> list[str]:
     layout = option.layout
     ranks = (layout.tensor, layout.pipeline, layout.data, layout.whole_experts)
     ways = [
-        f"{one.layout.weights} weights, {one.layout.kv} KV cache"
-        for one in plan.options
-        if one.fits and ranks == (one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.whole_experts)
+        f"{option.layout.weights} weights, {option.layout.kv} KV cache"
+        for option in plan.options
+        if option.fits
+        and ranks == (option.layout.tensor, option.layout.pipeline, option.layout.data, option.layout.whole_experts)
     ]
     if option.fit.max_context > 1:
         ways.append(f"--max-model-len {option.fit.max_context}")

@@ -42,7 +42,7 @@ def format_plan(
     option = plan.best or next((option for option in plan.options if option.fit.other_bytes), None)
     if option is not None:
         lines += _memory_lines(plan, option) + _bandwidth_lines(plan, option)
-    lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(plan)]
+    lines += [f"why: {step.question} {step.figures} -> {step.answer}" for step in explain_path(plan)]
     others = others or OtherPrices()
     costs = recommended_costs(plan, others)
     if costs is not None:
@@ -52,7 +52,11 @@ def format_plan(
     hidden = len(plan.options) - len(shown)
     if hidden:
         lines.append(f"{hidden} dominated or refused layouts: --all")
-    lines += [f"run: {one.line}{one.note and f'   # {one.note}'}" for one in plan_commands(plan).values() if one]
+    lines += [
+        f"run: {command.line}{command.note and f'   # {command.note}'}"
+        for command in plan_commands(plan).values()
+        if command
+    ]
     return "\n".join(lines)
 
 
@@ -164,18 +168,16 @@ def plan_json(plan: Plan, api: ApiPrice | None = None, others: OtherPrices | Non
         "gpus": plan.cluster.name,
         "vllm_only": plan.model.engine_refusal or plan.instead or None,
         "layouts": [
-            option_json(one) | ({"turns_yes": turns_yes(plan, one)} if one.speed is None else {})
-            for one in plan.options
+            option_json(option) | ({"turns_yes": turns_yes(plan, option)} if option.speed is None else {})
+            for option in plan.options
         ],
         "recommended": plan.recommended,
         "memory": None if plan.best is None else _memory_json(plan, plan.best),
         "bandwidth": [] if plan.best is None else _bandwidth_json(plan, plan.best),
         "costs": None if costs is None else asdict(costs),
-        "path": [
-            {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(plan)
-        ],
-        "commands": {engine: one and one.line for engine, one in commands.items()},
-        "command_notes": {engine: (one and one.note) or None for engine, one in commands.items()},
+        "path": [asdict(step) for step in explain_path(plan)],
+        "commands": {engine: command and command.line for engine, command in commands.items()},
+        "command_notes": {engine: (command and command.note) or None for engine, command in commands.items()},
     }
 
 
@@ -195,10 +197,10 @@ def _selection(plan: Plan) -> list[int]:
     best = frontier(plan.options)[:_SHOWN]
     if plan.recommended is not None and plan.recommended not in best:
         best = [plan.recommended, *best]
-    refused = [index for index, one in enumerate(plan.options) if one.speed is None]
+    refused = [index for index, option in enumerate(plan.options) if option.speed is None]
     refused.sort(key=lambda index: _refusal_rank(plan.options[index]))
     reasons = {plan.options[index].fit.why_not: index for index in reversed(refused)}
-    spread = [index for index, one in enumerate(plan.options) if one.speed is not None and not one.fits]
+    spread = [index for index, option in enumerate(plan.options) if option.speed is not None and not option.fits]
     return best + spread[:1] + [index for index in refused if index in reasons.values()][:_REFUSED]
 
 
@@ -300,9 +302,9 @@ def frontier(options: tuple[Option, ...]) -> list[int]:
         mine = _figures(option)
         formats = (option.layout.weights, option.layout.kv)
         others = (
-            _figures(one)
-            for one in options
-            if one.fits and one is not option and (one.layout.weights, one.layout.kv) == formats
+            _figures(other)
+            for other in options
+            if other.fits and other is not option and (other.layout.weights, other.layout.kv) == formats
         )
         if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
             kept.append(index)

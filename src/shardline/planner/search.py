@@ -138,12 +138,12 @@ def search(
         # The latency of full memory would reward layouts with little memory.
         demand = dataclasses.replace(demand, running=demand.concurrency)
     fixed = fixed or Fixed()
-    options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
+    options = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, chosen, fixed)]
     instead = ""
-    if engine is None and chosen == "shardline" and model.rules.rules and not any(one.fits for one in options):
+    if engine is None and chosen == "shardline" and model.rules.rules and not any(option.fits for option in options):
         # vLLM keeps weights packed that this engine makes dense on GPUs.
-        others = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, "vllm", fixed)]
-        if any(one.fits for one in others):
+        others = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, "vllm", fixed)]
+        if any(option.fits for option in others):
             options, instead = others, _DENSE
     own = bits_label(model)
     prices = [option.cost_per_million for option in options if option.cost_per_million and option.is_good]
@@ -242,10 +242,10 @@ def check_refusals(plan: Plan) -> None:
     Raises:
         ValueError: there is no layout, or all are refused for one reason that is not the memory.
     """
-    fits = [one.fit for one in plan.options if one.layout.context == 1]
+    fits = [option.fit for option in plan.options if option.layout.context == 1]
     if not fits:
         raise ValueError(f"no layout of {plan.cluster.name} has the given sizes; leave one of them out")
-    if not any(one.other_bytes for one in fits) and len({one.why_not for one in fits}) == 1:
+    if not any(fitted.other_bytes for fitted in fits) and len({fitted.why_not for fitted in fits}) == 1:
         raise ValueError(fits[0].why_not)
 
 

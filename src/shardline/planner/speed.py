@@ -67,7 +67,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     merged = context_traffic(model.spec, stage, layout.context, 1)
     return dataclasses.replace(
         work,
-        attention=tuple(one.shared_by(layout.context) for one in work.attention),
+        attention=tuple(layer.shared_by(layout.context) for layer in work.attention),
         exchanges=(*work.exchanges, (merged, layout.context)),
     )
 
@@ -78,7 +78,7 @@ def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -
     stored = held_weights(model, layout)
     grid = vllm.grid_of(layout)
     places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
-    place = max(places, key=lambda one: stages[one.pp_rank].size)
+    place = max(places, key=lambda place: stages[place.pp_rank].size)
     ours = layout.engine == "shardline"
     work = step_work(
         model.spec,

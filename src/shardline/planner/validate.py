@@ -130,17 +130,19 @@ def _errors(line: int, row: Row, gpus: Mapping[str, Gpu]) -> list[Error]:
 def summarize(errors: Sequence[Error], skipped: Mapping[int, str]) -> dict[str, Any]:
     """The errors as JSON data: fractions, over all rows and for each one."""
     rows: dict[int, dict[str, Any]] = {}
-    for one in errors:
-        rows.setdefault(one.line, {"line": one.line, "model": one.model})[one.quantity] = round(one.ratio - 1, 4)
+    for error in errors:
+        rows.setdefault(error.line, {"line": error.line, "model": error.model})[error.quantity] = round(
+            error.ratio - 1, 4
+        )
     summary: dict[str, Any] = {"rows": list(rows.values())}
     for quantity in QUANTITIES:
-        own = [one for one in errors if one.quantity == quantity]
+        own = [error for error in errors if error.quantity == quantity]
         summary[quantity] = {"n": len(own)}
         if own:
-            median, high = np.quantile([abs(one.ratio - 1) for one in own], (0.5, 0.9))
+            median, high = np.quantile([abs(error.ratio - 1) for error in own], (0.5, 0.9))
             summary[quantity] |= {"median_ape": round(float(median), 4), "p90_ape": round(float(high), 4)}
             if own[0].is_covered is not None:
-                summary[quantity]["coverage"] = round(sum(bool(one.is_covered) for one in own) / len(own), 4)
+                summary[quantity]["coverage"] = round(sum(bool(error.is_covered) for error in own) / len(own), 4)
     return {**summary, "skipped": [{"line": line, "why": why} for line, why in skipped.items()]}
 
 
@@ -157,5 +159,5 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     ):
         cells = (f"{summary[name][key]:>14.1%}" if key in summary[name] else f"{'-':>14}" for name in QUANTITIES)
         lines.append(f"{'':5} {title:40}{''.join(cells)}")
-    lines += [f"no prediction of line {one['line']}: {one['why']}" for one in summary["skipped"]]
+    lines += [f"no prediction of line {row['line']}: {row['why']}" for row in summary["skipped"]]
     return "\n".join(lines)

@@ -72,7 +72,7 @@ def options_refusal(spec: DecoderSpec, options: Mapping[str, Any]) -> str:
     if "block_size" in options and is_compressed(spec):
         return f"the blocks of compressed entries have {_COMPRESSED_BLOCK} tokens; leave --block-size out"
     attentions = [layer.attention for layer in spec.layers]
-    is_uneven = any(isinstance(one, LinearAttention) or one.window is not None for one in attentions)
+    is_uneven = any(isinstance(attention, LinearAttention) or attention.window is not None for attention in attentions)
     if "num_gpu_blocks_override" in options and (is_uneven or is_compressed(spec)):
         return "blocks of unlike layers differ in size; use --kv-cache-memory instead of --num-gpu-blocks-override"
     return ""
@@ -184,8 +184,8 @@ def request_size(
         if not isinstance(layer.attention, (LinearAttention, CompressedMQA))
     ]
     kinds = [
-        _Blocks(one.window, block_size, int(count * block_size * cached_token_bytes(one, tensor, dtype)))
-        for one, count in plain
+        _Blocks(attention.window, block_size, int(count * block_size * cached_token_bytes(attention, tensor, dtype)))
+        for attention, count in plain
     ]
     compressed = [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]
     kinds += _compressed_blocks(compressed, dtype)
@@ -223,7 +223,7 @@ def _compressed_blocks(layers: Sequence[tuple[CompressedMQA, int]], dtype: KVDTy
     """
     if not layers:
         return []
-    depth = max((-(-sum(count for _, count in layers) // 2), *(count for one, count in layers if one.ratio)))
+    depth = max((-(-sum(count for _, count in layers) // 2), *(count for layer, count in layers if layer.ratio)))
     found: dict[_Blocks, None] = {}
     for attention, _ in layers:
         window, entries, keys = cache_rows(attention, dtype)

@@ -63,10 +63,10 @@ class StepClock:
         gpu = self.cluster.slowest
         bandwidth, rate = gpu.bandwidth_gbs * 1e9, gpu.flops_per_second(self.work.plain)
         reads, computes = np.full(len(contexts), states), np.zeros(len(contexts))
-        for one in self.work.attention:
-            seen = contexts if one.window is None else np.minimum(contexts, one.window)
-            reads += num_seqs * one.bytes_per_token / bandwidth * seen
-            computes += num_seqs * one.decode_flops / rate * seen
+        for layer in self.work.attention:
+            seen = contexts if layer.window is None else np.minimum(contexts, layer.window)
+            reads += num_seqs * layer.bytes_per_token / bandwidth * seen
+            computes += num_seqs * layer.decode_flops / rate * seen
         return np.asarray(others + np.maximum(reads, computes) / self.constants.cache)
 
 

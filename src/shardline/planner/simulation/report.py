@@ -44,24 +44,24 @@ class Simulation:
     """Decode steps that were done together with others."""
 
 
-def format_simulation(found: Simulation) -> str:
+def format_simulation(simulation: Simulation) -> str:
     """The simulation as text."""
-    tokens = found.output_tokens_per_second
+    tokens = simulation.output_tokens_per_second
     lines = [
-        f"simulated: {found.num_requests:,} requests in {found.seconds:,.1f} s on {found.num_replicas} "
-        f"replica{'s' * (found.num_replicas != 1)} ({found.policy})",
-        f"  TTFT s    {_row(found.ttft, 1, 3)}",
-        f"  TPOT ms   {_row(found.tpot, 1e3, 2)}",
-        f"  latency s {_row(found.latency, 1, 2)}",
-        f"  {tokens:,.0f} output tokens/s, {found.requests_per_second:.2f} requests/s, goodput {found.goodput:.2f} "
-        "requests/s within the limits",
-        f"  {found.num_preemptions:,} preemptions, {found.prefix_hit_rate:.0%} of the prompts' tokens from the prefix "
-        f"cache, {found.num_steps:,} steps",
-        f"  KV cache in use, 0 to 100% over time: |{_bars([share for _, share in found.kv_use])}| at most "
-        f"{max((share for _, share in found.kv_use), default=0.0):.0%}",
+        f"simulated: {simulation.num_requests:,} requests in {simulation.seconds:,.1f} s on {simulation.num_replicas} "
+        f"replica{'s' * (simulation.num_replicas != 1)} ({simulation.policy})",
+        f"  TTFT s    {_row(simulation.ttft, 1, 3)}",
+        f"  TPOT ms   {_row(simulation.tpot, 1e3, 2)}",
+        f"  latency s {_row(simulation.latency, 1, 2)}",
+        f"  {tokens:,.0f} output tokens/s, {simulation.requests_per_second:.2f} requests/s, "
+        f"goodput {simulation.goodput:.2f} requests/s within the limits",
+        f"  {simulation.num_preemptions:,} preemptions, {simulation.prefix_hit_rate:.0%} of the prompts' tokens from the "
+        f"prefix cache, {simulation.num_steps:,} steps",
+        f"  KV cache in use, 0 to 100% over time: |{_bars([share for _, share in simulation.kv_use])}| at most "
+        f"{max((share for _, share in simulation.kv_use), default=0.0):.0%}",
     ]
-    if found.num_failed:
-        lines.append(f"  left out, since --max-model-len is shorter: {found.num_failed:,} requests")
+    if simulation.num_failed:
+        lines.append(f"  left out, since --max-model-len is shorter: {simulation.num_failed:,} requests")
     return "\n".join(lines)
 
 
@@ -76,27 +76,27 @@ def _bars(shares: list[float]) -> str:
     return "".join(_BARS[round(min(1.0, sum(span) / len(span)) * (len(_BARS) - 1))] for span in spans)
 
 
-def simulation_json(found: Simulation) -> dict[str, Any]:
+def simulation_json(simulation: Simulation) -> dict[str, Any]:
     """The simulation as JSON data. Times over all requests are milliseconds, `kv_use` has seconds."""
-    times = {"ttft_ms": found.ttft, "tpot_ms": found.tpot, "latency_ms": found.latency}
+    times = {"ttft_ms": simulation.ttft, "tpot_ms": simulation.tpot, "latency_ms": simulation.latency}
     return {
-        "requests": found.num_requests,
-        "too_long": found.num_failed,
-        "replicas": found.num_replicas,
-        "policy": found.policy,
-        "seconds": found.seconds,
+        "requests": simulation.num_requests,
+        "too_long": simulation.num_failed,
+        "replicas": simulation.num_replicas,
+        "policy": simulation.policy,
+        "seconds": simulation.seconds,
         **{
             name: {f"p{number}": round(1e3 * value, 3) for number, value in percentiles.items()}
             for name, percentiles in times.items()
         },
-        "output_tok_s": found.output_tokens_per_second,
-        "requests_per_s": found.requests_per_second,
-        "goodput_per_s": found.goodput,
-        "preemptions": found.num_preemptions,
-        "prefix_hit_rate": found.prefix_hit_rate,
-        "kv_use": [{"s": round(seconds, 3), "share": round(share, 4)} for seconds, share in found.kv_use],
-        "steps": found.num_steps,
-        "steps_at_once": found.num_skipped,
+        "output_tok_s": simulation.output_tokens_per_second,
+        "requests_per_s": simulation.requests_per_second,
+        "goodput_per_s": simulation.goodput,
+        "preemptions": simulation.num_preemptions,
+        "prefix_hit_rate": simulation.prefix_hit_rate,
+        "kv_use": [{"s": round(seconds, 3), "share": round(share, 4)} for seconds, share in simulation.kv_use],
+        "steps": simulation.num_steps,
+        "steps_at_once": simulation.num_skipped,
     }
 
 

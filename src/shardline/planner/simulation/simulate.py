@@ -219,9 +219,9 @@ def _run(
 
 
 def _summary(
-    found: Sequence[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
+    outcomes: Sequence[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
 ) -> Simulation:
-    times = np.concatenate([np.frombuffer(one.times, dtype=np.float64).reshape(-1, 4) for one in found])
+    times = np.concatenate([np.frombuffer(outcome.times, dtype=np.float64).reshape(-1, 4) for outcome in outcomes])
     arrival, first_token, finish, output_len = times.T
     ttft = first_token - arrival
     several = output_len > 1
@@ -230,10 +230,10 @@ def _summary(
     all_tpot[several] = tpot
     good = (ttft <= (demand.ttft or math.inf)) & (all_tpot <= (demand.tpot or math.inf))
     seconds = float(finish.max() - arrival.min()) if len(finish) else 0.0
-    queries = sum(one.prefix_queries for one in found)
+    queries = sum(outcome.prefix_queries for outcome in outcomes)
     return Simulation(
         num_requests=len(ttft),
-        num_failed=sum(one.num_failed for one in found),
+        num_failed=sum(outcome.num_failed for outcome in outcomes),
         num_replicas=num_replicas,
         policy=policy,
         seconds=seconds,
@@ -243,23 +243,23 @@ def _summary(
         output_tokens_per_second=float(output_len.sum()) / seconds if seconds else 0.0,
         requests_per_second=len(ttft) / seconds if seconds else 0.0,
         goodput=float(good.sum()) / seconds if seconds else 0.0,
-        num_preemptions=sum(one.num_preemptions for one in found),
-        prefix_hit_rate=sum(one.prefix_hits for one in found) / queries if queries else 0.0,
-        kv_use=_use_over_time(found, setup, bucket),
-        num_steps=sum(one.num_steps for one in found),
-        num_skipped=sum(one.num_skipped for one in found),
+        num_preemptions=sum(outcome.num_preemptions for outcome in outcomes),
+        prefix_hit_rate=sum(outcome.prefix_hits for outcome in outcomes) / queries if queries else 0.0,
+        kv_use=_use_over_time(outcomes, setup, bucket),
+        num_steps=sum(outcome.num_steps for outcome in outcomes),
+        num_skipped=sum(outcome.num_skipped for outcome in outcomes),
     )
 
 
 def _percentiles(values: Vector) -> dict[int, float]:
-    return {one: float(np.percentile(values, one)) if len(values) else 0.0 for one in _PERCENTILES}
+    return {percent: float(np.percentile(values, percent)) if len(values) else 0.0 for percent in _PERCENTILES}
 
 
-def _use_over_time(found: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
+def _use_over_time(outcomes: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
     """(seconds, share of all blocks that sequences hold). A replica without work uses none."""
     used: dict[int, float] = {}
-    for one in found:
-        for index, block_seconds in one.kv_use.items():
+    for outcome in outcomes:
+        for index, block_seconds in outcome.kv_use.items():
             used[index] = used.get(index, 0.0) + block_seconds
-    whole = bucket * (setup.num_blocks - 1) * len(found)
+    whole = bucket * (setup.num_blocks - 1) * len(outcomes)
     return tuple((index * bucket, used.get(index, 0.0) / whole) for index in range(max(used, default=-1) + 1))

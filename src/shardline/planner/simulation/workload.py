@@ -159,8 +159,8 @@ def _request(line: Mapping[str, Any], number: int, names: dict[str, int]) -> Sim
     prompt: list[tuple[int, int]] = []
     if not isinstance(line.get("hash_ids", []), list):
         raise ValueError("hash_ids must be a list of numbers")
-    for place, one in enumerate(line.get("hash_ids", [])):
-        prompt.append((-2 - int(one), min(_BLOCK_TOKENS, max(0, input_len - place * _BLOCK_TOKENS))))
+    for place, identifier in enumerate(line.get("hash_ids", [])):
+        prompt.append((-2 - int(identifier), min(_BLOCK_TOKENS, max(0, input_len - place * _BLOCK_TOKENS))))
     length = int(line.get("prefix_len", 0))
     if length:
         if not 0 < length <= input_len:
