@@ -195,7 +195,7 @@ def choose_on(
         candidates.append(_candidate(parallel, deployment, used, timing, load))
     if not candidates:
         raise ValueError(f"--parallel auto: no layout works on this host; with one rank: {refusals[0]}")
-    candidates.sort(key=lambda one: -one.output_tokens_per_second)
+    candidates.sort(key=lambda candidate: -candidate.output_tokens_per_second)
     best = candidates[0]
     path += [
         f"{candidate}: {candidate.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * candidate.latency.tpot:.1f} ms"
@@ -208,22 +208,22 @@ def choose_on(
     return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(candidates), tuple(path))
 
 
-def _layouts(asked: ParallelConfig, fixed: frozenset[str], most: int) -> Iterator[ParallelConfig]:
-    """Every product of sizes up to `most` ranks that keeps what the user has set; one rank first."""
-    numbers = range(1, most + 1)
+def _layouts(parallel: ParallelConfig, fixed: frozenset[str], max_ranks: int) -> Iterator[ParallelConfig]:
+    """Every product of sizes up to `max_ranks` ranks that keeps what the user has set; one rank first."""
+    numbers = range(1, max_ranks + 1)
 
     def choices(name: str, values: range | tuple[bool, ...]) -> list[int]:
-        return [getattr(asked, name)] if name in fixed else list(values)
+        return [getattr(parallel, name)] if name in fixed else list(values)
 
     for tensor in choices(PARALLEL_SIZES[0], numbers):
         for pipeline in choices(PARALLEL_SIZES[1], numbers):
             for data in choices(PARALLEL_SIZES[2], numbers):
                 for whole in choices(PARALLEL_SIZES[3], (False, True)):
                     ranks = tensor * pipeline * data
-                    if ranks > max(most, 1) or (whole and tensor * data == 1 and PARALLEL_SIZES[3] not in fixed):
+                    if ranks > max(max_ranks, 1) or (whole and tensor * data == 1 and PARALLEL_SIZES[3] not in fixed):
                         continue
                     sizes = dict(zip(PARALLEL_SIZES, (tensor, pipeline, data, bool(whole)), strict=True))
-                    yield dataclasses.replace(asked, **sizes)  # type: ignore[arg-type]
+                    yield dataclasses.replace(parallel, **sizes)  # type: ignore[arg-type]
 
 
 def _candidate(

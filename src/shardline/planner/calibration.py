@@ -83,13 +83,13 @@ def read_benchmark(path: Path) -> list[Measured]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = [_measured(result) for result in (data if isinstance(data, list) else [data])]
+        results = [_measured(result) for result in (data if isinstance(data, list) else [data])]
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"--calibrate {path}: no result of a benchmark: {why}") from None
-    if not found:
+    if not results:
         raise ValueError(f"--calibrate {path}: no result of a benchmark: the list is empty")
-    return found
+    return results
 
 
 def _measured(result: Mapping[str, Any]) -> Measured:
@@ -191,9 +191,9 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
         return dataclasses.replace(timing.constants, **values)
 
     def predict(point: Vector) -> Any:
-        found = constants(point)
-        prompts = (loop_first_token(loop, found).seconds(found) for loop, _ in unqueued)
-        return np.log([*(loop_latency(loop, found).tpot for loop, _ in steps), *prompts])
+        moved_constants = constants(point)
+        prompts = (loop_first_token(loop, moved_constants).seconds(moved_constants) for loop, _ in unqueued)
+        return np.log([*(loop_latency(loop, moved_constants).tpot for loop, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
         moved, missed = (point - start) / widths, (target - predict(point)) / _ERROR

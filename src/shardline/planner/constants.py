@@ -83,11 +83,11 @@ class Timing:
 def shipped_timing() -> Mapping[str, Timing]:
     """For each engine, the constants fitted to published rows. This engine's are vLLM's, until there are rows of it."""
     values = json.loads(Path(__file__).with_name("timing.json").read_text(encoding="utf-8"))
-    found = {
-        engine: Timing(Constants(**one["constants"]), _spread(one["spread"]), _spread(values["calibrated"]))
-        for engine, one in values["engines"].items()
+    timings = {
+        engine: Timing(Constants(**fitted["constants"]), _spread(fitted["spread"]), _spread(values["calibrated"]))
+        for engine, fitted in values["engines"].items()
     }
-    return {**found, "shardline": found["vllm"]}
+    return {**timings, "shardline": timings["vllm"]}
 
 
 def _spread(bounds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:

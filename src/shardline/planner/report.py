@@ -249,7 +249,7 @@ def _span(interval: Interval, factor: float, digits: int) -> str:
 def option_json(option: Option) -> dict[str, Any]:
     """A layout with its figures as JSON data."""
     layout, fitted, speed = option.layout, option.fit, option.speed
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "engine": layout.engine,
         "tp": layout.tensor,
         "pp": layout.pipeline,
@@ -278,7 +278,7 @@ def option_json(option: Option) -> dict[str, Any]:
         "running": None,
     }
     if speed is not None:
-        found |= {
+        data |= {
             "ttft_ms": _interval_json(speed.ttft, 1e3),
             "tpot_ms": _interval_json(speed.tpot, 1e3),
             "output_tok_s": _interval_json(speed.output_tok_s, 1.0),
@@ -286,7 +286,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "link_share": round(speed.link_share, 4),
             "running": round(speed.running, 1),
         }
-    return found
+    return data
 
 
 def _interval_json(interval: Interval, factor: float) -> dict[str, float]:

@@ -227,8 +227,10 @@ def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed
         check_tensor_parallel(model.spec, tensor)
     else:
         has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
-        asked = Layout(engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto")
-        why = vllm.refusal(model.spec, model.stored(), asked)
+        smallest = Layout(
+            engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto"
+        )
+        why = vllm.refusal(model.spec, model.stored(), smallest)
         if why:
             raise ValueError(why)
     needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)

@@ -254,9 +254,9 @@ class FirstToken(NamedTuple):
         return constants.first + self.alone + constants.shown * self.shown + self.wait(constants)
 
 
-def _smaller(one: Any, other: Any) -> Any:
+def _smaller(first: Any, second: Any) -> Any:
     """The smaller of two numbers, or of two arrays element by element."""
-    return (one + other - abs(one - other)) / 2
+    return (first + second - abs(first - second)) / 2
 
 
 def loop_first_token(loop: LoopSteps, constants: Constants) -> FirstToken:

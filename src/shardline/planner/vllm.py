@@ -224,20 +224,20 @@ def _compressed_blocks(layers: Sequence[tuple[CompressedMQA, int]], dtype: KVDTy
     if not layers:
         return []
     depth = max((-(-sum(count for _, count in layers) // 2), *(count for layer, count in layers if layer.ratio)))
-    found: dict[_Blocks, None] = {}
+    blocks: dict[_Blocks, None] = {}
     for attention, _ in layers:
         window, entries, keys = cache_rows(attention, dtype)
         page = _PAGE_ROWS * window.num_bytes
-        found[_Blocks(window.window, _PAGE_ROWS, 2 * page * depth)] = None
+        blocks[_Blocks(window.window, _PAGE_ROWS, 2 * page * depth)] = None
         for rows in (entries, keys):
             if rows is not None:
                 num_bytes = _COMPRESSED_BLOCK // rows.ratio * rows.num_bytes * depth
-                found[_Blocks(None, _COMPRESSED_BLOCK, num_bytes)] = None
+                blocks[_Blocks(None, _COMPRESSED_BLOCK, num_bytes)] = None
         key_page = 0 if keys is None else _PAGE_ROWS * keys.num_bytes
         for state, size in zip(state_rows(attention), (page, key_page), strict=True):
             if state is not None:
-                found[_Blocks(state.window, _tokens_in(size, state), size * depth)] = None
-    return list(found)
+                blocks[_Blocks(state.window, _tokens_in(size, state), size * depth)] = None
+    return list(blocks)
 
 
 def _tokens_in(page: int, rows: CacheRows) -> int:

@@ -55,8 +55,8 @@ def format_simulation(simulation: Simulation) -> str:
         f"  latency s {_row(simulation.latency, 1, 2)}",
         f"  {tokens:,.0f} output tokens/s, {simulation.requests_per_second:.2f} requests/s, "
         f"goodput {simulation.goodput:.2f} requests/s within the limits",
-        f"  {simulation.num_preemptions:,} preemptions, {simulation.prefix_hit_rate:.0%} of the prompts' tokens from the "
-        f"prefix cache, {simulation.num_steps:,} steps",
+        f"  {simulation.num_preemptions:,} preemptions, {simulation.prefix_hit_rate:.0%} of the prompts' tokens from "
+        f"the prefix cache, {simulation.num_steps:,} steps",
         f"  KV cache in use, 0 to 100% over time: |{_bars([share for _, share in simulation.kv_use])}| at most "
         f"{max((share for _, share in simulation.kv_use), default=0.0):.0%}",
     ]

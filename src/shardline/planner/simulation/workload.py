@@ -132,19 +132,19 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[SimulatedRequest, 
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--trace {path} cannot be read: {error}") from None
-    found = []
+    requests = []
     names: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(_request(json.loads(line), number, names))
+            requests.append(_request(json.loads(line), number, names))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"--trace {path}, line {number}: {why}") from None
-    if not found:
+    if not requests:
         raise ValueError(f"--trace {path} has no requests")
-    return tuple(sorted(found, key=lambda request: request.arrival)[:limit])
+    return tuple(sorted(requests, key=lambda request: request.arrival)[:limit])
 
 
 def _request(line: Mapping[str, Any], number: int, names: dict[str, int]) -> SimulatedRequest:
