@@ -51,13 +51,16 @@ def calibrated(plan: Plan, path: Path) -> Plan:
     Raises:
         ValueError: the file cannot be read, or the layout that can have been measured does not fit.
     """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"--calibrate {path} cannot be read: {error}") from None
     cluster, timing = plan.cluster, plan.timing
-    if is_log(path):
-        logged = read_log(path)
-        cluster = with_log(cluster, measured_layout(plan), path, logged, plan.demand.utilization)
-    else:
-        results = read_benchmark(path)
+    if text.lstrip().startswith(("{", "[")):
+        results = read_benchmark(path, text)
         timing = calibrated_timing(plan, measured_layout(plan), results)
+    else:
+        cluster = _with_log(plan, path, text)
     engine = plan.options[0].layout.engine
     return search(plan.model, cluster, plan.demand, plan.goal, engine, plan.fixed, timing)
 
@@ -72,19 +75,19 @@ class Measured(NamedTuple):
     tpot: float
 
 
-def read_benchmark(path: Path) -> list[Measured]:
-    """The loads and latencies in the result of `shardline bench throughput --json`, or of `bench serve`, ours or
-    vLLM's.
+def read_benchmark(path: Path, text: str) -> list[Measured]:
+    """The loads and latencies in the `text` of a file.
 
+    It is a result of `shardline bench throughput --json`, or of `bench serve`, ours or vLLM's.
     The file has one result, or a list of them.
 
     Raises:
         ValueError: it cannot be read, or has another form.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text)
         results = [_measured(result) for result in (data if isinstance(data, list) else [data])]
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"--calibrate {path}: no result of a benchmark: {why}") from None
     if not results:
@@ -113,58 +116,27 @@ def _measured(result: Mapping[str, Any]) -> Measured:
     return Measured(max(1.0, running), *lengths, ttft, tpot)
 
 
-def is_log(path: Path) -> bool:
-    """Whether the file is a start-up log, not a benchmark's result.
+def _with_log(plan: Plan, path: Path, text: str) -> Cluster:
+    """The cluster with the memory that the `text` of a start-up log of the measured layout shows.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the log does not state it, or a GPU has less memory than that.
     """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"--calibrate {path} cannot be read: {error}") from None
-    return not text.lstrip().startswith(("{", "["))
-
-
-class Logged(NamedTuple):
-    """What a start-up log says about the KV cache of a GPU."""
-
-    num_bytes: float | None
-    num_tokens: int | None
-
-
-def read_log(path: Path) -> Logged:
-    """The KV cache in a start-up log.
-
-    Raises:
-        ValueError: the log does not state it.
-    """
-    text = path.read_text(encoding="utf-8", errors="replace")
     memory, tokens = _LOG_MEMORY.search(text), _LOG_TOKENS.search(text)
     if memory is None and tokens is None:
         raise ValueError(f"--calibrate {path}: the log has no line 'GPU KV cache size: N tokens'")
-    return Logged(
-        None if memory is None else float(memory.group(1)) * GIB,
-        None if tokens is None else int(tokens.group(1).replace(",", "")),
-    )
-
-
-def with_log(cluster: Cluster, option: Option, path: Path, logged: Logged, utilization: float) -> Cluster:
-    """The cluster with the memory that a start-up log of the layout `option` shows.
-
-    Raises:
-        ValueError: a GPU has less memory than that.
-    """
-    actual = logged.num_bytes
-    if actual is None:
-        assert logged.num_tokens is not None
-        actual = logged.num_tokens * option.fit.kv_bytes / option.fit.kv_tokens
+    fitted, cluster = measured_layout(plan).fit, plan.cluster
+    if memory is not None:
+        actual = float(memory.group(1)) * GIB
+    else:
+        assert tokens is not None
+        actual = int(tokens.group(1).replace(",", "")) * fitted.kv_bytes / fitted.kv_tokens
     if actual > cluster.smallest.usable_bytes:
         raise ValueError(
             f"--calibrate {path}: a KV cache of {actual / GIB:,.1f} GiB is larger than the memory of a GPU, "
             f"{cluster.smallest.usable_gib:g} GiB; the log is of another machine"
         )
-    more = (actual - option.fit.kv_bytes) / utilization / GIB
+    more = (actual - fitted.kv_bytes) / plan.demand.utilization / GIB
     gpus = tuple(replace_struct(gpu, usable_gib=gpu.usable_gib + more) for gpu in cluster.gpus)
     return dataclasses.replace(cluster, gpus=gpus)
 
