@@ -46,6 +46,7 @@ ray: compiler ## Servers on real Ray clusters (needs root), in an environment of
 
 claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
 	$(BIN)/python -m scripts.claims
+	$(BIN)/python -m scripts.published page
 
 bench: $(VENV)/.installed ## Throughput, latency and engine overhead on the demo model
 	$(BIN)/shardline bench throughput

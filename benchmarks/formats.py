@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks.format_models import FORMATS, checkpoint
 
-from shardline.cli.workloads import WORKLOADS
+from shardline.benchmark.workload import WORKLOADS
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from compare import Engine, check_idle, measure, prompts_of, start

@@ -16,8 +16,7 @@ from shardline import LLM, SamplingParams
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
-from shardline.planner.auto import deployment_work
-from shardline.planner.host import HOST_TIMING, measure_host, share_host
+from shardline.planner.auto import HOST_TIMING, deployment_work, measure_host, share_host
 from shardline.planner.timing import Load, loop_steps
 
 INPUT_LEN, OUTPUT_LEN = 256, 48

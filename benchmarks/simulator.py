@@ -25,11 +25,10 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
-from shardline.planner.auto import deployment_work
+from shardline.planner.auto import HOST_TIMING, deployment_work, measure_host, share_host
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import shipped_facts
-from shardline.planner.host import HOST_TIMING, measure_host, share_host
-from shardline.planner.simulation.clock import StepClock
+from shardline.planner.simulation.executor import StepClock
 from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest, poisson
 from shardline.planner.timing import Load, loop_steps

@@ -28,7 +28,7 @@ from typing import Any
 
 from report import Measured, as_json, bar_table, rate_table
 
-from shardline.cli.workloads import WORKLOADS, Workload, random_prompts
+from shardline.benchmark.workload import WORKLOADS, Workload, random_prompts
 
 _DRIVERS = Path(__file__).parent / "drivers"
 _SMALLEST_VOCABULARY = 32000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.cli.workloads import Workload
+from shardline.benchmark.workload import Workload
 
 OURS = "shardline"
 """The driver whose engines are compared with the others."""

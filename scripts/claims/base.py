@@ -10,7 +10,8 @@ from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.search import Option, Speed, evaluate
+from shardline.planner.search import Option, evaluate
+from shardline.planner.speed import Speed
 
 Verdict = Literal["reproduced", "corrected", "unchecked"]
 

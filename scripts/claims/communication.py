@@ -24,12 +24,11 @@ from shardline.models.communication import (
     tensor_traffic,
 )
 from shardline.models.partition import Span
-from shardline.planner.candidates import Fixed
+from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.questions import tensor_efficiency
-from shardline.planner.search import search
-from shardline.planner.timing import shipped_timing
+from shardline.planner.path import tensor_efficiency
+from shardline.planner.search import Fixed, search
 
 TITLE = "Communication"
 _PREFILL = 4096 * 32

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scripts.claims.base import DEEPSEEK, LLAMA_70B, LLAMA_405B, MIXTRAL, Claim, cluster, decided, model
-from shardline.planner.candidates import Fixed
 from shardline.planner.layout import Demand
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, search
+from shardline.planner.search import Fixed, Option, search
 
 TITLE = "Which layout"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from scripts.claims.base import (
     LLAMA_8B,
@@ -21,17 +20,15 @@ from scripts.claims.base import (
     unchecked,
 )
 from scripts.claims.memory import plain_bytes
-from shardline.planner.candidates import Fixed
+from scripts.published.rows import ROWS, Works, read_rows
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.rows import Works, read_rows
-from shardline.planner.search import search
+from shardline.planner.search import Fixed, search
 from shardline.planner.simulation.replica import ReplicaSetup
 from shardline.planner.simulation.simulate import replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, poisson
 
 TITLE = "Speed"
-ROWS = Path(__file__).parents[2] / "benchmarks" / "published" / "results.csv.gz"
 
 
 def ceiling(weights: float, gpus: str, count: int, running: int) -> float:

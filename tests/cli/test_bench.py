@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardline.api.llm import LLM
+from shardline.benchmark.workload import WORKLOADS, Workload, random_prompts
 from shardline.cli.bench.engine import percentile
 from shardline.cli.main import main
-from shardline.cli.workloads import WORKLOADS, Workload, random_prompts
 from shardline.config.engine import EngineConfig
 from tests.api.fake_engine import FakeCluster, load_text
 

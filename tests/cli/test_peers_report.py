@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from shardline.cli.workloads import WORKLOADS
+from shardline.benchmark.workload import WORKLOADS
 
 
 @pytest.fixture

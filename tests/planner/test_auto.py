@@ -11,11 +11,13 @@ from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.planner import auto
-from shardline.planner.auto import choose_on
+from shardline.planner.auto import choose_on, measure_host
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
-from shardline.planner.host import measure_host
+from shardline.planner.layout import Demand
+from shardline.planner.simulation.simulate import deployment_setup, simulate_choice
+from shardline.planner.simulation.workload import Workload
 
 
 def host(name: str, count: int, gib: float) -> Machine:
@@ -89,3 +91,41 @@ def test_measuring_finds_plausible_rates() -> None:
     assert 1 < found.bandwidth_gbs < 5000
     # CPUs without products in bf16 expand it, so either may be faster.
     assert all(1e-4 < found.tflops[name] < 100 for name in ("bf16", "fp32"))
+
+
+def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine: parse_cluster("1xL4", known_gpus()).gpus[0])
+    words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--input-len", "128"]
+    assert main([*words, "--running", "3"]) == 0
+    assert "chosen for 3 requests of 128 + 128 tokens" in capsys.readouterr().out
+    assert main([*words, "--simulate"]) == 0
+    text = capsys.readouterr().out
+    assert "chosen for 16 requests of 128 + 128 tokens" in text
+    assert "simulated: 1,000 requests" in text
+    words += ["--output-len", "32", "--simulate", "--num-prompts", "40", "--rate", "2", "--ttft", "10s", "--json"]
+    assert main(words) == 0
+    slow = json.loads(capsys.readouterr().out)["simulation"]
+    assert (slow["requests"], slow["too_long"]) == (40, 0)
+    assert slow["seconds"] > 10, "two requests a second"
+    assert slow["goodput_per_s"] == pytest.approx(slow["requests_per_s"])
+    assert main([*words, "--replicas", "3", "--data-parallel-size", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["simulation"]["replicas"] == 3
+
+
+def test_gpus_of_this_host_are_simulated() -> None:
+    """Their KV cache is what is left of the memory."""
+    choice = choose(
+        "meta-llama/Llama-3.1-8B-Instruct", host("NVIDIA H100 80GB HBM3", 2, 79.1), "data_parallel_size",
+        max_model_len=8192, data_parallel_size=2,
+    )  # fmt: skip
+    best = choice.candidates[0]
+    setup = deployment_setup(best.deployment, best.cluster, best.constants)
+    assert setup.overlaps_steps
+    block_bytes = max(best.deployment.cache.block_bytes)
+    assert 45 < setup.num_blocks * block_bytes / 2**30 < 65
+    demand = Demand(8192, 1024, 64)
+    found = simulate_choice(choice, Workload(num_prompts=64), demand)
+    assert (found.num_requests, found.num_replicas) == (64, 2)
+    assert found.output_tokens_per_second > 1000

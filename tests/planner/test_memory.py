@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from shardline.cli.main import main
 from shardline.models.sizes import checkpoint_bytes, stage_spans
 from shardline.planner import vllm
 from shardline.planner.catalog import find_model, shipped_facts
@@ -154,24 +150,3 @@ def test_a_refusal_of_the_shape_is_that_of_resolve() -> None:
     refused = fits(LLAMA_8B, "64xH100", Layout("shardline", 48))
     assert "tensor_parallel_size 48 does not work" in refused.why_not
     assert "expert parallelism" in fits("Qwen/Qwen3-235B-A22B-FP8", "8xH100", Layout("vllm", 8, weights="fp8")).why_not
-
-
-def test_a_table_of_start_up_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = tmp_path / "logs.csv"
-    rows.write_text(
-        "model,weights_precision,gpu,tp,util,max_model_len,kv_gib_per_gpu,kv_tokens\n"
-        f"{LLAMA_8B},bf16,H100-80GB-SXM,1,0.9,16000,51.38,\n"
-        "neuralmagic/Meta-Llama-3.1-70B-Instruct-FP8,fp8,H100-80GB,2,not stated,not stated,31.323,205280\n"
-        "mistralai/Mistral-Small-3.2-24B-Instruct-2506,bf16,H100-80GB-SXM,1,0.95,16000,28.2,184832\n"
-        "google/gemma-4-31b-it,bf16,H200,1,,,64.68,626949\n"
-        "no/model,bf16,H999,1,,,1,\n"
-    )
-    assert main(["plan", "--validate", str(rows), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["kv_memory"]["n"] == 2
-    assert summary["kv_memory"]["missed"] == 1
-    assert summary["by"][0]["kv_memory"] < 0.001
-    assert summary["kv_tokens"]["n"] == 3
-    assert summary["kv_tokens"]["p90_ape"] < 0.002
-    assert main(["plan", "--validate", str(rows)]) == 0
-    assert "2 rows, 1 missed" in capsys.readouterr().out

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from shardline import planner
 from shardline.cli.main import main
 from shardline.deployment.resolve import resolve
-from shardline.planner.candidates import Fixed
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config, whole_requests
-from shardline.planner.path import explain_path
-from shardline.planner.questions import fewest_gpus, tensor_efficiency
-from shardline.planner.search import Search, frontier, search
+from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
+from shardline.planner.report import frontier
+from shardline.planner.search import Fixed, Plan, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
 
-def found(model: str, gpus: str, demand: Demand, goal: str = "cost", **fixed: Any) -> Search:
+def found(model: str, gpus: str, demand: Demand, goal: str = "cost", **fixed: Any) -> Plan:
     return search(find_model(model), parse_cluster(gpus, known_gpus()), demand, goal, None, Fixed(**fixed))
 
 
@@ -137,6 +138,42 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run: vllm serve meta-llama/Llama-3.1-70B-Instruct" in text
     for question in ("one GPU? one node?", "do the heads divide?", "dense or experts?", "which link?"):
         assert f"why: {question}" in text
+
+
+def test_the_memory_the_longest_context_and_the_bandwidth_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--quantization", "none", "--kv-cache-dtype", "auto"]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    sizes = {
+        name: float(re.search(rf"^  {name} +([0-9.]+) GiB", text, re.MULTILINE)[1])  # type: ignore[index]
+        for name in ("weights", "step and libraries", "KV cache", "unused")
+    }
+    assert sum(sizes.values()) == pytest.approx(79.2, abs=0.2), "the parts are the whole"
+    assert sizes["weights"] == pytest.approx(32.9, abs=0.1)
+    assert "tokens of 81.9 kB" in text, "a token's keys and values on one of four GPUs"
+    assert "longest context: 131,072 tokens (all positions of the model); 59 requests of 8,192 tokens fit" in text
+    assert re.search(r"axis +kB a token +exchanges +MB a step +nvlink 450 +pcie 64 +network 50\n", text)
+    assert main(["plan", LLAMA_70B, "--gpus", "1xL4", "--quantization", "none"]) == 0
+    assert re.search(r"^  KV cache +-\d+\.\d GiB   so much is missing$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_every_axis_has_its_traffic_on_every_link(capsys: pytest.CaptureFixture[str]) -> None:
+    dense = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--running", "32")
+    axes = {one["axis"]: one for one in dense["bandwidth"]}
+    assert set(axes) == {"tp4", "pp4", "cp4", "dp4"}
+    assert axes["pp4"]["bytes_per_token"] == 2 * 8192, "one hidden state"
+    assert axes["dp4"]["step_bytes"] == 0
+    assert axes["tp4"]["step_bytes"] == 32 * axes["tp4"]["bytes_per_token"]
+    for one in axes.values():
+        seconds = one["link_seconds"]
+        assert seconds["nvlink 450"] <= seconds["pcie 64"] <= seconds["network 50"]
+    best = dense["layouts"][dense["recommended"]]
+    share = axes["tp4"]["link_seconds"]["nvlink 450"] / (best["tpot_ms"]["p50"] / 1e3)
+    assert 0 < share < best["link_share"] + 0.01, "of a step with prompts, links are a smaller part"
+    experts = plan_json(capsys, "Qwen/Qwen3-235B-A22B-FP8", "--gpus", "8xH200", "--engine", "vllm")
+    assert {one["axis"][:2] for one in experts["bandwidth"]} == {"tp", "pp", "ep", "dp"}
+    nothing = plan_json(capsys, LLAMA_70B, "--gpus", "1xL4")
+    assert (nothing["memory"], nothing["bandwidth"]) == (None, [])
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,3 +355,16 @@ def test_context_parallelism_is_priced_and_never_recommended(capsys: pytest.Capt
     assert priced["cost_per_million"] > 0
     assert plan["layouts"][plan["recommended"]]["cp"] == 1
     assert not any("context-parallel" in command for command in plan["commands"].values())
+
+
+def test_the_planner_is_a_library() -> None:
+    model = planner.find_model("Qwen/Qwen3-32B")
+    plan = planner.plan_on("H100", model, planner.demand_for(model, {"max_model_len": 4096}, input_len=512))
+    assert plan.best is not None
+    assert plan.demand.max_model_len == 4096
+    assert "run: shardline serve Qwen/Qwen3-32B" in planner.format_plan(plan)
+    found = planner.simulate_plan(plan, planner.Workload(num_prompts=8))
+    assert found.num_requests == 8
+    with pytest.raises(ValueError, match="--replicas must be at least 1, got 0"):
+        planner.Workload(replicas=0)
+    assert all(hasattr(planner, name) for name in planner.__all__)

@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 
 from shardline.cli.main import main
 from shardline.deployment.deployment import StepLimits
-from shardline.planner.candidates import Fixed
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
-from shardline.planner.search import search
-from shardline.planner.simulation.processes import map_in_processes
-from shardline.planner.simulation.progress import Progress
+from shardline.planner.search import Fixed, search
+from shardline.planner.simulation.group import Worker
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
-from shardline.planner.simulation.simulate import Simulation, replica_setup, simulate
+from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.simulate import replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, SimulatedRequest, poisson, read_trace
 
 DEMAND = Demand(2048, input_len=512, output_len=64)
@@ -159,7 +158,7 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr("shardline.planner.simulation.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("shardline.planner.simulation.report.time.monotonic", lambda: next(clock))
     for stream, text in (
         (Terminal(), "simulating, at 7.5 s: 1,000 of 4,000 (25%) requests done, 100 a second, 0:30 min left"),
         (io.StringIO(), ""),
@@ -252,7 +251,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--trace /nothing.jsonl cannot be read" in capsys.readouterr().err
 
 
-def test_results_of_processes_come_in_order() -> None:
-    assert list(map_in_processes(lambda index: b"x" * index, 7, 2)) == [b"x" * index for index in range(7)]
+def test_a_process_that_fails_ends_the_simulation(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = Worker(lambda connection: connection.send_bytes(b"x" * (1 // len(connection.recv_bytes()))))
+    worker.send(b"y")
+    assert worker.receive() == b"x"
+    broken = Worker(lambda connection: connection.send_bytes(b"x" * (1 // 0)))
     with pytest.raises(RuntimeError, match="has failed"):
-        list(map_in_processes(lambda index: b"x" * (1 // (2 - index)), 4, 2))
+        broken.receive()
+    idle = Worker(lambda connection: connection.send_bytes(connection.recv_bytes()))
+    for one in (worker, broken, idle):
+        one.close()
+    for one in (worker, broken, idle):
+        one.join()
+    assert capfd.readouterr().err.count("Traceback") == 1, "only the one that failed says so"

@@ -1,17 +1,28 @@
-"""The flags of `shardline plan` beside those of the engine, and which of them belong together."""
+"""The flags of `shardline plan` beside those of the engine: which belong together, and what they mean."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.flags import engine_config
+from shardline.config.engine import option_names
+
+if TYPE_CHECKING:
+    from shardline.checkpoints.planning import PlannedModel
+    from shardline.planner.layout import Demand
+    from shardline.planner.simulation.workload import SimulatedRequest, Workload
 
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _OF_SIMULATIONS = ("num_prompts", "trace", "prefix_len", "num_prefixes", "replicas", "report_interval")
 _NOT_WITH_TRACE = ("prefix_len", "num_prefixes")
-_FOR_HERE = ("gpus", "json")
+_FOR_HERE = ("gpus", "json", "input_len", "output_len", "running", "simulate")
+_FOR_SIMULATIONS_HERE = (*_OF_SIMULATIONS, "rate", "ttft", "tpot")
 _FOR_VALIDATION = ("validate", "hardware", "json")
 
 
@@ -96,8 +107,10 @@ def check_flags(args: argparse.Namespace) -> None:
         refuse(others, "has no effect with --validate: the rows of its file say what is predicted")
         return
     if args.gpus == "here":
-        others = tuple(name for name in given if name not in _FOR_HERE)
-        refuse(others, "has no effect with --gpus here, which chooses parallel sizes for the load of --parallel auto")
+        counted = (*_FOR_HERE, *_FOR_SIMULATIONS_HERE * args.simulate)
+        refuse(
+            tuple(name for name in given if name not in counted), "has no effect with --gpus here, a plan for one host"
+        )
     if not args.simulate:
         if args.api_price is not None and "prefix_len" in given:
             given.remove("prefix_len")
@@ -110,6 +123,64 @@ def check_flags(args: argparse.Namespace) -> None:
         refuse(_NOT_WITH_TRACE, "has no effect with --trace, which has the requests")
     if hasattr(args, "max_num_waiting"):
         raise ValueError("--max-num-waiting has no effect with --simulate, where every request may wait")
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that the user has set."""
+    return {name: getattr(args, name) for name in option_names() if hasattr(args, name)}
+
+
+def read_demand(args: argparse.Namespace, model: PlannedModel, trace: Sequence[SimulatedRequest]) -> Demand:
+    """What the flags and the trace demand.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    from shardline.planner.layout import demand_for
+
+    for name in ("input_len", "output_len", "concurrency", "rate", "running"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above zero, and finite, got {value:g}")
+    return demand_for(
+        model,
+        given_options(args),
+        trace,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        cached_len=args.prefix_len,
+        rate=args.rate,
+        running=args.running,
+        concurrency=args.concurrency,
+        ttft=read_time("--ttft", args.ttft),
+        tpot=read_time("--tpot", args.tpot),
+    )
+
+
+def read_workload(args: argparse.Namespace) -> Workload | None:
+    """What --simulate runs; None without it.
+
+    Raises:
+        ValueError: the trace is broken, or a number is out of its range.
+    """
+    from shardline.planner.simulation.workload import Prefixes, Workload, read_trace
+
+    if not args.simulate:
+        return None
+    config = engine_config(args)
+    interval = read_time("--report-interval", args.report_interval)
+    assert interval is not None
+    workload = Workload(
+        rate=args.rate or math.inf,
+        num_prompts=Workload.num_prompts if args.num_prompts is None else args.num_prompts,
+        prefixes=Prefixes(args.prefix_len, args.num_prefixes),
+        seed=config.model.seed,
+        prefix_caching=config.cache.enable_prefix_caching,
+        replicas=args.replicas,
+        policy=config.parallel.router_policy,
+        report_seconds=interval,
+    )
+    return workload if args.trace is None else replace(workload, trace=read_trace(args.trace, args.num_prompts))
 
 
 def read_time(flag: str, text: str | None) -> float | None:

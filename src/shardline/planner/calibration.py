@@ -14,18 +14,16 @@ from msgspec.structs import replace as replace_struct
 from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants
+from shardline.planner.constants import Constants, Timing
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, evaluate, layout_work, step_limits
+from shardline.planner.search import Option, Plan, evaluate, search
+from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
-    FirstToken,
     Load,
-    LoopShape,
     LoopSteps,
-    Timing,
     loop_first_token,
     loop_latency,
     loop_steps,
@@ -47,6 +45,26 @@ _ERROR = 0.02
 """Error of a measured TPOT, as a width of its logarithm."""
 
 
+def calibrated(plan: Plan, path: Path) -> Plan:
+    """The same plan for the machine that a benchmark's result or a start-up log shows.
+
+    Raises:
+        ValueError: the file cannot be read, or the layout that can have been measured does not fit.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"--calibrate {path} cannot be read: {error}") from None
+    cluster, timing = plan.cluster, plan.timing
+    if text.lstrip().startswith(("{", "[")):
+        results = read_benchmark(path, text)
+        timing = calibrated_timing(plan, measured_layout(plan), results)
+    else:
+        cluster = _with_log(plan, path, text)
+    engine = plan.options[0].layout.engine
+    return search(plan.model, cluster, plan.demand, plan.goal, engine, plan.fixed, timing)
+
+
 class Measured(NamedTuple):
     """What a benchmark measured, in seconds."""
 
@@ -57,40 +75,40 @@ class Measured(NamedTuple):
     tpot: float
 
 
-def read_benchmark(path: Path) -> list[Measured]:
-    """The loads and latencies in the result of `shardline bench throughput --json`, or of `bench serve`, ours or
-    vLLM's.
+def read_benchmark(path: Path, text: str) -> list[Measured]:
+    """The loads and latencies in the `text` of a file.
 
+    It is a result of `shardline bench throughput --json`, or of `bench serve`, ours or vLLM's.
     The file has one result, or a list of them.
 
     Raises:
         ValueError: it cannot be read, or has another form.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = [_measured(one) for one in (data if isinstance(data, list) else [data])]
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        data = json.loads(text)
+        results = [_measured(result) for result in (data if isinstance(data, list) else [data])]
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"--calibrate {path}: no result of a benchmark: {why}") from None
-    if not found:
+    if not results:
         raise ValueError(f"--calibrate {path}: no result of a benchmark: the list is empty")
-    return found
+    return results
 
 
-def _measured(one: Mapping[str, Any]) -> Measured:
-    if not isinstance(one, dict):
+def _measured(result: Mapping[str, Any]) -> Measured:
+    if not isinstance(result, dict):
         raise ValueError("it must be an object, or a list of them")
-    if "prompt_tokens" in one:  # of `bench throughput`
-        count = int(one["num_prompts"])
-        ttft, tpot, seconds = one["ttft"]["50"], one["tpot"]["50"], one.get("seconds")
-        lengths = one["prompt_tokens"] / count, one["generation_tokens"] / count
+    if "prompt_tokens" in result:  # of `bench throughput`
+        count = int(result["num_prompts"])
+        ttft, tpot, seconds = result["ttft"]["50"], result["tpot"]["50"], result.get("seconds")
+        lengths = result["prompt_tokens"] / count, result["generation_tokens"] / count
     else:
-        count = int(one.get("completed") or one["num_prompts"])
-        ttft = one["median_ttft_ms"] / 1e3 if one.get("median_ttft_ms") else None
-        tpot, seconds = one["median_tpot_ms"] / 1e3, one.get("duration")
-        lengths = one["total_input_tokens"] / count, one["total_output_tokens"] / count
-    running = one.get("max_concurrency") or count
-    if not one.get("max_concurrency") and seconds:
+        count = int(result.get("completed") or result["num_prompts"])
+        ttft = result["median_ttft_ms"] / 1e3 if result.get("median_ttft_ms") else None
+        tpot, seconds = result["median_tpot_ms"] / 1e3, result.get("duration")
+        lengths = result["total_input_tokens"] / count, result["total_output_tokens"] / count
+    running = result.get("max_concurrency") or count
+    if not result.get("max_concurrency") and seconds:
         # Little's law: so many ran at once on average.
         running = min(count, count * ((ttft or 0.0) + tpot * (lengths[1] - 1)) / seconds)
     if not (tpot > 0 and running > 0 and min(lengths) > 0):
@@ -98,58 +116,27 @@ def _measured(one: Mapping[str, Any]) -> Measured:
     return Measured(max(1.0, running), *lengths, ttft, tpot)
 
 
-def is_log(path: Path) -> bool:
-    """Whether the file is a start-up log, not a benchmark's result.
+def _with_log(plan: Plan, path: Path, text: str) -> Cluster:
+    """The cluster with the memory that the `text` of a start-up log of the measured layout shows.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the log does not state it, or a GPU has less memory than that.
     """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"--calibrate {path} cannot be read: {error}") from None
-    return not text.lstrip().startswith(("{", "["))
-
-
-class Logged(NamedTuple):
-    """What a start-up log says about the KV cache of a GPU."""
-
-    num_bytes: float | None
-    num_tokens: int | None
-
-
-def read_log(path: Path) -> Logged:
-    """The KV cache in a start-up log.
-
-    Raises:
-        ValueError: the log does not state it.
-    """
-    text = path.read_text(encoding="utf-8", errors="replace")
     memory, tokens = _LOG_MEMORY.search(text), _LOG_TOKENS.search(text)
     if memory is None and tokens is None:
         raise ValueError(f"--calibrate {path}: the log has no line 'GPU KV cache size: N tokens'")
-    return Logged(
-        None if memory is None else float(memory.group(1)) * GIB,
-        None if tokens is None else int(tokens.group(1).replace(",", "")),
-    )
-
-
-def with_log(cluster: Cluster, option: Option, path: Path, logged: Logged, utilization: float) -> Cluster:
-    """The cluster with the memory that a start-up log of the layout `option` shows.
-
-    Raises:
-        ValueError: a GPU has less memory than that.
-    """
-    actual = logged.num_bytes
-    if actual is None:
-        assert logged.num_tokens is not None
-        actual = logged.num_tokens * option.fit.kv_bytes / option.fit.kv_tokens
+    fitted, cluster = measured_layout(plan).fit, plan.cluster
+    if memory is not None:
+        actual = float(memory.group(1)) * GIB
+    else:
+        assert tokens is not None
+        actual = int(tokens.group(1).replace(",", "")) * fitted.kv_bytes / fitted.kv_tokens
     if actual > cluster.smallest.usable_bytes:
         raise ValueError(
             f"--calibrate {path}: a KV cache of {actual / GIB:,.1f} GiB is larger than the memory of a GPU, "
             f"{cluster.smallest.usable_gib:g} GiB; the log is of another machine"
         )
-    more = (actual - option.fit.kv_bytes) / utilization / GIB
+    more = (actual - fitted.kv_bytes) / plan.demand.utilization / GIB
     gpus = tuple(replace_struct(gpu, usable_gib=gpu.usable_gib + more) for gpu in cluster.gpus)
     return dataclasses.replace(cluster, gpus=gpus)
 
@@ -165,9 +152,9 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
     widths = np.array(list(_WIDTHS.values()))
     start = np.log([getattr(timing.constants, name) for name in names])
     unqueued = [
-        (one, measured.ttft)
-        for one, measured in steps
-        if measured.ttft is not None and (measured.running <= 1 or _start_together(one.load))
+        (loop, measured.ttft)
+        for loop, measured in steps
+        if measured.ttft is not None and (measured.running <= 1 or _start_together(loop.load))
     ]
     target = np.log([*(measured.tpot for _, measured in steps), *(ttft for _, ttft in unqueued)])
 
@@ -176,9 +163,9 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
         return dataclasses.replace(timing.constants, **values)
 
     def predict(point: Vector) -> Any:
-        found = constants(point)
-        prompts = (_first_token(one, found).seconds(found) for one, _ in unqueued)
-        return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
+        moved_constants = constants(point)
+        prompts = (loop_first_token(loop, moved_constants).seconds(moved_constants) for loop, _ in unqueued)
+        return np.log([*(loop_latency(loop, moved_constants).tpot for loop, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
         moved, missed = (point - start) / widths, (target - predict(point)) / _ERROR
@@ -208,18 +195,13 @@ def _start_together(load: Load) -> bool:
     return load.in_phase and not load.prefill_first
 
 
-def _first_token(steps: LoopSteps, constants: Constants) -> FirstToken:
-    times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
-    return loop_first_token(LoopShape.of(steps), *times)
-
-
 def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
     """The constants with the wait for steps and for other prompts that the measured TTFT show, if there are any."""
     shares = []
-    for one, measured in steps:
-        parts = _first_token(one, constants)
+    for loop, measured in steps:
+        parts = loop_first_token(loop, constants)
         total, fixed = float(parts.seconds(constants)), constants.first + float(parts.alone)
-        is_queued = one.load.running > 1 and not _start_together(one.load)
+        is_queued = loop.load.running > 1 and not _start_together(loop.load)
         if measured.ttft is not None and is_queued and total > fixed:
             shares.append((measured.ttft - fixed) / (total - fixed))
     if not shares:
@@ -234,24 +216,24 @@ def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Mea
     )
 
 
-def measured_layout(found: Search) -> Option:
+def measured_layout(plan: Plan) -> Option:
     """The layout that was measured: the one that `serve` starts with the given flags.
 
     Raises:
         ValueError: it does not fit, so it cannot have been measured.
     """
-    fixed = found.fixed
+    fixed = plan.fixed
     layout = Layout(
-        found.options[0].layout.engine,
+        plan.options[0].layout.engine,
         fixed.tensor or 1,
         fixed.pipeline or 1,
         fixed.data or 1,
         bool(fixed.whole_experts),
-        fixed.weights or bits_label(found.model),
+        fixed.weights or bits_label(plan.model),
         fixed.kv or "auto",
         numerics=fixed.numerics or "exact",
     )
-    option = evaluate(found.model, layout, found.cluster, found.demand, found.timing)
+    option = evaluate(plan.model, layout, plan.cluster, plan.demand, plan.timing)
     if not option.fits:
         raise ValueError(
             f"--calibrate needs flags that name the layout that was measured, such as -tp 4; {layout} does not fit: "
@@ -260,28 +242,28 @@ def measured_layout(found: Search) -> Option:
     return option
 
 
-def calibrated_timing(found: Search, best: Option, measured: Sequence[Measured]) -> dict[str, Timing]:
+def calibrated_timing(plan: Plan, best: Option, measured: Sequence[Measured]) -> dict[str, Timing]:
     """The timing with which the layout `best` has the measured latencies."""
     layout = best.layout
-    used = found.cluster.part(layout.num_gpus)
-    work = layout_work(found.model, layout, best.fit)
-    _, chunk = step_limits(layout, found.demand)
+    used = plan.cluster.part(layout.num_gpus)
+    work = layout_work(plan.model, layout, best.fit)
+    _, chunk = step_limits(layout, plan.demand)
     steps = [
         (
             loop_steps(
                 work,
                 used,
                 Load(
-                    max(1.0, one.running / layout.data),
-                    one.input_len,
-                    one.output_len,
+                    max(1.0, measurement.running / layout.data),
+                    measurement.input_len,
+                    measurement.output_len,
                     chunk,
                     lockstep=layout.lockstep,
                 ),
                 layout.pipeline,
             ),
-            one,
+            measurement,
         )
-        for one in measured
+        for measurement in measured
     ]
-    return {**found.timing, layout.engine: calibrate(found.timing[layout.engine], steps)}
+    return {**plan.timing, layout.engine: calibrate(plan.timing[layout.engine], steps)}

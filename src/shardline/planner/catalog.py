@@ -71,10 +71,10 @@ def _find_gguf(name: str, folder: Path, revision: str | None) -> Path | None:
     quant = None if folder.is_dir() else split_quant(name)[1]
     if not (is_gguf(name) or quant is not None or folder.is_dir()):
         return None
-    found = find_local_model(name, revision)
-    if found is None and quant is not None:
+    local = find_local_model(name, revision)
+    if local is None and quant is not None:
         raise ValueError(f"model {name!r} is not on this host, and a plan needs the header: shardline download {name}")
-    return found if found is not None and is_gguf(found) else None
+    return local if local is not None and is_gguf(local) else None
 
 
 def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:

@@ -148,8 +148,8 @@ def can_link(gpu: Gpu, link: str | None) -> bool:
     return bool(gpu.bridge_gbs) if link == "bridge" else link in (None, "pcie", gpu.link.kind)
 
 
-def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
-    """The link inside a node: the asked one, else the GPUs' own if all have the same, else PCIe.
+def _choose_link(node: list[Gpu], wanted: str | None) -> GpuLink:
+    """The link inside a node: the wanted one, else the GPUs' own if all have the same, else PCIe.
 
     Raises:
         ValueError: a GPU cannot have the link.
@@ -157,16 +157,16 @@ def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
     rate = min(gpu.pcie_gbs for gpu in node)
     pcie = GpuLink("pcie", rate, rate, len(node))
     own = min((gpu.link for gpu in node), key=lambda link: link.gbs)
-    if asked is None:
+    if wanted is None:
         return own if len({gpu.link.kind for gpu in node}) == 1 else pcie
-    if asked == "pcie":
+    if wanted == "pcie":
         return pcie
     for gpu in node:
-        if not can_link(gpu, asked):
+        if not can_link(gpu, wanted):
             extra = " or bridge" if gpu.bridge_gbs else ""
             choices = " or ".join(dict.fromkeys((gpu.link.kind, "pcie"))) + extra
-            raise ValueError(f"--link {asked}: {gpu.name} cannot have it; use {choices}")
-    if asked == "bridge":
+            raise ValueError(f"--link {wanted}: {gpu.name} cannot have it; use {choices}")
+    if wanted == "bridge":
         rate = min(gpu.bridge_gbs for gpu in node)
         return GpuLink("bridge", rate, rate, domain=2)
     return own

@@ -11,7 +11,7 @@ from shardline.planner import vllm
 from shardline.planner.layout import ENGINES, Layout
 from shardline.planner.memory import bits_label, fit
 from shardline.planner.options import lacking_in_vllm, option_words
-from shardline.planner.search import Search
+from shardline.planner.search import Plan
 
 HEAD = "HEAD"
 """Stands for the address of the first node."""
@@ -29,29 +29,29 @@ class Command(NamedTuple):
     """Empty: nothing."""
 
 
-def plan_commands(found: Search) -> dict[str, Command | None]:
+def plan_commands(plan: Plan) -> dict[str, Command | None]:
     """The command of each engine for the best layout that it accepts; None: nothing is recommended, or it has none."""
     commands: dict[str, Command | None] = dict.fromkeys(ENGINES)
-    if found.recommended is None:
+    if plan.recommended is None:
         return commands
-    good = [one.layout for one in found.options[:_TRIED] if one.fits and not one.misses]
+    good = [option.layout for option in plan.options[:_TRIED] if option.fits and not option.misses]
     for engine in commands:
-        tried = (_command(found, layout, engine) for layout in good)
+        tried = (_command(plan, layout, engine) for layout in good)
         commands[engine] = next((command for command in tried if command is not None), None)
     return commands
 
 
-def _command(found: Search, layout: Layout, engine: str) -> Command | None:
+def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
     """The command line of an engine, if it accepts the layout."""
     own = replace(layout, engine=engine)
-    if fit(found.model, own, found.cluster, found.demand).verdict == "no":
+    if fit(plan.model, own, plan.cluster, plan.demand).verdict == "no":
         return None
-    name, quantization, note = _checkpoint(found, layout, engine)
-    words = [engine, "serve", name, *_sizes(layout), "--max-model-len", str(found.demand.max_model_len)]
-    kv = layout.kv if engine != "vllm" else vllm.kv_flag(found.model.spec, layout)
+    name, quantization, note = _checkpoint(plan, layout, engine)
+    words = [engine, "serve", name, *_sizes(layout), "--max-model-len", str(plan.demand.max_model_len)]
+    kv = layout.kv if engine != "vllm" else vllm.kv_flag(plan.model.spec, layout)
     words += ["--kv-cache-dtype", kv] if kv != "auto" else []
     words += quantization
-    demand = found.demand
+    demand = plan.demand
     if demand.utilization != _UTILIZATION or "gpu_memory_utilization" in demand.options:
         words += ["--gpu-memory-utilization", f"{demand.utilization:g}"]
     if demand.max_num_seqs is not None:
@@ -66,8 +66,8 @@ def _command(found: Search, layout: Layout, engine: str) -> Command | None:
         note = "; ".join([note] * bool(note) + [f"vLLM has no {flag}" for flag in lacking])
         if layout.pipeline > 1 and "pipeline_stages" in demand.options:
             words.insert(0, f"VLLM_PP_LAYER_PARTITION={demand.options['pipeline_stages']}")
-    nodes, node_note = _nodes(found, layout)
-    return Command(shlex.join([*words, *nodes]), "; ".join(one for one in (note, node_note) if one))
+    nodes, node_note = _nodes(plan, layout)
+    return Command(shlex.join([*words, *nodes]), "; ".join(text for text in (note, node_note) if text))
 
 
 def _sizes(layout: Layout) -> list[str]:
@@ -80,9 +80,9 @@ def _sizes(layout: Layout) -> list[str]:
     return words + ["--enable-expert-parallel"] * layout.whole_experts
 
 
-def _checkpoint(found: Search, layout: Layout, engine: str) -> tuple[str, list[str], str]:
+def _checkpoint(plan: Plan, layout: Layout, engine: str) -> tuple[str, list[str], str]:
     """(name of the checkpoint, flag of its quantization, note). vLLM itself quantizes to floats only."""
-    name, own, given = found.model.name, bits_label(found.model), found.demand.options.get("quantization")
+    name, own, given = plan.model.name, bits_label(plan.model), plan.demand.options.get("quantization")
     if layout.weights == own:
         stated = given is not None and (engine == "shardline" or given != "none")
         return name, ["--quantization", str(given)] if stated else [], ""
@@ -92,21 +92,21 @@ def _checkpoint(found: Search, layout: Layout, engine: str) -> tuple[str, list[s
     if is_dense:
         return f"{name}-BF16", [], "a checkpoint that is not quantized: find the name of one"
     kind, bits = layout.weights.rstrip("0123456789"), re.sub(r"\D", "", layout.weights)
-    if kind == "fp" and not found.model.rules.rules:
+    if kind == "fp" and not plan.model.rules.rules:
         return name, ["--quantization", layout.weights], ""
     suffix = {"4": "AWQ", "8": "quantized.w8a8"}[bits] if kind == "int" else layout.weights.upper()
     return f"{name}-{suffix}", [], f"a checkpoint quantized to {bits} bits: find the name of one"
 
 
-def _nodes(found: Search, layout: Layout) -> tuple[list[str], str]:
+def _nodes(plan: Plan, layout: Layout) -> tuple[list[str], str]:
     """(flags of the first of several nodes, note)."""
-    nodes = found.cluster.part(layout.num_gpus).num_nodes
+    nodes = plan.cluster.part(layout.num_gpus).num_nodes
     if nodes == 1 or "ray" in (
-        found.demand.options.get("distributed_executor_backend"),
-        found.demand.options.get("data_parallel_backend"),
+        plan.demand.options.get("distributed_executor_backend"),
+        plan.demand.options.get("data_parallel_backend"),
     ):
         return [], ""
-    head = found.demand.options.get("master_addr")
+    head = plan.demand.options.get("master_addr")
     words = ["--nnodes", str(nodes), "--node-rank", "0", "--master-addr", str(head or HEAD)]
     ask = "" if head else f"{HEAD} is the address of node 0; "
     return words, f"{ask}the other nodes have --node-rank 1{f' to {nodes - 1}' * (nodes > 2)}"

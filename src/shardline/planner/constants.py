@@ -1,8 +1,13 @@
-"""The physical constants of an engine, which step times are computed with."""
+"""The constants of an engine's step times, and how far predictions with them are from measurements."""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,42 @@ class Constants:
 
     Its GPUs lower their clocks at full power, batches are padded to captured sizes, and the last requests run alone.
     """
+
+
+class Interval(NamedTuple):
+    """A prediction: the median, and the bounds of its 80% interval."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Constants, and how far predictions with them are from measurements."""
+
+    constants: Constants
+    spread: Mapping[str, tuple[float, float]]
+    """For "ttft", "tpot" and "output_tok_s": factors from a prediction to the bounds of its 80% interval."""
+    calibrated: Mapping[str, tuple[float, float]] | None = None
+    """The same for a machine that was measured at another load; None: not known."""
+
+    def interval(self, quantity: str, value: float) -> Interval:
+        """The 80% interval of a predicted `quantity`."""
+        low, high = self.spread[quantity]
+        return Interval(value * low, value, value * high)
+
+
+@functools.cache
+def shipped_timing() -> Mapping[str, Timing]:
+    """For each engine, the constants fitted to published rows. This engine's are vLLM's, until there are rows of it."""
+    values = json.loads(Path(__file__).with_name("timing.json").read_text(encoding="utf-8"))
+    timings = {
+        engine: Timing(Constants(**fitted["constants"]), _spread(fitted["spread"]), _spread(values["calibrated"]))
+        for engine, fitted in values["engines"].items()
+    }
+    return {**timings, "shardline": timings["vllm"]}
+
+
+def _spread(bounds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    return {name: (low, high) for name, (low, high) in bounds.items()}

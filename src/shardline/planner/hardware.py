@@ -130,17 +130,17 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu
         ValueError: there is none. The message names the nearest.
     """
     wanted = [token for token in _tokens(name) if token not in _WORDS and not token.startswith("hbm")]
-    found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu, token) for token in wanted)]
-    exact = [gpu for gpu in found if _tokens(gpu.name) == wanted]
+    matches = [gpu for gpu in gpus.values() if wanted and all(_has(gpu, token) for token in wanted)]
+    exact = [gpu for gpu in matches if _tokens(gpu.name) == wanted]
     if exact:
         return exact[0]
-    if not found:
+    if not matches:
         # Most people write the beginning of a name only.
         by_name = {short: known for known in reversed(list(gpus)) for short in (known.lower(), _tokens(known)[0])}
-        found_names = difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)
-        close = list(dict.fromkeys(by_name[one] for one in found_names)) or list(gpus)[:_NAMED]
+        near = difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)
+        close = list(dict.fromkeys(by_name[known] for known in near)) or list(gpus)[:_NAMED]
         raise ValueError(f"unknown GPU {name!r}; the nearest are {', '.join(close)}")
-    return next((gpu for gpu in found if gpu.link.kind == link), found[0])
+    return next((gpu for gpu in matches if gpu.link.kind == link), matches[0])
 
 
 def _tokens(name: str) -> list[str]:

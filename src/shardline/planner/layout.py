@@ -1,12 +1,19 @@
-"""A way to run a model on GPUs, as the planner compares it."""
+"""A way to run a model on GPUs, as the planner compares it, and what it must do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardline.checkpoints.planning import PlannedModel
+from shardline.config.engine import EngineConfig
+from shardline.deployment.length import check_length
+from shardline.planner.simulation.workload import SimulatedRequest
+
 ENGINES = ("shardline", "vllm")
+_USUAL_LENGTH = 8192
 
 
 @dataclass(frozen=True)
@@ -80,3 +87,60 @@ class Demand:
     """None: the engine's default."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of the engine that are given: see `planner/options.py`."""
+
+
+def usual_length(positions: int, needed: int) -> int:
+    """The longest request of a demand that does not state it: 8,192 tokens, or as many as are `needed`.
+
+    A model with fewer `positions` limits it.
+    """
+    return min(positions, max(needed, _USUAL_LENGTH))
+
+
+def demand_for(
+    model: PlannedModel,
+    options: Mapping[str, Any],
+    trace: Sequence[SimulatedRequest] = (),
+    *,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    cached_len: int = 0,
+    rate: float | None = None,
+    **limits: Any,
+) -> Demand:
+    """The demand of a load and the given `options` of the engine; `limits` are further fields.
+
+    What is not given is taken from the `trace`, if there is one: the mean lengths, the mean rate, and the longest
+    request.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    config, longest = EngineConfig.from_options(**options), 0
+    if trace:
+        input_len = input_len or math.ceil(sum(request.input_len for request in trace) / len(trace))
+        output_len = output_len or math.ceil(sum(request.output_len for request in trace) / len(trace))
+        seconds = trace[-1].arrival - trace[0].arrival
+        rate = rate or ((len(trace) - 1) / seconds if seconds else None)
+        longest = max(request.input_len + request.output_len for request in trace)
+    input_len, output_len = input_len or Demand.input_len, output_len or Demand.output_len
+    if not 0 <= cached_len <= input_len:
+        raise ValueError(f"--prefix-len {cached_len} must be from 0 to --input-len {input_len}")
+    needed, length = input_len + output_len, config.model.max_model_len
+    check_length(length, model.spec)
+    if not isinstance(length, int):
+        length = usual_length(model.spec.max_position_embeddings, max(needed, longest))
+    if needed > length:
+        raise ValueError(f"--input-len and --output-len make {needed} tokens, more than --max-model-len {length}")
+    return Demand(
+        max_model_len=length,
+        input_len=input_len,
+        output_len=output_len,
+        cached_len=cached_len,
+        rate=rate,
+        utilization=config.cache.gpu_memory_utilization,
+        max_num_seqs=options.get("max_num_seqs"),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        options=options,
+        **limits,
+    )

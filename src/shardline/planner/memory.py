@@ -195,17 +195,14 @@ def _machine(cluster: Cluster, num_gpus: int, *, roomy: bool = False) -> Machine
 def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: Demand, why: str) -> Fit:
     """The figures of a layout that `resolve` accepts, at least on larger GPUs (then `why` says why not on these)."""
     cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
-    weights = max(rank.num_bytes for rank in deployment.weights)
-    step = step_bytes(spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
-    hosts = _machine(cluster, layout.num_gpus).hosts
-    gpus = [host.devices[index] for host in hosts for index in host.of_kind("cuda")]
-    left = [gpu_left(gpus, layout.num_gpus, share, weights, step) for share in (demand.utilization, 1.0)]
-    room = left[0]
+    weights, step = _rank_bytes(deployment)
+    machine = _machine(cluster, layout.num_gpus)
+    room, most = (cache_room(deployment, machine, layout.num_gpus, share) for share in (demand.utilization, 1.0))
     num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
     if isinstance(cache.pool, FixedPool):
         num_blocks = cache.pool.num_blocks - 1
         room = (num_blocks + 1) * max(cache.block_bytes)
-        why = why or _pool_shortage(room, left[1])
+        why = why or _pool_shortage(room, most)
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     per_request = blocks_per_request(cache.groups, demand.max_model_len, cache.block_size, step_tokens)
@@ -227,6 +224,19 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
         why,
         deployment.stages,
     )
+
+
+def _rank_bytes(deployment: Deployment) -> tuple[int, int]:
+    """Bytes of the (weights, largest step) of the rank with the most."""
+    limits = deployment.limits
+    step = step_bytes(deployment.spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
+    return max(rank.num_bytes for rank in deployment.weights), step
+
+
+def cache_room(deployment: Deployment, machine: Machine, num_ranks: int, share: float) -> int:
+    """Bytes that are left for the KV cache of each rank if `num_ranks` use a share of the machine's GPUs."""
+    gpus = [host.devices[index] for host in machine.hosts for index in host.of_kind("cuda")]
+    return gpu_left(gpus, num_ranks, share, *_rank_bytes(deployment))
 
 
 def _pool_shortage(pool: int, left: int) -> str:

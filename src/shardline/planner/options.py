@@ -86,8 +86,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         why = _REFUSED.get(name) or _REFUSED_VALUES.get(name, {}).get(value)
         if why:
-            told = _flag(name, value) if isinstance(value, bool) else f"{_flag(name, value)} {value}"
-            raise ValueError(f"{told}: {why}")
+            text = _flag(name, value) if isinstance(value, bool) else f"{_flag(name, value)} {value}"
+            raise ValueError(f"{text}: {why}")
     if given.get("device", "auto") not in _DEVICES:
         raise ValueError(
             f"--device {given['device']}: a plan is for the GPUs of --gpus; --gpus here plans for this host"
@@ -119,7 +119,7 @@ def flag_words(given: Mapping[str, Any], skip: Collection[str] = ()) -> list[str
     return words
 
 
-def in_dtype(model: PlannedModel, asked: str) -> PlannedModel:
+def in_dtype(model: PlannedModel, dtype: str) -> PlannedModel:
     """The model with activations, and weights that are not quantized, in the type of --dtype.
 
     This engine computes unquantized checkpoints in float16 or float32 in float32, unless another type is asked for.
@@ -127,20 +127,20 @@ def in_dtype(model: PlannedModel, asked: str) -> PlannedModel:
     Raises:
         ValueError: a plan has no figures for the type.
     """
-    asked, stored = _FULL_NAMES.get(asked, asked), model.spec.dtype
-    taken: DType
-    if asked == "float32":
+    dtype, stored = _FULL_NAMES.get(dtype, dtype), model.spec.dtype
+    computed: DType
+    if dtype == "float32":
         raise ValueError(f"--dtype float32: {_NO_FLOAT32}; use --dtype bfloat16, or leave it out")
-    if asked == "auto":
+    if dtype == "auto":
         # vLLM halves float32, and so do the figures.
-        taken = "float16" if stored == "float32" else stored
+        computed = "float16" if stored == "float32" else stored
         refusal = "" if stored == "bfloat16" or model.rules.rules else (
             f"a checkpoint in {stored} runs in float32 here, and {_NO_FLOAT32}; --dtype bfloat16 plans this engine too"
         )  # fmt: skip
     else:
-        taken = cast(DType, asked)
-        refusal = "" if asked == "bfloat16" else f"dtype {asked} is not supported; use bfloat16"
-    return model.with_dtype(taken, refusal)
+        computed = cast(DType, dtype)
+        refusal = "" if dtype == "bfloat16" else f"dtype {dtype} is not supported; use bfloat16"
+    return model.with_dtype(computed, refusal)
 
 
 def decisive_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,65 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from shardline.checkpoints.planning import PlannedModel
-from shardline.models.communication import Exchange, context_traffic
-from shardline.models.partition import Span
-from shardline.models.step_work import StepWork, attention_work, step_work
+from shardline.models.compressed import is_compressed
+from shardline.models.partition import check_tensor_parallel
+from shardline.models.spec import MoE
 from shardline.planner import vllm
-from shardline.planner.candidates import Fixed, layouts
-from shardline.planner.cluster import Cluster
-from shardline.planner.cost import per_million
+from shardline.planner.cluster import Cluster, can_link, parse_cluster
+from shardline.planner.constants import Timing, shipped_timing
+from shardline.planner.hardware import Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.memory import Fit, bits_label, fit, held_weights, kv_dtype
-from shardline.planner.timing import (
-    Interval,
-    Latency,
-    Load,
-    LoopSteps,
-    Timing,
-    by_little,
-    loop_latency,
-    loop_steps,
-    shipped_timing,
-)
+from shardline.planner.memory import Fit, bits_label, fit, stored_weights
+from shardline.planner.speed import Speed, layout_speed
 
+_SECONDS_PER_HOUR = 3600
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that are tried if none is given."""
+_NODE = 8
+"""GPUs of a node, if no number is given."""
+_EVERY_NUMBER = 8
+"""GPUs up to which every smaller number of them is looked at."""
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
 _DENSE = (
     "vLLM instead: Shardline makes some of these quantized weights dense on GPUs, and then no layout fits; "
     "--engine shardline shows its figures"
 )
-_DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
-"""max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
-_DEFAULT_TOKENS = {"shardline": 2048, "vllm": 8192}
-"""max_num_batched_tokens of the engines on large GPUs."""
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What requests see of a layout under the demanded load; times in seconds."""
+class Fixed:
+    """Choices that the user has made; None: to be searched."""
 
-    running: float
-    """Requests running at once, over all replicas."""
-    ttft: Interval
-    tpot: Interval
-    output_tok_s: Interval
-    bound_by: str
-    link_share: float
-    """Share of a decode step that exchanges take."""
-    exchange_bytes: float
-    """What a rank receives in a decode step."""
-    exchange_messages: int
-    """Exchanges of a decode step, one after the other."""
-    link_bytes_per_second: float
-    """Rate at which the exchanged bytes alone would take as long as the rest of the step."""
-    is_sustained: bool
-    """Whether the layout keeps up with the demanded rate."""
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    whole_experts: bool | None = None
+    weights: str | None = None
+    kv: str | None = None
+    context: int | None = None
+    numerics: str | None = None
+
+
+def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
+    """What the given options of the engine fix. A stated method of the checkpoint itself is its own format."""
+    quantization = options.get("quantization")
+    is_stated = model.rules.method and quantization in (model.rules.method, model.rules.method.replace("-", "_"))
+    if is_stated or (quantization == "none" and not model.rules.rules):
+        quantization = bits_label(model)
+    return Fixed(
+        tensor=options.get("tensor_parallel_size"),
+        pipeline=options.get("pipeline_parallel_size"),
+        data=options.get("data_parallel_size"),
+        whole_experts=options.get("enable_expert_parallel"),
+        weights="bf16" if quantization == "none" else quantization,
+        kv=options.get("kv_cache_dtype"),
+        context=options.get("context_parallel_size"),
+        numerics=options.get("numerics"),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,14 @@ class Option:
         """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
         return self.fit.fits
 
+    @property
+    def is_good(self) -> bool:
+        """Whether it starts, has room for the wanted requests, and meets the demand."""
+        return self.fits and self.fit.verdict != "tight" and not self.misses
+
 
 @dataclass(frozen=True)
-class Search:
+class Plan:
     """The options of a model on a cluster, the best first."""
 
     model: PlannedModel
@@ -108,50 +117,138 @@ class Search:
     instead: str = ""
     """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
 
+    @property
+    def best(self) -> Option | None:
+        """The recommended option."""
+        return None if self.recommended is None else self.options[self.recommended]
 
-def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
-    """The work of the rank that has the most."""
-    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
-    work, stage = _plain_work(model, same, tuple(fitted.stages))
-    if layout.kv != "auto":
-        attention = attention_work(
-            model.spec, stage, layout.tensor, kv_dtype(layout, model.spec), expands=layout.engine != "shardline"
+
+def search(
+    model: PlannedModel,
+    cluster: Cluster,
+    demand: Demand,
+    goal: str,
+    engine: str | None = None,
+    fixed: Fixed | None = None,
+    timing: Mapping[str, Timing] | None = None,
+) -> Plan:
+    """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
+    chosen = engine or engine_for(model, cluster)
+    if goal == "latency" and demand.rate is None and demand.running is None:
+        # The latency of full memory would reward layouts with little memory.
+        demand = dataclasses.replace(demand, running=demand.concurrency)
+    fixed = fixed or Fixed()
+    options = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, chosen, fixed)]
+    instead = ""
+    if engine is None and chosen == "shardline" and model.rules.rules and not any(option.fits for option in options):
+        # vLLM keeps weights packed that this engine makes dense on GPUs.
+        others = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, "vllm", fixed)]
+        if any(option.fits for option in others):
+            options, instead = others, _DENSE
+    own = bits_label(model)
+    prices = [option.cost_per_million for option in options if option.cost_per_million and option.is_good]
+    near = _SAME_PRICE * min(prices, default=0.0)
+    options.sort(key=lambda option: _rank(option, goal, own, near))
+    good = options and options[0].fits and not options[0].misses
+    return Plan(
+        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
+    )
+
+
+def plan_on(
+    gpus: str,
+    model: PlannedModel,
+    demand: Demand,
+    goal: str = "cost",
+    engine: str | None = None,
+    fixed: Fixed | None = None,
+    *,
+    link: str | None = None,
+    inter_node: str | None = None,
+    known: Mapping[str, Gpu] | None = None,
+) -> Plan:
+    """The plan for GPUs as a user names them: "4xH100-80GB"; "H100" for the fewest that do; "any" for the cheapest.
+
+    Raises:
+        ValueError: the GPUs are unknown, or no layout can have the `fixed` sizes.
+    """
+    known, fixed = known or known_gpus(), fixed or Fixed()
+
+    def on(text: str) -> Plan:
+        return search(model, parse_cluster(text, known, link, inter_node), demand, goal, engine, fixed)
+
+    if gpus == "any":
+        names = [name for name, gpu in known.items() if gpu.price is not None and can_link(gpu, link)]
+        if not names:
+            raise ValueError(f"--link {link}: no GPU with a known price has it; leave it out")
+        plan = _cheapest([_fewest(on, name) for name in names])
+    elif re.match(r"\d+x|.*\+", gpus, re.IGNORECASE):
+        plan = on(gpus)
+    else:
+        plan = _fewest(on, gpus)
+    check_sizes(model, plan.cluster, engine or engine_for(model, plan.cluster), fixed)
+    check_refusals(plan)
+    return plan
+
+
+def _cheapest(plans: Sequence[Plan]) -> Plan:
+    """The plan whose recommendation costs least; the first of all if none recommends a layout."""
+    costs = [plan.best.cost_per_million if plan.best else None for plan in plans]
+    return plans[min(range(len(plans)), key=lambda index: costs[index] or math.inf)]
+
+
+def _fewest(on: Callable[[str], Plan], name: str) -> Plan:
+    """The plan for the smallest number of GPUs with a layout to recommend; else for the largest."""
+    for count in _COUNTS:
+        plan = on(f"{count}x{name}" if count <= _NODE else f"{count // _NODE}x{_NODE}x{name}")
+        if plan.best is not None and plan.best.fit.verdict != "tight":
+            good = [option for option in plan.options if option.is_good]
+            fewest = min(option.layout.num_gpus for option in good)
+            return on(f"{fewest}x{name}") if fewest < min(count, _NODE + 1) else plan
+    return plan
+
+
+def engine_for(model: PlannedModel, cluster: Cluster) -> str:
+    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
+    is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
+    return "shardline" if is_ours else "vllm"
+
+
+def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> None:
+    """Refuse parallel sizes that no layout of the engine can have, whatever else is searched.
+
+    Raises:
+        ValueError: the heads forbid the tensor-parallel size, there are too few GPUs, or a format is unknown.
+    """
+    tensor, whole = fixed.tensor or 1, fixed.whole_experts is not False
+    if fixed.weights:
+        stored_weights(model, fixed.weights)
+    if engine == "shardline":
+        check_tensor_parallel(model.spec, tensor)
+    else:
+        has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
+        smallest = Layout(
+            engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto"
         )
-        work = dataclasses.replace(work, attention=attention)
-    if layout.context == 1:
-        return work
-    merged = context_traffic(model.spec, stage, layout.context, 1)
-    return dataclasses.replace(
-        work,
-        attention=tuple(one.shared_by(layout.context) for one in work.attention),
-        exchanges=(*work.exchanges, (merged, layout.context)),
-    )
+        why = vllm.refusal(model.spec, model.stored(), smallest)
+        if why:
+            raise ValueError(why)
+    needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)
+    if needed > cluster.num_gpus:
+        raise ValueError(f"the parallel sizes need {needed} GPUs, and {cluster.name} has {cluster.num_gpus}")
 
 
-@functools.lru_cache(maxsize=512)
-def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -> tuple[StepWork, Span]:
-    """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
-    stored = held_weights(model, layout)
-    grid = vllm.grid_of(layout)
-    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
-    place = max(places, key=lambda one: stages[one.pp_rank].size)
-    ours = layout.engine == "shardline"
-    work = step_work(
-        model.spec,
-        place,
-        stages,
-        stored,
-        kv_dtype(layout, model.spec),
-        cast(Exchange, layout.numerics) if ours else "vllm",
-        whole_experts=layout.whole_experts,
-        whole=() if ours else vllm.WHOLE_PARTS,
-    )
-    return work, stages[place.pp_rank]
+def check_refusals(plan: Plan) -> None:
+    """See that something else than one mistake of the user keeps all layouts from starting.
 
-
-def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
-    """(spot, on demand) US dollars an hour for the GPUs of a layout."""
-    return cluster.part(layout.num_gpus).price_per_hour
+    Raises:
+        ValueError: there is no layout, or all are refused for one reason that is not the memory.
+    """
+    fits = [option.fit for option in plan.options if option.layout.context == 1]
+    if not fits:
+        raise ValueError(f"no layout of {plan.cluster.name} has the given sizes; leave one of them out")
+    if not any(fitted.other_bytes for fitted in fits) and len({fitted.why_not for fitted in fits}) == 1:
+        raise ValueError(fits[0].why_not)
 
 
 def evaluate(
@@ -159,7 +256,7 @@ def evaluate(
 ) -> Option:
     """All figures of one layout. `timing` has the constants of each engine; None: the shipped ones."""
     fitted = fit(model, layout, cluster, demand)
-    cost = price(cluster, layout) if layout.num_gpus <= cluster.num_gpus else None
+    cost = cluster.part(layout.num_gpus).price_per_hour if layout.num_gpus <= cluster.num_gpus else None
     refusal = fitted.why_not
     if layout.context > 1:
         fitted = _spread_context(model, layout, cluster, demand, refusal)
@@ -192,71 +289,6 @@ def _spread_context(model: PlannedModel, layout: Layout, cluster: Cluster, deman
     )
 
 
-def step_limits(layout: Layout, demand: Demand) -> tuple[int, int]:
-    """(most requests running on a replica, most tokens in a step): the demanded ones, else the engine's defaults."""
-    return (
-        demand.max_num_seqs or _DEFAULT_RUNNING[layout.engine],
-        demand.max_num_batched_tokens or _DEFAULT_TOKENS[layout.engine],
-    )
-
-
-def layout_speed(
-    model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, fitted: Fit, timing: Timing
-) -> Speed:
-    """What requests see of a layout that fits."""
-    used = cluster.part(layout.num_gpus)
-    work = layout_work(model, layout, fitted)
-    per_request = demand.input_len + demand.output_len
-    by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
-    max_num_seqs, chunk = step_limits(layout, demand)
-    most = min(by_memory, max_num_seqs)
-
-    is_full = demand.rate is None and demand.running is None
-
-    arrivals = demand.rate / layout.data if demand.rate is not None and demand.running is None else None
-
-    def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(
-            running,
-            demand.input_len,
-            demand.output_len,
-            chunk,
-            lockstep=layout.lockstep,
-            saturated=is_full,
-            arrivals=arrivals,
-        )
-        steps = loop_steps(work, used, load, layout.pipeline)
-        return steps, loop_latency(steps, timing.constants)
-
-    running, sustained = most, True
-    if demand.running is not None:
-        running = min(most, max(1.0, demand.running / layout.data))
-    elif demand.rate is not None:
-        running, sustained = by_little(demand.rate / layout.data, most, lambda value: at(value)[1], demand.output_len)
-    steps, latency = at(running)
-    speed = layout.data * latency.output_tokens_per_second
-    if demand.rate is not None and sustained:
-        speed = min(speed, demand.rate * demand.output_len)
-    decode = steps.decode
-    seconds = decode.seconds(timing.constants)
-    share = decode.link_seconds(timing.constants) / seconds
-    rest = seconds * (1 - share)
-    exchanges = (*(traffic for traffic, _ in work.exchanges), work.hand_off)
-    moved = sum(traffic.num_bytes for traffic in exchanges) * running / layout.pipeline
-    return Speed(
-        running * layout.data,
-        timing.interval("ttft", latency.ttft),
-        timing.interval("tpot", latency.tpot),
-        timing.interval("output_tok_s", speed),
-        decode.bound_by(timing.constants),
-        share,
-        moved,
-        sum(traffic.num_messages for traffic in exchanges),
-        moved / rest,
-        sustained,
-    )
-
-
 def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
     """(demands that the median prediction misses, further ones that the upper end of the interval misses)."""
     missed: list[str] = []
@@ -273,59 +305,74 @@ def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
     return ", ".join(missed), ", ".join(at_risk)
 
 
-def search(
-    model: PlannedModel,
-    cluster: Cluster,
-    demand: Demand,
-    goal: str,
-    engine: str | None = None,
-    fixed: Fixed | None = None,
-    timing: Mapping[str, Timing] | None = None,
-) -> Search:
-    """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
-    chosen = engine or engine_for(model, cluster)
-    if goal == "latency" and demand.rate is None and demand.running is None:
-        # The latency of full memory would reward layouts with little memory.
-        demand = dataclasses.replace(demand, running=demand.concurrency)
-    fixed = fixed or Fixed()
-    options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
-    instead = ""
-    if engine is None and chosen == "shardline" and model.rules.rules and not any(one.fits for one in options):
-        # vLLM keeps weights packed that this engine makes dense on GPUs.
-        others = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, "vllm", fixed)]
-        if any(one.fits for one in others):
-            options, instead = others, _DENSE
-    own = bits_label(model)
-    prices = [
-        one.cost_per_million
-        for one in options
-        if one.fits and one.cost_per_million and one.fit.verdict != "tight" and not one.misses
-    ]
-    near = _SAME_PRICE * min(prices, default=0.0)
-    options.sort(key=lambda option: _rank(option, goal, own, near))
-    good = options and options[0].fits and not options[0].misses
-    return Search(
-        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
-    )
+def per_million(price_per_hour: float, tokens_per_second: float) -> float:
+    """Dollars for a million tokens."""
+    return price_per_hour / (tokens_per_second * _SECONDS_PER_HOUR) * 1e6
 
 
-def check_refusals(found: Search) -> None:
-    """See that something else than one mistake of the user keeps all layouts from starting.
+def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
+    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
+    experts = (False, True) if has_experts else (False,)
+    labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
+    numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
+    caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
+    for num_gpus in _counts(cluster, fixed):
+        for tensor in _divisors(num_gpus, fixed.tensor):
+            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
+                data = num_gpus // tensor // pipeline
+                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+                    continue
+                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                    if whole and tensor * data == 1:
+                        continue
+                    for label in labels:
+                        for kv in caches:
+                            yield Layout(engine, tensor, pipeline, data, whole, label, kv, numerics=numerics)
+    if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
+        # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
+        for tensor in _divisors(cluster.num_gpus, fixed.tensor):
+            if tensor < cluster.num_gpus:
+                spread = cluster.num_gpus // tensor
+                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=spread, numerics=numerics)
 
-    Raises:
-        ValueError: there is no layout, or all are refused for one reason that is not the memory.
+
+def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
+    """Numbers of GPUs to look at: all, half of them and so on; up to 8 every number.
+
+    Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
     """
-    fits = [one.fit for one in found.options if one.layout.context == 1]
-    if not fits:
-        raise ValueError(f"no layout of {found.cluster.name} has the given sizes; leave one of them out")
-    if not any(one.other_bytes for one in fits) and len({one.why_not for one in fits}) == 1:
-        raise ValueError(fits[0].why_not)
+    total = cluster.num_gpus
+    if total <= _EVERY_NUMBER:
+        return list(range(1, total + 1))
+    counts = {total >> shift for shift in range(total.bit_length())}
+    unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
+    if unit <= total and all(count % unit for count in counts):
+        counts |= {unit, total // unit * unit}
+    return sorted(counts)
 
 
-def engine_for(model: PlannedModel, cluster: Cluster) -> str:
-    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
-    is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
-    return "shardline" if is_ours else "vllm"
+def _divisors(number: int, only: int | None) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+
+
+def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
+    """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
+    own = bits_label(model)
+    return [own] if model.rules.rules else [own, *_one_byte(cluster, engine), "int" + "4"]
+
+
+def _kv_labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
+    if is_compressed(model.spec):
+        return ["auto"]  # there is only one: see `vllm.kv_flag`
+    return ["auto", *_one_byte(cluster, engine)]
+
+
+def _one_byte(cluster: Cluster, engine: str) -> list[str]:
+    """The first format of one byte in which all of the GPUs compute: floats, and for this engine also integers."""
+    labels = [label for label in cluster.slowest.tflops if label.endswith("8")]
+    common = [label for label in labels if all(label in gpu.tflops for gpu in cluster.gpus)]
+    return [label for label in common if label.startswith("f") or engine == "shardline"][:1]
 
 
 def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]:
@@ -360,28 +407,3 @@ def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]
 def changes_answers(option: Option, own: str) -> bool:
     """Whether the layout quantizes what the checkpoint, with weights of the label `own`, does not."""
     return option.layout.weights != own or option.layout.kv != "auto"
-
-
-def frontier(options: tuple[Option, ...]) -> list[int]:
-    """Indices of the options that no other with the same formats beats in latency, throughput and cost together."""
-    kept: list[int] = []
-    for index, option in enumerate(options):
-        if not option.fits:
-            continue
-        mine = _figures(option)
-        formats = (option.layout.weights, option.layout.kv)
-        others = (
-            _figures(one)
-            for one in options
-            if one.fits and one is not option and (one.layout.weights, one.layout.kv) == formats
-        )
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
-            kept.append(index)
-    return kept
-
-
-def _figures(option: Option) -> tuple[float, ...]:
-    speed = option.speed
-    assert speed is not None
-    cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
-    return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)

@@ -7,19 +7,14 @@ launches and the host's work come on top.
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from shardline.models.step_work import StepWork
 from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Constants
 
-T = TypeVar("T", bound=Any)
 _LOOP_ROUNDS = 4
 _LITTLE_ROUNDS = 12
 USUAL_ROUNDS = 10.0
@@ -141,8 +136,8 @@ class Load(NamedTuple):
     """Whether all requests have the same lengths, so that those that begin together end together."""
     rounds: float = USUAL_ROUNDS
     """Requests of the whole run for each that runs at once."""
-    arrivals: float | None = None
-    """Requests that arrive in a second at random times, if the load is no closed loop."""
+    arrivals: float = 0.0
+    """Requests that arrive in a second at random times, if the load is no closed loop; 0: it is one."""
     lockstep: int = 1
     """Replicas of which none begins a step before all have ended theirs."""
     prompts_apart: bool = False
@@ -155,7 +150,7 @@ class Load(NamedTuple):
 
 
 class LoopSteps(NamedTuple):
-    """The kinds of step of a closed loop, and how often they occur."""
+    """The kinds of step of a closed loop, and how often they occur. For fits, all numbers are arrays of many loops."""
 
     decode: StepLoad
     prompt: StepLoad
@@ -173,6 +168,10 @@ class LoopSteps(NamedTuple):
     """Steps with prompts while as many requests as run are served."""
     stages: int
     load: Load
+
+    def seconds(self, constants: Constants) -> tuple[Any, Any, Any]:
+        """Times of the kinds of step: decode, prompt, burst."""
+        return self.decode.seconds(constants), self.prompt.seconds(constants), self.burst.seconds(constants)
 
 
 def loop_steps(work: StepWork, cluster: Cluster, load: Load, stages: int) -> LoopSteps:
@@ -203,69 +202,30 @@ class Latency(NamedTuple):
     output_tokens_per_second: float
 
 
-class LoopShape(NamedTuple):
-    """Numbers of a closed loop, or of many as equal arrays; see `LoopSteps` and `Load`."""
+def loop_tpot(loop: LoopSteps, constants: Constants) -> Any:
+    """Time of an output token after the first: the mean time of the steps that a request sees.
 
-    chunks: Any
-    bursts: Any
-    prompt_steps: Any
-    stages: Any
-    running: Any
-    output_len: Any
-    prefill_first: Any
-    in_phase: Any
-    lockstep: Any
-    prompts_apart: Any
-    saturated: Any
-    equal_lengths: Any
-    rounds: Any
-    arrivals: Any
-
-    @staticmethod
-    def of(steps: LoopSteps) -> LoopShape:
-        """The numbers of one loop."""
-        load = steps.load
-        return LoopShape(
-            steps.chunks,
-            steps.bursts,
-            steps.prompt_steps,
-            steps.stages,
-            load.running,
-            load.output_len,
-            float(load.prefill_first),
-            float(load.in_phase),
-            load.lockstep,
-            float(load.prompts_apart),
-            float(load.saturated),
-            float(load.equal_lengths),
-            load.rounds,
-            load.arrivals or 0.0,
-        )
-
-
-def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
-    """Mean time of the steps that a request sees after its first token; times and the shape are numbers or arrays.
-
-    `decode`, `prompt` and `burst` are the times of the kinds of step. While a request takes its own chunks and its
-    steps, each of the others takes `chunks` steps with a prompt, which last longer by the difference. In lockstep, a
-    step also lasts longer if another replica has a prompt. Requests in phase wait only for the bursts after their
-    own: on average for half of them. In a saturated run, each output token of a round has its share of the steps with
-    prompts.
+    While a request takes its own chunks and its steps, each of the others takes `chunks` steps with a prompt, which
+    last longer by the difference. In lockstep, a step also lasts longer if another replica has a prompt. Requests in
+    phase wait only for the bursts after their own: on average for half of them. In a saturated run, each output token
+    of a round has its share of the steps with prompts.
     """
-    with_prompt = prompt + shape.prefill_first * decode
+    decode, prompt, burst = loop.seconds(constants)
+    load = loop.load
+    with_prompt = prompt + load.prefill_first * decode
     longer = (with_prompt - decode + abs(with_prompt - decode)) / 2
-    others = shape.running / shape.stages - 1
-    others = (1 - shape.prompts_apart) * (others + abs(others)) / 2
+    others = load.running / loop.stages - 1
+    others = (1 - load.prompts_apart) * (others + abs(others)) / 2
     mean = decode
     for _ in range(_LOOP_ROUNDS):
-        share = others * shape.chunks / (shape.output_len + shape.chunks * with_prompt / mean)
+        share = others * loop.chunks / (load.output_len + loop.chunks * with_prompt / mean)
         without = (1 - share + abs(1 - share)) / 2
-        mean = decode + longer * (share + without - without**shape.lockstep)
-    together = decode + burst * (shape.bursts - 1) / 2 / shape.output_len
-    closed = shape.in_phase * together + (1 - shape.in_phase) * mean
-    full = decode + longer * shape.prompt_steps / shape.output_len
-    tpot: T = shape.stages * (shape.saturated * full + (1 - shape.saturated) * closed)
-    return tpot
+        mean = decode + longer * (share + without - without**load.lockstep)
+    together = decode + burst * (loop.bursts - 1) / 2 / load.output_len
+    closed = load.in_phase * together + (1 - load.in_phase) * mean
+    full = decode + longer * loop.prompt_steps / load.output_len
+    tpot = loop.stages * (load.saturated * full + (1 - load.saturated) * closed)
+    return tpot / constants.saturated**load.saturated
 
 
 class FirstToken(NamedTuple):
@@ -294,42 +254,42 @@ class FirstToken(NamedTuple):
         return constants.first + self.alone + constants.shown * self.shown + self.wait(constants)
 
 
-def _smaller(one: Any, other: Any) -> Any:
+def _smaller(first: Any, second: Any) -> Any:
     """The smaller of two numbers, or of two arrays element by element."""
-    return (one + other - abs(one - other)) / 2
+    return (first + second - abs(first - second)) / 2
 
 
-def loop_first_token(shape: LoopShape, decode: T, prompt: T, burst: T) -> FirstToken:
-    """The parts of the time to the first token; times and the shape are numbers or arrays.
+def loop_first_token(loop: LoopSteps, constants: Constants) -> FirstToken:
+    """The parts of the time to the first token.
 
     In a closed loop, prompts come together at the start and partly later. Requests in phase always do. Prompts that
     arrive at random times wait as in a queue with equal service times (M/D/1): by the share of its time that a replica
     computes prompts.
     """
-    own = shape.stages * shape.chunks * (prompt + shape.prefill_first * decode)
-    burst_wait = shape.stages * burst * (shape.bursts + 1) / 2 - own
+    decode, prompt, burst = loop.seconds(constants)
+    load = loop.load
+    own = loop.stages * loop.chunks * (prompt + load.prefill_first * decode)
+    burst_wait = loop.stages * burst * (loop.bursts + 1) / 2 - own
     burst_wait = (burst_wait + abs(burst_wait)) / 2
-    is_random = shape.arrivals > 0
-    each = burst * shape.bursts * shape.stages / shape.running
-    share = _smaller(_FULLEST_QUEUE, shape.arrivals * each)
+    is_random = load.arrivals > 0
+    each = burst * loop.bursts * loop.stages / load.running
+    share = _smaller(_FULLEST_QUEUE, load.arrivals * each)
     random = each * share / (1 - share) / 2
-    closed = (1 - is_random) * (1 - shape.in_phase)
+    closed = (1 - is_random) * (1 - load.in_phase)
     return FirstToken(
-        own + shape.in_phase * burst_wait + is_random * random,
-        shape.stages * decode * (shape.output_len > 1),
+        own + load.in_phase * burst_wait + is_random * random,
+        loop.stages * decode * (load.output_len > 1),
         closed * burst_wait,
-        1 / shape.rounds,
-        1 - shape.equal_lengths,
-        closed * shape.equal_lengths * own * (shape.running**0.5 - 1),
+        1 / load.rounds,
+        1 - load.equal_lengths,
+        closed * load.equal_lengths * own * (load.running**0.5 - 1),
     )
 
 
-def loop_latency(steps: LoopSteps, constants: Constants) -> Latency:
+def loop_latency(loop: LoopSteps, constants: Constants) -> Latency:
     """What requests of a closed loop see."""
-    times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
-    shape, load = LoopShape.of(steps), steps.load
-    tpot = loop_tpot(shape, *times) / constants.saturated**shape.saturated
-    ttft = float(loop_first_token(shape, *times).seconds(constants))
+    load, tpot = loop.load, loop_tpot(loop, constants)
+    ttft = float(loop_first_token(loop, constants).seconds(constants))
     if load.saturated:
         return Latency(ttft, tpot, load.running / tpot)
     total = ttft + tpot * max(0.0, load.output_len - 1)
@@ -348,42 +308,3 @@ def by_little(rate: float, most: float, at: Callable[[float], Latency], output_l
         else:
             low = middle
     return high, True
-
-
-class Interval(NamedTuple):
-    """A prediction: the median, and the bounds of its 80% interval."""
-
-    p10: float
-    p50: float
-    p90: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Constants, and how far predictions with them are from measurements."""
-
-    constants: Constants
-    spread: Mapping[str, tuple[float, float]]
-    """For "ttft", "tpot" and "output_tok_s": factors from a prediction to the bounds of its 80% interval."""
-    calibrated: Mapping[str, tuple[float, float]] | None = None
-    """The same for a machine that was measured at another load; None: not known."""
-
-    def interval(self, quantity: str, value: float) -> Interval:
-        """The 80% interval of a predicted `quantity`."""
-        low, high = self.spread[quantity]
-        return Interval(value * low, value, value * high)
-
-
-@functools.cache
-def shipped_timing() -> Mapping[str, Timing]:
-    """For each engine, the constants fitted to published rows. This engine's are vLLM's, until there are rows of it."""
-    values = json.loads(Path(__file__).with_name("timing.json").read_text(encoding="utf-8"))
-    found = {
-        engine: Timing(Constants(**one["constants"]), _spread(one["spread"]), _spread(values["calibrated"]))
-        for engine, one in values["engines"].items()
-    }
-    return {**found, "shardline": found["vllm"]}
-
-
-def _spread(bounds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    return {name: (low, high) for name, (low, high) in bounds.items()}

@@ -1,250 +1,163 @@
-"""Predictions against published rows: each model and each GPU is held out in turn, and constants are fitted anew."""
+"""Predictions against a user's own measurements: a CSV file, each row of which the shipped constants predict."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from shardline.planner.calibration import Measured, calibrate
-from shardline.planner.constants import Constants
-from shardline.planner.fitting import Sample, fit_constants
-from shardline.planner.hardware import Gpu
-from shardline.planner.rows import Row, Skipped, Works, read_rows
-from shardline.planner.timing import Latency, Timing, loop_latency, shipped_timing
+from shardline.planner.catalog import find_model
+from shardline.planner.cluster import parse_cluster
+from shardline.planner.hardware import GIB, Gpu
+from shardline.planner.layout import Demand, Layout, usual_length
+from shardline.planner.memory import bits_label
+from shardline.planner.search import evaluate
 
-QUANTITIES = ("tpot", "ttft", "output_tok_s")
-_QUANTILES = (0.05, 0.95)
-"""Quantiles of the errors of fitted rows. Between them lie about 80% of the rows that were held out."""
-_LOADS = 3
-"""Loads of a machine from which one may calibrate it, and the others be predicted."""
-_ENOUGH_ROWS = 100
-"""Rows from which a fit needs no other constants to start from."""
-_HELD_OUT = ("model", "gpu")
-_GROUPS = ("model", "gpu", "engine", "tier")
-"""Properties of rows by which errors are shown."""
+QUANTITIES = ("ttft_ms", "tpot_ms", "output_tok_s", "kv_gib", "kv_tokens")
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measured deployment; the fields are the columns of the file, and docs/planner.md describes them."""
+
+    model: str
+    gpus: str
+    link: str | None = None
+    inter_node: str | None = None
+    engine: Literal["shardline", "vllm"] = "vllm"
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+    weights: str | None = None
+    kv: str = "auto"
+    max_model_len: int | None = None
+    utilization: float = 0.9
+    input_len: int = 1024
+    output_len: int = 128
+    running: int | None = None
+    rate: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    output_tok_s: float | None = None
+    kv_gib: float | None = None
+    kv_tokens: float | None = None
+    notes: str = ""
 
 
 @dataclass(frozen=True)
 class Error:
-    """A prediction divided by its measurement, and the bounds of its interval divided by it."""
+    """A prediction divided by its measurement."""
 
-    row: Row
+    line: int
+    model: str
     quantity: str
     ratio: float
-    is_covered: bool
+    is_covered: bool | None
+    """Whether the measurement lies in the 80% interval; None: memory is predicted without one."""
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The errors of a file's rows, with the constants that were fitted for them."""
+def validate(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[Error], dict[int, str]]:
+    """The errors of a file's rows, and why lines without a prediction have none, by their number.
 
-    errors: tuple[Error, ...]
-    skipped: tuple[Skipped, ...]
-    refitted: Mapping[str, Constants]
-    """"engine without MODEL" -> constants."""
-    calibrated: Mapping[str, Sequence[float]]
-    """See `calibrated_ratios`."""
-
-
-def collect_samples(rows: Sequence[Row], gpus: Mapping[str, Gpu]) -> tuple[list[Sample], list[Skipped]]:
-    """The steps of every row with a possible layout. Copies are left out."""
-    works, samples, skipped = Works(gpus), [], []
-    seen: set[object] = set()
-    for row in rows:
-        if row.key in seen and row.tpot is not None:
-            continue
-        seen.add(row.key)
+    Raises:
+        ValueError: the file cannot be read, has no rows, or has a column that is not known.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            table = list(csv.DictReader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    columns = table[0].keys() if table else {}
+    if not {"model", "gpus"} <= set(columns):
+        raise ValueError(f"{path} must be a table with a header, rows, and the columns model and gpus")
+    unknown = [name for name in columns if name not in Row.__struct_fields__]
+    if unknown:
+        raise ValueError(f"{path}: unknown column {unknown[0]!r}; known are {', '.join(Row.__struct_fields__)}")
+    errors, skipped = [], {}
+    for line, cells in enumerate(table, 2):
         try:
-            samples.append(Sample(row, works.steps(row)))
-        except ValueError as error:
-            skipped.append(Skipped(row.number, str(error), True))
-    return samples, skipped
+            row = msgspec.convert({name: cell for name, cell in cells.items() if cell}, Row, strict=False)
+            errors += _errors(line, row, gpus)
+        except (ValueError, msgspec.ValidationError) as error:
+            skipped[line] = str(error)
+    return errors, skipped
 
 
-def validate(path: Path, gpus: Mapping[str, Gpu], *, hold_out: bool = True) -> Validation:
-    """Predict every row of a file, by constants fitted to rows of other models and of other GPUs.
-
-    A row has two predictions: one without its model's rows, and one without its GPU's. With `hold_out` False, the
-    shipped constants predict it once.
+def _errors(line: int, row: Row, gpus: Mapping[str, Gpu]) -> list[Error]:
+    """The errors of the quantities that a row states.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the row describes nothing that starts.
     """
-    rows, unread = read_rows(path)
-    samples, skipped = collect_samples(rows, gpus)
-    errors: list[Error] = []
-    refitted: dict[str, Constants] = {}
-    if not hold_out:
-        for sample in samples:
-            timing = shipped_timing()[sample.row.engine]
-            errors += _errors(sample, loop_latency(sample.steps, timing.constants), timing.spread)
-        return Validation(tuple(errors), (*unread, *skipped), refitted, {})
-    for attribute in _HELD_OUT:
-        for value in sorted({getattr(one.row, attribute) for one in samples}):
-            held = [one for one in samples if getattr(one.row, attribute) == value]
-            others = [one for one in samples if getattr(one.row, attribute) != value]
-            is_much = len(others) >= _ENOUGH_ROWS
-            pooled = fit_constants(others) if is_much else None
-            for engine in sorted({one.row.engine for one in held}):
-                own = [one for one in others if one.row.engine == engine]
-                shipped = shipped_timing()[engine]
-                constants = fit_constants(own, pooled or shipped.constants)
-                refitted[f"{engine} without {value}"] = constants
-                spread = spread_of(own or others, constants) if is_much else shipped.spread
-                for sample in held:
-                    if sample.row.engine == engine:
-                        errors += _errors(sample, loop_latency(sample.steps, constants), spread)
-    calibrated = calibrated_ratios(samples, shipped_timing())
-    return Validation(tuple(errors), (*unread, *skipped), refitted, calibrated)
-
-
-def _errors(sample: Sample, latency: Latency, spread: Mapping[str, tuple[float, float]]) -> list[Error]:
-    row, found = sample.row, []
-    for quantity, value, actual in _pairs(row, latency, sample):
-        low, high = spread[quantity]
-        found.append(Error(row, quantity, value / actual, low * value <= actual <= high * value))
-    return found
-
-
-def _pairs(row: Row, latency: Latency, sample: Sample) -> list[tuple[str, float, float]]:
-    """(quantity, predicted, measured) of what a row states."""
-    speed = latency.output_tokens_per_second * row.layout.data
-    pairs = (
-        ("tpot", latency.tpot, row.tpot),
-        ("ttft", latency.ttft, row.ttft),
-        ("output_tok_s", speed, row.output_tok_s),
+    model, cluster = find_model(row.model), parse_cluster(row.gpus, gpus, row.link, row.inter_node)
+    weights = row.weights or bits_label(model)
+    layout = Layout(row.engine, row.tp, row.pp, row.dp, row.ep, weights, row.kv)
+    positions, needed = model.spec.max_position_embeddings, row.input_len + row.output_len
+    demand = Demand(
+        row.max_model_len or usual_length(positions, needed),
+        row.input_len,
+        row.output_len,
+        rate=row.rate,
+        running=row.running,
+        utilization=row.utilization,
     )
-    return [(quantity, value, actual) for quantity, value, actual in pairs if actual]
-
-
-def spread_of(samples: Sequence[Sample], constants: Constants) -> dict[str, tuple[float, float]]:
-    """For each quantity, the factors from a prediction to the bounds of its 80% interval; see `_QUANTILES`."""
-    ratios: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
-    for sample in samples:
-        for quantity, value, actual in _pairs(sample.row, loop_latency(sample.steps, constants), sample):
-            ratios[quantity].append(actual / value)
-    return {
-        quantity: (float(np.quantile(found, _QUANTILES[0])), float(np.quantile(found, _QUANTILES[1])))
-        if found
-        else (0.5, 2.0)
-        for quantity, found in ratios.items()
-    }
-
-
-def calibrated_ratios(samples: Sequence[Sample], timing: Mapping[str, Timing]) -> dict[str, list[float]]:
-    """Measured values divided by predicted ones, on machines that were calibrated at another load.
-
-    A machine is a model in one layout on one kind of GPU with requests of one length. Its middle load calibrates it, if
-    there are at least three, and the others are predicted.
-    """
-    machines: dict[object, list[Sample]] = {}
-    for sample in samples:
-        row = sample.row
-        if row.tpot and row.running:
-            key = (row.engine, row.model, row.gpu, row.layout, row.input_len, row.output_len)
-            machines.setdefault(key, []).append(sample)
-    ratios: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
-    for own in machines.values():
-        own.sort(key=lambda one: one.row.running or 0.0)
-        if len(own) < _LOADS:
+    option = evaluate(model, layout, cluster, demand)
+    if option.speed is None:
+        raise ValueError(f"{layout}: {option.fit.why_not}")
+    intervals = {name: getattr(option.speed, name.removesuffix("_ms")) for name in QUANTITIES[:3]}
+    memory = {"kv_gib": option.fit.kv_bytes / GIB, "kv_tokens": float(option.fit.kv_tokens)}
+    errors = []
+    for name in QUANTITIES:
+        measured = getattr(row, name)
+        if measured is None:
             continue
-        middle = own.pop(len(own) // 2)
-        row = middle.row
-        measured = Measured(row.running or 1.0, row.input_len, row.output_len, row.ttft, row.tpot or 1.0)
-        constants = calibrate(timing[row.engine], [(middle.steps, measured)]).constants
-        for sample in own:
-            for quantity, value, actual in _pairs(sample.row, loop_latency(sample.steps, constants), sample):
-                ratios[quantity].append(actual / value)
-    return ratios
+        if not measured > 0:
+            raise ValueError(f"{name} must be above zero, got {measured:g}")
+        if name in memory:
+            errors.append(Error(line, row.model, name, memory[name] / measured, None))
+            continue
+        scale = 1e3 if name.endswith("_ms") else 1.0
+        low, middle, high = (scale * bound for bound in intervals[name])
+        errors.append(Error(line, row.model, name, middle / measured, low <= measured <= high))
+    return errors
 
 
-def fit_timing(path: Path, gpus: Mapping[str, Gpu]) -> dict[str, Any]:
-    """The content of timing.json: constants of each engine from all rows of a file, and the errors left.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    samples, _ = collect_samples(read_rows(path)[0], gpus)
-    engines: dict[str, Any] = {}
-    pooled = fit_constants(samples)
-    for engine in sorted({one.row.engine for one in samples}):
-        own = [one for one in samples if one.row.engine == engine]
-        constants = fit_constants(own, pooled)
-        engines[engine] = {
-            "rows": len(own),
-            "constants": {name: float(f"{value:.4g}") for name, value in asdict(constants).items()},
-            "spread": {
-                name: [round(low, 3), round(high, 3)] for name, (low, high) in spread_of(own, constants).items()
-            },
-        }
-    plain = {name: Timing(Constants(**one["constants"]), one["spread"]) for name, one in engines.items()}
-    calibrated = {
-        quantity: [round(float(np.quantile(found, share)), 3) for share in (0.1, 0.9)]
-        for quantity, found in calibrated_ratios(samples, plain).items()
-    }
-    return {"source": path.name, "calibrated": calibrated, "engines": engines}
-
-
-def summarize(validation: Validation) -> dict[str, Any]:
-    """The figures of `plan --validate --json`: errors as fractions."""
-    errors = validation.errors
-    missed = sum(one.names_layout for one in validation.skipped)
-    summary: dict[str, Any] = {quantity: _figures(errors, quantity, missed) for quantity in QUANTITIES}
-    summary["calibrated"] = {
-        quantity: _shares([abs(1 / ratio - 1) for ratio in ratios])
-        for quantity, ratios in validation.calibrated.items()
-    }
-    summary["by"] = []
-    for kind in _GROUPS:
-        for value in sorted({getattr(one.row, kind) for one in errors}):
-            own = [one for one in errors if getattr(one.row, kind) == value]
-            summary["by"].append({kind: value, **{quantity: _figures(own, quantity, 0) for quantity in QUANTITIES}})
-    summary["skipped"] = [{"line": one.number, "why": one.why} for one in validation.skipped]
-    summary["refitted"] = {name: asdict(constants) for name, constants in validation.refitted.items()}
-    return summary
-
-
-def _figures(errors: Sequence[Error], quantity: str, missed: int) -> dict[str, float | int]:
-    own = [one for one in errors if one.quantity == quantity]
-    if not own:
-        return {"n": 0, "missed": missed}
-    return {
-        "missed": missed,
-        **_shares([abs(one.ratio - 1) for one in own]),
-        "coverage": round(sum(one.is_covered for one in own) / len(own), 4),
-    }
-
-
-def _shares(errors: Sequence[float]) -> dict[str, float | int]:
-    """Number, median and 90th percentile of errors."""
-    if not errors:
-        return {"n": 0}
-    median, high = (round(float(np.quantile(errors, share)), 4) for share in (0.5, 0.9))
-    return {"n": len(errors), "median_ape": median, "p90_ape": high}
+def summarize(errors: Sequence[Error], skipped: Mapping[int, str]) -> dict[str, Any]:
+    """The errors as JSON data: fractions, over all rows and for each one."""
+    rows: dict[int, dict[str, Any]] = {}
+    for error in errors:
+        rows.setdefault(error.line, {"line": error.line, "model": error.model})[error.quantity] = round(
+            error.ratio - 1, 4
+        )
+    summary: dict[str, Any] = {"rows": list(rows.values())}
+    for quantity in QUANTITIES:
+        own = [error for error in errors if error.quantity == quantity]
+        summary[quantity] = {"n": len(own)}
+        if own:
+            median, high = np.quantile([abs(error.ratio - 1) for error in own], (0.5, 0.9))
+            summary[quantity] |= {"median_ape": round(float(median), 4), "p90_ape": round(float(high), 4)}
+            if own[0].is_covered is not None:
+                summary[quantity]["coverage"] = round(sum(bool(error.is_covered) for error in own) / len(own), 4)
+    return {**summary, "skipped": [{"line": line, "why": why} for line, why in skipped.items()]}
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
     """The summary as text."""
-    head = f"{'':44}{'rows':>6}{'missed':>8}{'median':>9}{'p90':>8}{'in 80%':>8}"
-    lines = ["Each model and each GPU held out in turn; errors of what was not fitted.", head]
-    for quantity in QUANTITIES:
-        lines.append(_line(quantity, summary[quantity]))
-    for quantity, figures in summary["calibrated"].items():
-        lines.append(_line(f"{quantity}, calibrated at another load", figures))
-    for entry in summary["by"]:
-        name = next(value for key, value in entry.items() if key not in QUANTITIES)
-        lines += [_line(f"{quantity} {name}", entry[quantity]) for quantity in QUANTITIES if entry[quantity]["n"]]
+    lines = [f"{'line':>5} {'predicted / measured - 1':40.40}" + "".join(f"{name:>14}" for name in QUANTITIES)]
+    for row in summary["rows"]:
+        cells = (f"{row[name]:>+14.1%}" if name in row else f"{'-':>14}" for name in QUANTITIES)
+        lines.append(f"{row['line']:>5} {row['model']:40.40}{''.join(cells)}")
+    for title, key in (
+        ("median error", "median_ape"),
+        ("90th percentile", "p90_ape"),
+        ("in the 80% interval", "coverage"),
+    ):
+        cells = (f"{summary[name][key]:>14.1%}" if key in summary[name] else f"{'-':>14}" for name in QUANTITIES)
+        lines.append(f"{'':5} {title:40}{''.join(cells)}")
+    lines += [f"no prediction of line {row['line']}: {row['why']}" for row in summary["skipped"]]
     return "\n".join(lines)
-
-
-def _line(name: str, figures: Mapping[str, Any]) -> str:
-    missed = figures.get("missed", "")
-    if not figures["n"]:
-        return f"{name:44}{0:>6}{missed:>8}"
-    coverage = f"{figures['coverage']:>8.0%}" if "coverage" in figures else ""
-    shares = f"{figures['median_ape']:>9.1%}{figures['p90_ape']:>8.0%}{coverage}"
-    return f"{name:44.44}{figures['n']:>6}{missed:>8}{shares}"

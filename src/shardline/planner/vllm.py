@@ -72,7 +72,7 @@ def options_refusal(spec: DecoderSpec, options: Mapping[str, Any]) -> str:
     if "block_size" in options and is_compressed(spec):
         return f"the blocks of compressed entries have {_COMPRESSED_BLOCK} tokens; leave --block-size out"
     attentions = [layer.attention for layer in spec.layers]
-    is_uneven = any(isinstance(one, LinearAttention) or one.window is not None for one in attentions)
+    is_uneven = any(isinstance(attention, LinearAttention) or attention.window is not None for attention in attentions)
     if "num_gpu_blocks_override" in options and (is_uneven or is_compressed(spec)):
         return "blocks of unlike layers differ in size; use --kv-cache-memory instead of --num-gpu-blocks-override"
     return ""
@@ -184,8 +184,8 @@ def request_size(
         if not isinstance(layer.attention, (LinearAttention, CompressedMQA))
     ]
     kinds = [
-        _Blocks(one.window, block_size, int(count * block_size * cached_token_bytes(one, tensor, dtype)))
-        for one, count in plain
+        _Blocks(attention.window, block_size, int(count * block_size * cached_token_bytes(attention, tensor, dtype)))
+        for attention, count in plain
     ]
     compressed = [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]
     kinds += _compressed_blocks(compressed, dtype)
@@ -223,21 +223,21 @@ def _compressed_blocks(layers: Sequence[tuple[CompressedMQA, int]], dtype: KVDTy
     """
     if not layers:
         return []
-    depth = max((-(-sum(count for _, count in layers) // 2), *(count for one, count in layers if one.ratio)))
-    found: dict[_Blocks, None] = {}
+    depth = max((-(-sum(count for _, count in layers) // 2), *(count for layer, count in layers if layer.ratio)))
+    blocks: dict[_Blocks, None] = {}
     for attention, _ in layers:
         window, entries, keys = cache_rows(attention, dtype)
         page = _PAGE_ROWS * window.num_bytes
-        found[_Blocks(window.window, _PAGE_ROWS, 2 * page * depth)] = None
+        blocks[_Blocks(window.window, _PAGE_ROWS, 2 * page * depth)] = None
         for rows in (entries, keys):
             if rows is not None:
                 num_bytes = _COMPRESSED_BLOCK // rows.ratio * rows.num_bytes * depth
-                found[_Blocks(None, _COMPRESSED_BLOCK, num_bytes)] = None
+                blocks[_Blocks(None, _COMPRESSED_BLOCK, num_bytes)] = None
         key_page = 0 if keys is None else _PAGE_ROWS * keys.num_bytes
         for state, size in zip(state_rows(attention), (page, key_page), strict=True):
             if state is not None:
-                found[_Blocks(state.window, _tokens_in(size, state), size * depth)] = None
-    return list(found)
+                blocks[_Blocks(state.window, _tokens_in(size, state), size * depth)] = None
+    return list(blocks)
 
 
 def _tokens_in(page: int, rows: CacheRows) -> int:

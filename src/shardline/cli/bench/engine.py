@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.benchmark.workload import WORKLOADS, random_prompts
 from shardline.cli.bench.refused import add_refused_flags
 from shardline.cli.flags import add_engine_flags, engine_config
-from shardline.cli.workloads import WORKLOADS, random_prompts
 
 if TYPE_CHECKING:
     from shardline.api.batch import RequestTimes

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
-import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardline.cli.flags import add_engine_flags, engine_config
-from shardline.cli.plan_demand import demanded, fixed_choices, given_options
-from shardline.cli.plan_flags import add_plan_flags, check_flags, read_time
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from shardline.checkpoints.planning import PlannedModel
-    from shardline.planner.candidates import Fixed
-    from shardline.planner.hardware import Gpu
-    from shardline.planner.layout import Demand
-    from shardline.planner.search import Option, Search
-    from shardline.planner.simulation.simulate import Simulation
-    from shardline.planner.simulation.workload import SimulatedRequest
-
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-_NODE = 8
-"""GPUs of a node, if no number is given."""
-_USUAL_PROMPTS = 1000
+from shardline.cli.plan_flags import add_plan_flags, check_flags, given_options, read_demand, read_workload
 
 
 def add_parser(commands: Any) -> None:
@@ -46,284 +25,118 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: the model, the GPUs or a number is at fault.
     """
-    from shardline.planner.hardware import known_gpus
-
     check_flags(args)
-    gpus = known_gpus(args.hardware)
     if args.validate is not None:
-        return _validate(args, gpus)
+        _validate(args)
+        return 0
     if not hasattr(args, "model"):
         raise ValueError(
             "name a model, for example shardline plan meta-llama/Llama-3.1-70B-Instruct --gpus 4xH100-80GB"
         )
     if not args.gpus:
         raise ValueError("--gpus is missing; write for example --gpus 4xH100-80GB, or --gpus any")
-    return _plan(args, gpus)
-
-
-def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
-    from shardline.planner.catalog import find_model
-    from shardline.planner.cost import OtherPrices, parse_api_price
-    from shardline.planner.options import check_options, in_dtype
-    from shardline.planner.report import format_plan, plan_json
-
-    api = None if args.api_price is None else parse_api_price(args.api_price)
-    others = OtherPrices(args.traffic_price, args.operations_price)
-    others.check()
-    model = find_model(args.model, getattr(args, "revision", None))
     if args.gpus == "here":
-        return _plan_here(args, model)
-    check_options(given_options(args))
-    model = in_dtype(model, getattr(args, "dtype", "auto"))
-    trace = _trace(args)
-    demand, fixed = demanded(args, model, trace), fixed_choices(args, model)
-    found = _search(args, gpus, model, demand, fixed)
-    if args.calibrate is not None:
-        found = _calibrated(args.calibrate, found, fixed)
-    simulation = _simulate(args, found, trace) if args.simulate else None
-    # What few plans ask for is imported only then: a plan takes half a second in all.
-    pair: list[Option] = []
-    if args.compare:
-        from shardline.planner.compare import compared
-
-        pair = compared(found, args.compare)
-    if args.json:
-        extra = _comparison_json(found, pair) | _simulation_json(simulation)
-        told = json.dumps(plan_json(found, api, others) | extra, indent=1)
-    if args.html is not None or not args.json:
-        text = format_plan(found, show_all=args.all, api=api, others=others)
-        text += _comparison(found, pair) + _simulation(simulation)
-        if args.html is not None:
-            _write_html(args.html, found, text, simulation)
-    print(told if args.json else text)
+        _plan_here(args)
+    else:
+        _plan(args)
     return 0
 
 
-def _comparison(found: Search, pair: list[Option]) -> str:
-    if not pair:
-        return ""
-    from shardline.planner.compare import format_comparison
-
-    return format_comparison(found, pair)
+# What few plans ask for is imported only then: a plan takes half a second in all.
 
 
-def _comparison_json(found: Search, pair: list[Option]) -> dict[str, Any]:
-    if not pair:
-        return {}
-    from shardline.planner.compare import comparison_swaps
-    from shardline.planner.report import option_json
+def _plan(args: argparse.Namespace) -> None:
+    """Plan for GPUs that a user could rent."""
+    from shardline.planner.catalog import find_model
+    from shardline.planner.cost import OtherPrices, parse_api_price
+    from shardline.planner.hardware import known_gpus
+    from shardline.planner.options import check_options, in_dtype
+    from shardline.planner.report import format_plan, plan_json
+    from shardline.planner.search import fixed_choices, plan_on
 
-    return {"comparison": {"layouts": [option_json(one) for one in pair], "swaps": comparison_swaps(found, pair)}}
+    api = None if args.api_price is None else parse_api_price(args.api_price)
+    others = OtherPrices(args.traffic_price, args.operations_price)
+    gpus, options = known_gpus(args.hardware), given_options(args)
+    model = find_model(args.model, options.get("revision"))
+    check_options(options)
+    model = in_dtype(model, options.get("dtype", "auto"))
+    workload = read_workload(args)
+    demand, fixed = read_demand(args, model, workload.trace if workload else ()), fixed_choices(options, model)
+    links = {"link": args.link, "inter_node": args.inter_node}
+    plan = plan_on(args.gpus, model, demand, args.goal, args.engine, fixed, known=gpus, **links)
+    if args.calibrate is not None:
+        from shardline.planner.calibration import calibrated
+
+        plan = calibrated(plan, args.calibrate)
+    texts, data, simulation = [format_plan(plan, show_all=args.all, api=api, others=others)], {}, None
+    if args.compare:
+        from shardline.planner.compare import compare_layouts, comparison_json, format_comparison
+
+        pair = compare_layouts(plan, args.compare)
+        texts.append(format_comparison(plan, pair))
+        data["comparison"] = comparison_json(plan, pair)
+    if workload is not None:
+        from shardline.planner.simulation.report import format_simulation, simulation_json
+        from shardline.planner.simulation.simulate import simulate_plan
+
+        simulation = simulate_plan(plan, workload)
+        texts.append(format_simulation(simulation))
+        data["simulation"] = simulation_json(simulation)
+    text = "\n".join(texts)
+    if args.html is not None:
+        from shardline.planner.html import plan_html
+
+        try:
+            args.html.write_text(plan_html(plan, text, simulation), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
+    print(json.dumps(plan_json(plan, api, others) | data, indent=1) if args.json else text)
 
 
-def _simulation(simulation: Simulation | None) -> str:
-    if simulation is None:
-        return ""
-    from shardline.planner.simulation.report import format_simulation
-
-    return "\n" + format_simulation(simulation)
-
-
-def _simulation_json(simulation: Simulation | None) -> dict[str, Any]:
-    if simulation is None:
-        return {}
-    from shardline.planner.simulation.report import simulation_json
-
-    return {"simulation": simulation_json(simulation)}
-
-
-def _write_html(path: Path, found: Search, text: str, simulation: Simulation | None) -> None:
-    from shardline.planner.html import plan_html
-
-    try:
-        path.write_text(plan_html(found, text, simulation), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--html {path} cannot be written: {error.strerror}") from None
-
-
-def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
+def _plan_here(args: argparse.Namespace) -> None:
     """Plan for the devices of this host. A CPU is measured.
 
     Raises:
         ValueError: this engine cannot run the model on it.
     """
     from shardline.deployment.here import probe_here
-    from shardline.planner.auto import PARALLEL_SIZES, choose_on
-    from shardline.planner.catalog import describe
-    from shardline.planner.options import check_nodes, flag_words
+    from shardline.planner.auto import (
+        INPUT_LEN,
+        OUTPUT_LEN,
+        PARALLEL_SIZES,
+        RUNNING,
+        HostLoad,
+        choice_json,
+        choose_on,
+        serve_command,
+    )
+    from shardline.planner.catalog import describe, find_model
+    from shardline.planner.options import check_nodes
 
-    given = given_options(args)
-    check_nodes(given)
-    fixed = frozenset(name for name in PARALLEL_SIZES if name in given)
+    options = given_options(args)
+    model = find_model(args.model, options.get("revision"))
+    check_nodes(options)
+    workload = read_workload(args)
+    load = HostLoad(args.running or RUNNING, args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN)
+    fixed = frozenset(name for name in PARALLEL_SIZES if name in options)
     config = engine_config(args)
-    choice = choose_on(config, describe(model, checked=False), probe_here(config), fixed)
-    sizes = choice.config.parallel
-    words = ["shardline", "serve", args.model, "--device", config.parallel.device]
-    for name in PARALLEL_SIZES[:3]:
-        words += [f"--{name.replace('_', '-')}", str(getattr(sizes, name))] if getattr(sizes, name) > 1 else []
-    words += ["--enable-expert-parallel"] * sizes.enable_expert_parallel
-    command = shlex.join(words + flag_words(given, skip=("model", "device", *PARALLEL_SIZES)))
-    if args.json:
-        layouts = [
-            {
-                "tp": one.parallel.tensor_parallel_size,
-                "pp": one.parallel.pipeline_parallel_size,
-                "dp": one.parallel.data_parallel_size,
-                "ep": one.parallel.enable_expert_parallel,
-                "tpot_ms": round(1e3 * one.latency.tpot, 3),
-                "output_tok_s": round(one.output_tokens_per_second, 1),
-            }
-            for one in choice.candidates
-        ]
-        plan = {"layouts": layouts, "recommended": 0, "path": choice.path, "commands": {"shardline": command}}
-        print(json.dumps(plan, indent=1))
-    else:
-        print("\n".join((*choice.path, f"run: {command}")))
-    return 0
+    choice = choose_on(config, describe(model, checked=False), probe_here(config), fixed, load)
+    command = serve_command(choice, options)
+    lines, data = [*choice.path, f"run: {command}"], choice_json(choice, command)
+    if workload is not None:
+        from shardline.planner.simulation.report import format_simulation, simulation_json
+        from shardline.planner.simulation.simulate import simulate_choice
+
+        simulation = simulate_choice(choice, workload, read_demand(args, model, workload.trace))
+        lines.append(format_simulation(simulation))
+        data["simulation"] = simulation_json(simulation)
+    print(json.dumps(data, indent=1) if args.json else "\n".join(lines))
 
 
-def _calibrated(path: Path, found: Search, fixed: Fixed) -> Search:
-    """The same search on the machine that a benchmark or a start-up log shows.
-
-    Raises:
-        ValueError: the file cannot be read, or no layout fits that can have been measured.
-    """
-    from shardline.planner.calibration import (
-        calibrated_timing,
-        is_log,
-        measured_layout,
-        read_benchmark,
-        read_log,
-        with_log,
-    )
-    from shardline.planner.search import search
-
-    cluster, timing = found.cluster, found.timing
-    if is_log(path):
-        logged = read_log(path)
-        cluster = with_log(cluster, measured_layout(found), path, logged, found.demand.utilization)
-    else:
-        results = read_benchmark(path)
-        timing = calibrated_timing(found, measured_layout(found), results)
-    engine = found.options[0].layout.engine
-    return search(found.model, cluster, found.demand, found.goal, engine, fixed, timing)
-
-
-def _trace(args: argparse.Namespace) -> list[SimulatedRequest]:
-    """The requests of --trace; none without it.
-
-    Raises:
-        ValueError: it is broken, or the number of requests is.
-    """
-    if args.trace is None:
-        return []
-    from shardline.planner.simulation.workload import read_trace
-
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
-    return read_trace(args.trace)[: args.num_prompts]
-
-
-def _simulate(args: argparse.Namespace, found: Search, trace: list[SimulatedRequest]) -> Simulation:
-    """Simulate the workload of the flags on the recommended layout.
-
-    Raises:
-        ValueError: there is no such layout, or a flag is wrong.
-    """
-    from shardline.planner.simulation.progress import Progress
-    from shardline.planner.simulation.simulate import replica_setup, simulate
-    from shardline.planner.simulation.workload import Prefixes, poisson
-
-    if not found.options or not found.options[0].fits:
-        raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
-    for name in ("num_prompts", "num_prefixes", "replicas", "prefix_len"):
-        value = getattr(args, name)
-        if value is not None and value < (name != "prefix_len"):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name != 'prefix_len')}, got {value}")
-    best, config = found.options[0], engine_config(args)
-    rate = math.inf if args.rate is None else args.rate
-    interval = read_time("--report-interval", args.report_interval)
-    assert interval is not None
-    assert best.speed is not None
-    replicas = args.replicas or best.layout.data
-    tokens_per_second = best.speed.output_tok_s.p50 * replicas / best.layout.data
-    requests: Iterable[SimulatedRequest]
-    if trace:
-        requests, count, last = trace, len(trace), trace[-1].arrival
-        tokens = sum(request.output_len for request in trace)
-    else:
-        prefixes, count = Prefixes(args.prefix_len, args.num_prefixes), args.num_prompts or _USUAL_PROMPTS
-        lengths = found.demand.input_len, found.demand.output_len
-        requests = poisson(rate, count, *lengths, prefixes, config.model.seed)
-        last, tokens = count / rate, count * found.demand.output_len
-    return simulate(
-        replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
-        requests,
-        found.demand,
-        num_replicas=replicas,
-        policy=config.parallel.router_policy,
-        report_seconds=interval,
-        # It ends about when the last request has come, or when all tokens can have been made.
-        duration=max(last, tokens / tokens_per_second),
-        progress=Progress.on_stderr(count),
-    )
-
-
-def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, demand: Demand, fixed: Fixed) -> Any:
-    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds.
-
-    Raises:
-        ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
-    """
-    from shardline.planner.candidates import check_sizes
-    from shardline.planner.cluster import can_link, parse_cluster
-    from shardline.planner.search import check_refusals, engine_for, search
-
-    def on(text: str) -> Any:
-        cluster = parse_cluster(text, gpus, args.link, args.inter_node)
-        return search(model, cluster, demand, args.goal, args.engine, fixed)
-
-    if args.gpus == "any":
-        names = [name for name, gpu in gpus.items() if gpu.price is not None and can_link(gpu, args.link)]
-        if not names:
-            raise ValueError(f"--link {args.link}: no GPU with a known price has it; leave it out")
-        found = _cheapest([_fewest(on, name) for name in names])
-    elif re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
-        found = on(args.gpus)
-    else:
-        found = _fewest(on, args.gpus)
-    check_sizes(model, found.cluster, args.engine or engine_for(model, found.cluster), fixed)
-    check_refusals(found)
-    return found
-
-
-def _cheapest(results: list[Any]) -> Any:
-    """The search whose recommendation costs least; the first of all if none recommends a layout."""
-    good = [one for one in results if one.recommended is not None]
-    return min(good, key=lambda one: one.options[one.recommended].cost_per_million) if good else results[0]
-
-
-def _fewest(on: Any, name: str) -> Any:
-    """The search on the smallest number of GPUs with a layout to recommend; else on the largest."""
-    found = None
-    for count in _COUNTS:
-        found = on(f"{count}x{name}" if count <= _NODE else f"{count // _NODE}x{_NODE}x{name}")
-        if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
-            good = [one for one in found.options if one.fits and one.fit.verdict != "tight" and not one.misses]
-            fewest = min(one.layout.num_gpus for one in good)
-            return on(f"{fewest}x{name}") if fewest < min(count, _NODE + 1) else found
-    return found
-
-
-def _validate(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
+def _validate(args: argparse.Namespace) -> None:
+    """Print the errors of predictions of a file's rows."""
+    from shardline.planner.hardware import known_gpus
     from shardline.planner.validate import format_summary, summarize, validate
-    from shardline.planner.validate_memory import format_memory, is_memory_table, summarize_memory, validate_memory
 
-    if is_memory_table(args.validate):
-        summary = summarize_memory(*validate_memory(args.validate, gpus))
-        text = format_memory(summary)
-    else:
-        summary = summarize(validate(args.validate, gpus))
-        text = format_summary(summary)
-    print(json.dumps(summary, indent=1) if args.json else text)
-    return 0
+    summary = summarize(*validate(args.validate, known_gpus(args.hardware)))
+    print(json.dumps(summary, indent=1) if args.json else format_summary(summary))

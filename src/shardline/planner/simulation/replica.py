@@ -12,8 +12,7 @@ import msgspec
 
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.messages.request import Request
-from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.executor import TOKEN, VirtualExecutor
+from shardline.planner.simulation.executor import TOKEN, StepClock, VirtualExecutor
 from shardline.planner.simulation.skipping_scheduler import SkippingScheduler
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.sampling_params import SamplingParams

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
+from shardline.deployment.deployment import CachePlan, Deployment, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
+from shardline.planner.auto import Choice, deployment_work
+from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
-from shardline.planner.memory import kv_dtype
-from shardline.planner.search import Option, Search, layout_work, step_limits
-from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed
-from shardline.planner.simulation.processes import close_all, map_in_processes
-from shardline.planner.simulation.progress import Progress
-from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
-from shardline.planner.simulation.workload import SimulatedRequest
+from shardline.planner.memory import cache_room, kv_dtype
+from shardline.planner.search import Option, Plan
+from shardline.planner.simulation.executor import StepClock
+from shardline.planner.simulation.group import Group, Routed, replica_groups
+from shardline.planner.simulation.replica import Outcome, ReplicaSetup
+from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.workload import SimulatedRequest, Workload, poisson
+from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.routing.policies.base import ReplicaLoad
 from shardline.routing.router import Router
 
-PERCENTILES = (50, 90, 95, 99)
-REPORT_SECONDS = 0.1
-"""Age that the load of replicas may have when a router looks at it, in simulations of several replicas."""
+_PERCENTILES = (50, 90, 95, 99)
 _WORTH_PROCESSES = 20_000
 """Requests from which replicas run in several processes."""
 _BUCKETS = 100
@@ -38,38 +36,8 @@ _BUCKETS = 100
 Vector = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """What became of a workload. Times in virtual seconds."""
-
-    num_requests: int
-    num_failed: int
-    """Requests that are too long for the layout."""
-    num_replicas: int
-    policy: str
-    seconds: float
-    """From the first arrival to the last token."""
-    ttft: dict[int, float]
-    """Percentiles, keyed by their number."""
-    tpot: dict[int, float]
-    latency: dict[int, float]
-    """From the arrival to the last token."""
-    output_tokens_per_second: float
-    requests_per_second: float
-    goodput: float
-    """Requests per second that met the limits of TTFT and TPOT."""
-    num_preemptions: int
-    prefix_hit_rate: float
-    """Share of the prompts' tokens that were found in the prefix cache."""
-    kv_use: tuple[tuple[float, float], ...]
-    """(seconds, share of the KV cache in use) over time, averaged over replicas."""
-    num_steps: int
-    num_skipped: int
-    """Decode steps that were done together with others."""
-
-
 def replica_setup(
-    found: Search,
+    plan: Plan,
     option: Option,
     *,
     prefix_caching: bool = True,
@@ -77,9 +45,9 @@ def replica_setup(
     constants: Constants | None = None,
 ) -> ReplicaSetup:
     """A replica of a layout that fits, as the search sees it."""
-    layout, fitted, demand, spec = option.layout, option.fit, found.demand, found.model.spec
+    layout, fitted, demand, spec = option.layout, option.fit, plan.demand, plan.model.spec
     assert option.speed is not None, "the layout does not fit"
-    used = found.cluster.part(layout.num_gpus)
+    used = plan.cluster.part(layout.num_gpus)
     limits = StepLimits(*step_limits(layout, demand))
     groups = kv_groups(spec)
     block_size = int(demand.options.get("block_size", BLOCK_SIZE))
@@ -97,11 +65,84 @@ def replica_setup(
         pool=FixedPool(num_blocks),
     )
     clock = StepClock(
-        layout_work(found.model, layout, fitted),
+        layout_work(plan.model, layout, fitted),
         used,
-        constants or found.timing[layout.engine].constants,
+        constants or plan.timing[layout.engine].constants,
     )
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
+
+
+def deployment_setup(deployment: Deployment, cluster: Cluster, constants: Constants) -> ReplicaSetup:
+    """A replica of a deployment on devices that `cluster` describes."""
+    pool, grid, place = deployment.cache.pool, deployment.grid, deployment.placements[0][0]
+    if isinstance(pool, FixedPool):
+        num_blocks = pool.num_blocks
+    else:
+        ranks = sum(map(len, deployment.placements))
+        room = cache_room(deployment, deployment.machine, ranks, pool.share)
+        num_blocks = min(room // size for size in deployment.cache.block_bytes)
+    return ReplicaSetup(
+        StepClock(deployment_work(deployment), cluster, constants),
+        deployment.limits,
+        deployment.cache,
+        num_blocks,
+        deployment.max_model_len,
+        grid.pipeline,
+        overlaps_steps=grid.world_size > 1 or not deployment.machine.hosts[place.host].devices[place.device].cores,
+    )
+
+
+def simulate_plan(plan: Plan, workload: Workload) -> Simulation:
+    """Run a workload on the best layout that fits.
+
+    Raises:
+        ValueError: there is no such layout, or the router has no such policy.
+    """
+    if not plan.options or not plan.options[0].fits:
+        raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
+    best = plan.options[0]
+    assert best.speed is not None
+    setup = replica_setup(plan, best, prefix_caching=workload.prefix_caching)
+    speed = best.speed.output_tok_s.p50 / best.layout.data
+    return _simulate_workload(setup, workload, plan.demand, workload.replicas or best.layout.data, speed)
+
+
+def simulate_choice(choice: Choice, workload: Workload, demand: Demand) -> Simulation:
+    """Run a workload on the layout that was chosen for this host.
+
+    Raises:
+        ValueError: the router has no such policy.
+    """
+    best = choice.candidates[0]
+    setup, replicas = deployment_setup(best.deployment, best.cluster, best.constants), best.parallel.data_parallel_size
+    speed = best.output_tokens_per_second / replicas
+    return _simulate_workload(setup, workload, demand, workload.replicas or replicas, speed)
+
+
+def _simulate_workload(
+    setup: ReplicaSetup, workload: Workload, demand: Demand, replicas: int, tokens_per_second: float
+) -> Simulation:
+    """Run a workload. `tokens_per_second` of a replica decides only the resolution over time."""
+    requests: Iterable[SimulatedRequest] = workload.trace
+    if workload.trace:
+        count, last = len(workload.trace), workload.trace[-1].arrival
+        tokens = sum(request.output_len for request in workload.trace)
+    else:
+        count, last = workload.num_prompts, workload.num_prompts / workload.rate
+        lengths = demand.input_len, demand.output_len
+        requests = poisson(workload.rate, count, *lengths, workload.prefixes, workload.seed)
+        tokens = count * demand.output_len
+    return simulate(
+        setup,
+        requests,
+        demand,
+        num_replicas=replicas,
+        policy=workload.policy,
+        report_seconds=workload.report_seconds,
+        # It ends about when the last request has come, or when all tokens can have been made.
+        duration=max(last, tokens / tokens_per_second / replicas),
+        progress=Progress.on_stderr(count),
+    )
 
 
 def simulate(
@@ -111,7 +152,7 @@ def simulate(
     *,
     num_replicas: int = 1,
     policy: str = "least_loaded",
-    report_seconds: float = REPORT_SECONDS,
+    report_seconds: float = Workload.report_seconds,
     duration: float = 100.0,
     progress: Progress | None = None,
 ) -> Simulation:
@@ -127,100 +168,40 @@ def simulate(
     router = Router(policy)
     progress = progress or Progress(0)
     bucket = max(duration, 1e-3) / _BUCKETS
-    outcomes: Iterable[Outcome]
-    if router.uses_load and num_replicas > 1:
-        outcomes = _run_coupled(router, setup, requests, num_replicas, bucket, report_seconds, progress)
-    else:
-        outcomes = _run_apart(router, setup, requests, num_replicas, bucket, progress)
-    found = list(outcomes)
+    # Choices that depend on no load need no reports: then all requests are routed in one window.
+    window = report_seconds if router.uses_load and num_replicas > 1 else math.inf
+    processes = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
+    with replica_groups(setup, bucket, num_replicas, processes) as groups:
+        outcomes = list(_run(router, setup, requests, groups, num_replicas, window, progress))
     progress.end()
-    return _summary(found, setup, demand, num_replicas, policy, bucket)
+    return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
 
 
-def _run_apart(
-    router: Router,
-    setup: ReplicaSetup,
-    requests: Iterable[SimulatedRequest],
-    num_replicas: int,
-    bucket: float,
-    progress: Progress,
-) -> Iterator[Outcome]:
-    """Run one replica after the other: no choice depends on what another one does."""
-    shares: list[list[tuple[int, SimulatedRequest]]] = [[] for _ in range(num_replicas)]
-    idle = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
-    for number, request in enumerate(requests):
-        shares[router.choose((), "", idle)].append((number, request))
-
-    def run(index: int) -> Outcome:
-        replica = SimulatedReplica(setup, bucket)
-        for number, request in shares[index]:
-            replica.add(number, request)
-        shares[index].clear()
-        replica.advance()
-        return replica.outcome()
-
-    workers = min(allowed_cpus(), num_replicas)
-    outcomes: Iterable[Outcome]
-    if workers == 1 or sum(map(len, shares)) < _WORTH_PROCESSES:
-        outcomes = map(run, range(num_replicas))
-    else:
-        encoded = map_in_processes(lambda index: msgspec.msgpack.encode(run(index)), num_replicas, workers)
-        outcomes = (msgspec.msgpack.decode(one, type=Outcome) for one in encoded)
-    done, counts = 0, [len(share) for share in shares]
-    for count, outcome in zip(counts, outcomes, strict=True):
-        yield outcome
-        done += count
-        progress.show(done)
-
-
-def _run_coupled(
-    router: Router,
-    setup: ReplicaSetup,
-    requests: Iterable[SimulatedRequest],
-    num_replicas: int,
-    bucket: float,
-    report_seconds: float,
-    progress: Progress,
-) -> Iterator[Outcome]:
-    """Run all replicas side by side, from one report of their loads to the next, in a process for each core."""
-    workers = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
-    if workers == 1:
-        here = LocalGroup(setup, bucket, 0, num_replicas, 1)
-        yield from _run_groups(router, setup, requests, [here], num_replicas, report_seconds, progress)
-        return
-    groups: list[RemoteGroup] = []
-    try:
-        groups += [RemoteGroup(setup, bucket, first, num_replicas, workers) for first in range(workers)]
-        yield from _run_groups(router, setup, requests, groups, num_replicas, report_seconds, progress)
-    finally:
-        close_all([group.worker for group in groups])
-
-
-def _run_groups(
+def _run(
     router: Router,
     setup: ReplicaSetup,
     requests: Iterable[SimulatedRequest],
     groups: Sequence[Group],
     num_replicas: int,
-    report_seconds: float,
+    window: float,
     progress: Progress,
 ) -> Iterator[Outcome]:
-    """Route the requests of one window after the other. Replica r belongs to group r modulo their number."""
+    """Route the requests of one window of seconds after the other."""
     loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
     routed: list[list[Routed]] = [[] for _ in groups]
-    end, number = report_seconds, -1
+    end, number = window, -1
     for number, request in enumerate(requests):
         if request.arrival >= end:
-            end = (math.floor(request.arrival / report_seconds) + 1) * report_seconds
+            end = (math.floor(request.arrival / window) + 1) * window
             for group, batch in zip(groups, routed, strict=True):
-                group.begin_window(batch, end - report_seconds)
+                group.begin_window(batch, end - window)
                 batch.clear()
             for group in groups:
                 for report in group.take_reports():
                     loads[report.replica] = loads[report.replica]._replace(
                         num_requests=report.num_requests, num_tokens=report.num_tokens
                     )
-            progress.show(number - sum(load.num_requests for load in loads), end - report_seconds)
+            progress.show(number - sum(load.num_requests for load in loads), end - window)
         index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
         routed[index % len(groups)].append(Routed(index, number, request))
         before = loads[index]
@@ -234,13 +215,13 @@ def _run_groups(
     for index in range(num_replicas):
         yield next(streams[index % len(groups)])
         done += loads[index].num_requests
-        progress.show(done, end)
+        progress.show(done, None if math.isinf(end) else end)
 
 
 def _summary(
-    found: Sequence[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
+    outcomes: Sequence[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
 ) -> Simulation:
-    times = np.concatenate([np.frombuffer(one.times, dtype=np.float64).reshape(-1, 4) for one in found])
+    times = np.concatenate([np.frombuffer(outcome.times, dtype=np.float64).reshape(-1, 4) for outcome in outcomes])
     arrival, first_token, finish, output_len = times.T
     ttft = first_token - arrival
     several = output_len > 1
@@ -249,10 +230,10 @@ def _summary(
     all_tpot[several] = tpot
     good = (ttft <= (demand.ttft or math.inf)) & (all_tpot <= (demand.tpot or math.inf))
     seconds = float(finish.max() - arrival.min()) if len(finish) else 0.0
-    queries = sum(one.prefix_queries for one in found)
+    queries = sum(outcome.prefix_queries for outcome in outcomes)
     return Simulation(
         num_requests=len(ttft),
-        num_failed=sum(one.num_failed for one in found),
+        num_failed=sum(outcome.num_failed for outcome in outcomes),
         num_replicas=num_replicas,
         policy=policy,
         seconds=seconds,
@@ -262,23 +243,23 @@ def _summary(
         output_tokens_per_second=float(output_len.sum()) / seconds if seconds else 0.0,
         requests_per_second=len(ttft) / seconds if seconds else 0.0,
         goodput=float(good.sum()) / seconds if seconds else 0.0,
-        num_preemptions=sum(one.num_preemptions for one in found),
-        prefix_hit_rate=sum(one.prefix_hits for one in found) / queries if queries else 0.0,
-        kv_use=_use_over_time(found, setup, bucket),
-        num_steps=sum(one.num_steps for one in found),
-        num_skipped=sum(one.num_skipped for one in found),
+        num_preemptions=sum(outcome.num_preemptions for outcome in outcomes),
+        prefix_hit_rate=sum(outcome.prefix_hits for outcome in outcomes) / queries if queries else 0.0,
+        kv_use=_use_over_time(outcomes, setup, bucket),
+        num_steps=sum(outcome.num_steps for outcome in outcomes),
+        num_skipped=sum(outcome.num_skipped for outcome in outcomes),
     )
 
 
 def _percentiles(values: Vector) -> dict[int, float]:
-    return {one: float(np.percentile(values, one)) if len(values) else 0.0 for one in PERCENTILES}
+    return {percent: float(np.percentile(values, percent)) if len(values) else 0.0 for percent in _PERCENTILES}
 
 
-def _use_over_time(found: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
+def _use_over_time(outcomes: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
     """(seconds, share of all blocks that sequences hold). A replica without work uses none."""
     used: dict[int, float] = {}
-    for one in found:
-        for index, block_seconds in one.kv_use.items():
+    for outcome in outcomes:
+        for index, block_seconds in outcome.kv_use.items():
             used[index] = used.get(index, 0.0) + block_seconds
-    whole = bucket * (setup.num_blocks - 1) * len(found)
+    whole = bucket * (setup.num_blocks - 1) * len(outcomes)
     return tuple((index * bucket, used.get(index, 0.0) / whole) for index in range(max(used, default=-1) + 1))

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,44 @@ class Prefixes(NamedTuple):
     """Different beginnings, each as likely as the others."""
 
 
+_NO_PREFIXES = Prefixes()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is simulated: the requests of a trace, or requests at random times with the lengths of the demand."""
+
+    trace: tuple[SimulatedRequest, ...] = ()
+    rate: float = math.inf
+    """Requests a second without a trace. inf: all at once."""
+    num_prompts: int = 1000
+    """Requests without a trace."""
+    prefixes: Prefixes = _NO_PREFIXES
+    seed: int = 0
+    prefix_caching: bool = True
+    replicas: int | None = None
+    """None: those of the layout."""
+    policy: str = "least_loaded"
+    """Of the router."""
+    report_seconds: float = 0.1
+    """Age that the load of replicas may have when a router looks at it."""
+
+    def __post_init__(self) -> None:
+        """See that numbers are in their ranges.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for flag, value, least in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--prefix-len", self.prefixes.length, 0),
+            ("--num-prefixes", self.prefixes.number, 1),
+            ("--replicas", 1 if self.replicas is None else self.replicas, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{flag} must be at least {least}, got {value}")
+
+
 def poisson(
     rate: float, count: int, input_len: int, output_len: int, prefixes: Prefixes | None = None, seed: int = 0
 ) -> Iterator[SimulatedRequest]:
@@ -80,8 +119,8 @@ def _unique(number: int, count: int) -> tuple[tuple[int, int], ...]:
     return ((number + 1, 1), (0, count - 1)) if count > 0 else ()
 
 
-def read_trace(path: Path) -> list[SimulatedRequest]:
-    """The requests of a file with a JSON object in each line, in order of arrival.
+def read_trace(path: Path, limit: int | None = None) -> tuple[SimulatedRequest, ...]:
+    """The first `limit` requests of a file with a JSON object in each line, in order of arrival; None: all of them.
 
     An object has `arrival` in seconds (or `timestamp` in milliseconds), `input_len`, `output_len`, and perhaps `prefix`
     (any text) with `prefix_len`, or `hash_ids`: equal ids in the same place stand for 512 equal tokens.
@@ -93,19 +132,19 @@ def read_trace(path: Path) -> list[SimulatedRequest]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--trace {path} cannot be read: {error}") from None
-    found = []
+    requests = []
     names: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(_request(json.loads(line), number, names))
+            requests.append(_request(json.loads(line), number, names))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"--trace {path}, line {number}: {why}") from None
-    if not found:
+    if not requests:
         raise ValueError(f"--trace {path} has no requests")
-    return sorted(found, key=lambda request: request.arrival)
+    return tuple(sorted(requests, key=lambda request: request.arrival)[:limit])
 
 
 def _request(line: Mapping[str, Any], number: int, names: dict[str, int]) -> SimulatedRequest:
@@ -120,8 +159,8 @@ def _request(line: Mapping[str, Any], number: int, names: dict[str, int]) -> Sim
     prompt: list[tuple[int, int]] = []
     if not isinstance(line.get("hash_ids", []), list):
         raise ValueError("hash_ids must be a list of numbers")
-    for place, one in enumerate(line.get("hash_ids", [])):
-        prompt.append((-2 - int(one), min(_BLOCK_TOKENS, max(0, input_len - place * _BLOCK_TOKENS))))
+    for place, identifier in enumerate(line.get("hash_ids", [])):
+        prompt.append((-2 - int(identifier), min(_BLOCK_TOKENS, max(0, input_len - place * _BLOCK_TOKENS))))
     length = int(line.get("prefix_len", 0))
     if length:
         if not 0 < length <= input_len:

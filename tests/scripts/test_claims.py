@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.claims.document import CLAIMS, VALIDATION, claims_text, input_digest
+from scripts.claims.document import CLAIMS, claims_text
+from scripts.published.page import VALIDATION, input_digest
 
 
 def test_the_claims_are_those_of_the_formulas() -> None:

@@ -12,7 +12,6 @@ from shardline.checkpoints.planning import PlannedModel
 from shardline.checkpoints.quantization import usual_rules
 from shardline.planner.catalog import find_model, shipped_facts, stored_as
 from shardline.planner.memory import bits_label
-from shardline.planner.published import published_names
 
 _NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*([km])?\b", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1024.0, "m": 1024.0 * 1024.0}
@@ -26,6 +25,32 @@ _RANDOM_SHARE = 0.9
 """Mean of lengths that are drawn from 80% to 100% of the stated ones."""
 _DEFAULT_LENGTH = 1024.0
 """Length of prompts or outputs where a row states none: that of most rows."""
+_LABELS = {
+    "fp16": "bf16",
+    "float16": "bf16",
+    "bfloat16": "bf16",
+    "fp8_block": "fp8",
+    "w8a8": "int8",
+    "awq": "int4",
+    "gptq": "int4",
+    "w4a16": "int4",
+}
+"""Labels of weights for other names of formats with the same bytes and rates."""
+_PATTERNS = {
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "fp4": "fp4",
+    "fp8": "fp8|e4m3",
+    "int4": r"int4|awq|gptq|w4a|4-?bit|\bq4",
+    "int8": r"int8|w8a8|8-?bit|\bq8",
+    "bf16": "b?f(?:loat)?p?16|half|16-?bit|fp32",
+}
+"""Formats by a pattern that their names contain; the first that is found."""
+_VARIANTS = (
+    "instruct", "chat", "it", "hf", "meta", "thinking", "base", "quantized", "dynamic", "block", "static", "kv", "fp8",
+    "fp4", "nvfp4", "mxfp4", "bf16", "fp16", "int4", "int8", "awq", "gptq", "w4a16", "w8a8", "[0-9]{4}", r"v0\.[0-9]+",
+)  # fmt: skip
+"""Parts of a model's name that change neither sizes nor layers, as patterns."""
 
 
 class Sizes(NamedTuple):
@@ -170,7 +195,7 @@ def _near(text: str) -> str | None:
 
 def _plain(name: str) -> str:
     short = "-" + re.sub(r"\s*\(.*", "", name.lower().rsplit("/", 1)[-1]).replace("_", "-").replace(" ", "-")
-    words = "|".join(published_names().variants["words"])
+    words = "|".join(_VARIANTS)
     while (shorter := re.sub(rf"[-_ .](?:{words})(?![a-z0-9])", "", short)) != short:
         short = shorter
     return short.strip("-").replace("-", "")
@@ -183,7 +208,7 @@ def _format_in(text: str) -> str:
 
 
 def _first_format(text: str) -> str:
-    return next((label for label, pattern in published_names().patterns.items() if re.search(pattern, text)), "")
+    return next((label for label, pattern in _PATTERNS.items() if re.search(pattern, text)), "")
 
 
 def read_label(model: PlannedModel, precision: str) -> str:
@@ -194,7 +219,7 @@ def read_label(model: PlannedModel, precision: str) -> str:
     """
     own = bits_label(model)
     wanted = precision.split("/")[0].split(",")[0].strip().lower()
-    wanted = published_names().labels.get(wanted, wanted)
+    wanted = _LABELS.get(wanted, wanted)
     if not wanted or "native" in wanted or wanted == own:
         return own
     if wanted != "bf16" and wanted not in usual_rules():

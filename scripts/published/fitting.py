@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.published.rows import Row
 from shardline.planner.constants import Constants
-from shardline.planner.rows import Row
-from shardline.planner.timing import LoopShape, LoopSteps, StepLoad, loop_first_token, loop_tpot
+from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_first_token, loop_tpot
 
 Vector = NDArray[np.float64]
 
@@ -51,29 +51,21 @@ class Sample:
     steps: LoopSteps
 
 
-class _Table:
-    """The steps of many samples as columns."""
+def _columns(samples: Sequence[Sample]) -> LoopSteps:
+    """The steps of many samples, with an array for each number."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.shape = LoopShape(*np.array([LoopShape.of(one.steps) for one in samples]).T)
-        self.loads = [
-            StepLoad(*np.array([getattr(one.steps, kind) for one in samples], dtype=np.float64).T)
-            for kind in ("decode", "prompt", "burst")
-        ]
+    def column(name: str) -> Any:
+        return np.array([getattr(one.steps, name) for one in samples], dtype=np.float64).T
 
-    def step_seconds(self, constants: Constants) -> list[Any]:
-        """Times of all steps of each kind."""
-        return [one.seconds(constants) for one in self.loads]
+    return LoopSteps(
+        *(StepLoad(*column(kind)) for kind in ("decode", "prompt", "burst")),
+        *map(column, ("chunks", "bursts", "prompt_steps", "stages")),
+        Load(*column("load")),
+    )
 
-    def tpot(self, constants: Constants) -> Vector:
-        """TPOT of each sample; the same formula as `loop_latency`."""
-        times = loop_tpot(self.shape, *self.step_seconds(constants))
-        return np.asarray(times / constants.saturated**self.shape.saturated, dtype=np.float64)
 
-    def ttft(self, constants: Constants) -> Vector:
-        """TTFT of each sample; the same formula as `loop_latency`."""
-        parts = loop_first_token(self.shape, *self.step_seconds(constants))
-        return np.asarray(parts.seconds(constants), dtype=np.float64)
+def _ttft(loops: LoopSteps, constants: Constants) -> Vector:
+    return np.asarray(loop_first_token(loops, constants).seconds(constants), dtype=np.float64)
 
 
 def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> Constants:
@@ -86,11 +78,11 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
     latencies = [one for one in samples if one.row.tpot]
     both = [one for one in samples if one.row.tpot or _saturated_tpot(one)]
     first = [one for one in latencies if one.row.ttft]
-    found = _fit(_STEP_PRIORS, latencies, [one.row.tpot or 1.0 for one in latencies], _Table.tpot, found, is_known)
+    found = _fit(_STEP_PRIORS, latencies, [one.row.tpot or 1.0 for one in latencies], loop_tpot, found, is_known)
     found = _fit(
-        _RUN_PRIORS, both, [one.row.tpot or _saturated_tpot(one) or 1.0 for one in both], _Table.tpot, found, is_known
+        _RUN_PRIORS, both, [one.row.tpot or _saturated_tpot(one) or 1.0 for one in both], loop_tpot, found, is_known
     )
-    return _fit(_FIRST_TOKEN_PRIORS, first, [one.row.ttft or 1.0 for one in first], _Table.ttft, found, False, True)
+    return _fit(_FIRST_TOKEN_PRIORS, first, [one.row.ttft or 1.0 for one in first], _ttft, found, False, True)
 
 
 def _plausible() -> Constants:
@@ -110,7 +102,7 @@ def _fit(
     priors: Mapping[str, tuple[float, float]],
     samples: Sequence[Sample],
     measured: Sequence[float],
-    predict: Callable[[_Table, Constants], Vector],
+    predict: Callable[[LoopSteps, Constants], Vector],
     start: Constants,
     is_known: bool,
     has_outliers: bool = False,
@@ -121,7 +113,7 @@ def _fit(
     """
     if not samples:
         return start
-    table, names = _Table(samples), list(priors)
+    table, names = _columns(samples), list(priors)
     target = np.log(measured)
     prior = np.log([getattr(start, name) for name in names])
     weight = _PRIOR_WEIGHT / np.array([width for _, width in priors.values()]) ** 2

@@ -11,12 +11,13 @@ from shardline.models.spec import GQA, MLA
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
-from shardline.planner.published import published_names
 
 _PROMPTS = ((2048, 3000), (16384, 1500), (math.inf, 1000))
 """(longest prompt or output, requests) of TensorRT-LLM's table of throughput."""
 _STORED_ELEMENTS = {"nvfp4": 1 / 2 + 1 / 16}
 """Elements in a checkpoint for each parameter: pairs in a byte count once, and so do scales."""
+_ELEMENT_BYTES = {"nvfp4": 0.5, "fp8": 1.0, "bf16": 2.0}
+"""Formats for which trtllm-bench chooses limits, with the bytes that it assumes for an element."""
 _OTHER_LIMITS = (2048, 8192)
 _MEMORY_SHARE = 0.95
 _MOST_REQUESTS = 4096
@@ -38,7 +39,7 @@ def bench_limits(
     not cut prompts, so a step has room for a whole one.
     """
     requests, tokens = _OTHER_LIMITS
-    if layout.weights in published_names().bench_element_bytes:
+    if layout.weights in _ELEMENT_BYTES:
         length = input_len + output_len
         estimated = _cache_bytes(model, layout, cluster) / (_token_bytes(model, layout) * length)
         most = min(estimated, _MOST_REQUESTS) / layout.pipeline
@@ -52,9 +53,7 @@ def _cache_bytes(model: PlannedModel, layout: Layout, cluster: Cluster) -> float
     spec = model.spec
     counted = counted_parameters(spec, Span(0, len(spec.layers)), lambda layer: 0)
     parameters = sum(math.prod(one.shape) * one.num_layers * max(1, one.num_experts) for one in counted)
-    stored = (
-        parameters * _STORED_ELEMENTS.get(layout.weights, 1.0) * published_names().bench_element_bytes[layout.weights]
-    )
+    stored = parameters * _STORED_ELEMENTS.get(layout.weights, 1.0) * _ELEMENT_BYTES[layout.weights]
     return max(0.0, layout.num_gpus * cluster.smallest.usable_gib * GIB - stored) * _MEMORY_SHARE
 
 

@@ -10,18 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from scripts.published import row_fields
+from scripts.published.offline import bench_limits, num_prompts
 from shardline.checkpoints.planning import PlannedModel
 from shardline.models.sizes import stage_spans
 from shardline.models.step_work import StepWork, step_work
-from shardline.planner import row_fields, vllm
+from shardline.planner import vllm
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
+from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit, stored_weights
-from shardline.planner.offline import bench_limits, num_prompts
-from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps, shipped_timing
+from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps
 
+ROWS = Path(__file__).parents[2] / "benchmarks" / "published" / "results.csv.gz"
 CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _FULLEST = 0.98
@@ -80,7 +83,7 @@ class Skipped:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
-    """The rows of a CSV file in the form of published_results.csv.
+    """The rows of a CSV file in the form of benchmarks/published/results.csv.gz.
 
     Raises:
         ValueError: the file cannot be read, or it has other columns.

@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace as replace_struct
 
+from scripts.published.row_fields import number as field_number
+from scripts.published.row_fields import plain_gpu, published_model, read_label
+from scripts.published.rows import open_table
 from shardline.checkpoints.planning import PlannedModel
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit
-from shardline.planner.row_fields import number as field_number
-from shardline.planner.row_fields import plain_gpu, published_model, read_label
-from shardline.planner.rows import open_table
 
-MARK = "kv_gib_per_gpu"
-"""The column by which such a table is known."""
+_MEMORY = "kv_gib_per_gpu"
 _DEFAULT_UTILIZATION = 0.9
 _PROMISED = 0.02
 """Half the width of the interval of predicted memory and tokens."""
@@ -37,15 +36,6 @@ class LogError:
     """Difference of the KV memory as a share of the GPU's memory. None: the log does not say how it was started."""
     token_error: float | None
     """Error of the number of tokens in the logged memory; None: the log has no such number."""
-
-
-def is_memory_table(path: Path) -> bool:
-    """Whether the file's header has the column of KV memory."""
-    try:
-        with open_table(path) as stream:
-            return MARK in next(csv.reader(stream), [])
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError], list[tuple[int, str]]]:
@@ -77,7 +67,7 @@ def _error(number: int, row: Mapping[str, str], gpus: Mapping[str, Gpu]) -> LogE
     demand = Demand(int(length or model.spec.max_position_embeddings), utilization=utilization or _DEFAULT_UTILIZATION)
     label = read_label(model, row.get("weights_precision") or "")
     result = fit(model, Layout("vllm", tensor, weights=label), cluster, demand)
-    stated, logged = _number(row.get(MARK)), field_number(row.get("kv_tokens"))
+    stated, logged = _number(row.get(_MEMORY)), field_number(row.get("kv_tokens"))
     actual = result.kv_bytes if stated is None else stated * GIB
     memory = tokens = None
     if is_known and stated is not None:
@@ -104,7 +94,7 @@ def _number(text: str | None) -> float | None:
 
 
 def summarize_memory(found: Sequence[LogError], missed: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    """The figures of `plan --validate --json` for a table of start-up logs: errors as fractions."""
+    """The errors as fractions."""
     memory = [one.memory_error for one in found if one.memory_error is not None]
     tokens = [one.token_error for one in found if one.token_error is not None]
     return {
