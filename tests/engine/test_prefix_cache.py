@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.engine.kv_cache import BlockHasher, longest_hit, num_window_blocks
+from shardline.engine.kv_cache import BlockHasher, cache_namespace, longest_hit, num_window_blocks
 from shardline.models.kv_groups import KVGroup
+
+NAMESPACE = cache_namespace("weights", b"secret")
 
 
 def chain(hasher: BlockHasher, tokens: list[int], salt: str = "") -> list[bytes]:
@@ -16,7 +18,7 @@ def chain(hasher: BlockHasher, tokens: list[int], salt: str = "") -> list[bytes]
 
 
 def test_a_block_is_named_by_all_tokens_before_it() -> None:
-    hasher = BlockHasher(2)
+    hasher = BlockHasher(2, NAMESPACE)
     first, second = chain(hasher, [1, 2, 3, 4]), chain(hasher, [1, 2, 3, 5])
     assert first[0] == second[0]
     assert first[1] != second[1]
@@ -24,15 +26,16 @@ def test_a_block_is_named_by_all_tokens_before_it() -> None:
     assert chain(hasher, [3, 4])[0] != first[1]
 
 
-def test_salt_and_process_set_chains_apart() -> None:
-    hasher, tokens = BlockHasher(2), [1, 2]
-    assert chain(hasher, tokens) == chain(hasher, tokens)
+def test_salt_weights_and_secret_set_chains_apart() -> None:
+    hasher, tokens = BlockHasher(2, NAMESPACE), [1, 2]
+    assert chain(hasher, tokens) == chain(BlockHasher(2, cache_namespace("weights", b"secret")), tokens)
     assert chain(hasher, tokens) != chain(hasher, tokens, "salt")
-    assert chain(hasher, tokens) != chain(BlockHasher(2), tokens)
+    for other in (cache_namespace("others", b"secret"), cache_namespace("weights", b"another")):
+        assert chain(hasher, tokens) != chain(BlockHasher(2, other), tokens)
 
 
 def test_chains_grow_and_take_any_token_and_salt() -> None:
-    hasher = BlockHasher(2)
+    hasher = BlockHasher(2, NAMESPACE)
     tokens = [2**40, -1, 3, 4, 5, 6]
     hashes = chain(hasher, tokens[:2], "\ud800")
     hasher.extend(hashes, "\ud800", tokens, 3)

@@ -21,7 +21,7 @@ from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import StartedEngine, start_engine
+from shardline.engine.children import DEPLOYMENT_SECRET, StartedEngine, start_engine
 from shardline.messages.engine import StartEngine
 from shardline.messages.node import (
     ENGINE,
@@ -110,7 +110,7 @@ class Cluster:
             ours, theirs = socket.socketpair()
             self._head.attach({Stream(engine, ENGINE, start): theirs})
             with contextlib.suppress(OSError):  # its host is lost; what can be read from the socket says so
-                Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+                Channel(ours, StartEngine).send(StartEngine(deployment, engine, DEPLOYMENT_SECRET))
             return StartedEngine(None, ours, {})
 
     def describe_links(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from shardline.messages.engine import StartEngine
 from shardline.segment.activity import Activity, is_stopped, read_activity
 from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
 
+DEPLOYMENT_SECRET = secrets.token_bytes(32)
+"""One front starts all engines of a deployment, so its secret is theirs."""
 _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that somebody else sends; the kernel does, too, if memory is short or the parent has ended."""
 
@@ -142,7 +145,7 @@ def start_engine(deployment: Deployment, engine: int, *, sends_start: bool = Tru
         fds = [theirs.fileno(), *(sock.fileno() for _, sock in pairs.values())]
         child = Child("shardline.engine.process", fds, deployment.gpus_of(engine, host))
         if sends_start:
-            Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+            Channel(ours, StartEngine).send(StartEngine(deployment, engine, DEPLOYMENT_SECRET))
         kept.pop_all()
     return StartedEngine(child, ours, {rank: sock for rank, (sock, _) in pairs.items()})
 

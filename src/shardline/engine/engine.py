@@ -42,8 +42,8 @@ class Engine:
     do takes part with an empty step.
     """
 
-    def __init__(self, deployment: Deployment, executor: Executor) -> None:
-        """`executor` must have started."""
+    def __init__(self, deployment: Deployment, executor: Executor, namespace: bytes | None = None) -> None:
+        """`executor` must have started. `namespace`: see `KVCache`."""
         self._deployment = deployment
         self._executor = executor
         self._schedulers = [
@@ -54,6 +54,7 @@ class Engine:
                 deployment.max_model_len,
                 max_in_flight=executor.max_in_flight,
                 last_token_known=deployment.grid.pipeline > 1 or deployment.limits.drafts,
+                namespace=namespace,
             )
             for _ in range(deployment.grid.data)
         ]

@@ -17,16 +17,24 @@ from shardline.models.kv_groups import KVGroup, blocks_per_request
 _DIGEST_BYTES = 16
 
 
-class BlockHasher:
-    """Chained hashes of full token blocks: equal hashes mean equal salt, position and tokens so far.
+def cache_namespace(weights: str, secret: bytes) -> bytes:
+    """What the keys of cached prefixes begin with: equal for engines with the same weights and secret.
 
-    The chains start from a secret of this process, so that nobody can compute a collision or the chain of a salt in
-    advance.
+    `weights`: a name of everything that keys and values depend on, such as a fingerprint. `secret`: of a deployment.
+    """
+    return blake2b(weights.encode(), key=secret, digest_size=32).digest()
+
+
+class BlockHasher:
+    """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
+
+    The chains start from the namespace, which depends on a secret, so that nobody can compute a collision or the chain
+    of a salt in advance.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, namespace: bytes) -> None:
         self._block_size = block_size
-        self._secret = secrets.token_bytes(32)
+        self._namespace = namespace
 
     def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
         """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
@@ -36,7 +44,7 @@ class BlockHasher:
             parent = hashes[-1]
         else:
             root = salt.encode("utf-8", "surrogatepass")
-            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._namespace).digest()
         size = self._block_size
         for start in range(len(hashes) * size, num_blocks * size, size):
             tokens = array("q", token_ids[start : start + size]).tobytes()
@@ -229,12 +237,21 @@ class KVCache:
     never written again.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        namespace: bytes | None = None,
+    ) -> None:
+        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone."""
         self.pool = BlockPool(num_blocks)
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
-        self._hasher = BlockHasher(block_size) if prefix_caching else None
+        self._hasher = BlockHasher(block_size, namespace or secrets.token_bytes(32)) if prefix_caching else None
         self._suffixes = [index.to_bytes(2, "little") for index in range(len(groups))]
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.no_blocks: list[list[int]] = [[] for _ in groups]

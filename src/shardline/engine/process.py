@@ -18,6 +18,7 @@ from shardline.deployment.fingerprint import fingerprint
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.kv_cache import cache_namespace
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
 from shardline.messages.engine import (
@@ -124,14 +125,15 @@ class EngineProcess:
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
-            self._engine = engine = Engine(deployment, executor)
+            name = fingerprint(deployment, "+".join(sorted(isas)))
+            self._engine = engine = Engine(deployment, executor, cache_namespace(name, start.secret))
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
                     max_model_len=deployment.max_model_len,
                     num_kv_blocks=executor.allocation.num_blocks - 1,
                     block_size=deployment.cache.block_size,
-                    fingerprint=fingerprint(deployment, "+".join(sorted(isas))),
+                    fingerprint=name,
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
                 )
             )

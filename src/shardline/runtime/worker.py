@@ -15,7 +15,7 @@ from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.worker import RankReport
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.finite import FiniteChecker
-from shardline.runtime.kv_pool import KVPool
+from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
@@ -44,6 +44,7 @@ class Worker:
         self._groups = groups
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
+        self._kv_store: KVStore | None = None
         self._expert_load: Counters | None = None
         self._finite_checker = FiniteChecker(groups.place.rank) if deployment.check_finite else None
         self._sizes = StepSizes(
@@ -185,5 +186,5 @@ class Worker:
         """Give the layers a KV pool; returns this rank's bytes."""
         deployment, cache = self._deployment, self._deployment.cache
         span = deployment.stages[self._groups.place.pp_rank]
-        pool = KVPool(num_blocks, cache.block_size, cache.dtype, self._backend.pages_empty)
-        return pool.bind_layers(stage.layers, span, cache.groups, self._groups)
+        self._kv_store = KVStore(num_blocks, cache.block_size, cache.dtype, self._backend.pages_empty)
+        return self._kv_store.bind_layers(stage.layers, span, cache.groups, self._groups)

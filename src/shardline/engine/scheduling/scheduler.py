@@ -84,9 +84,10 @@ class Scheduler:
         *,
         max_in_flight: int = 1,
         last_token_known: bool,
+        namespace: bytes | None = None,
         warns: bool = True,
     ) -> None:
-        """`num_blocks` includes the null block. `warns`: whether preemptions are logged."""
+        """`num_blocks` includes the null block; `namespace`: see `KVCache`; `warns`: whether preemptions are logged."""
         assert last_token_known or not limits.drafts, "a draft follows tokens that are known"
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
@@ -94,7 +95,9 @@ class Scheduler:
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
         self._proposer = NgramProposer(limits.speculation) if limits.drafts else None
-        self.kv = KVCache(cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching)
+        self.kv = KVCache(
+            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
+        )
         self.registry = RequestRegistry(self.kv, max_model_len=max_model_len)
         self.queues = SequenceQueues(self.kv)
         self.in_flight: deque[PlanInFlight] = deque()

@@ -15,10 +15,11 @@ from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.parallel.groups import RankGroups
 
 
-class KVPool:
-    """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage.
+class KVStore:
+    """A rank's pages, which only this object allocates.
 
-    Groups whose pages have another shape use slots of their own.
+    Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage. Groups whose pages have
+    another shape use slots of their own.
     """
 
     def __init__(
