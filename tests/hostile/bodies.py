@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardline.server.openai.chat import ChatRequest
+from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
+from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
-from shardline.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.hostile import draws, lark, regexes, schemas
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -19,7 +19,7 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.server.app import create_app
-from shardline.server.http_protocol import BoundedHttpProtocol
+from shardline.server.connections import BoundedHttpProtocol
 from shardline.server.service import Service
 from tests.server.fake_engine import FakeEngine, fake_llm
 

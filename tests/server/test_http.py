@@ -17,7 +17,7 @@ from shardline import __version__
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
-from shardline.server import event_stream
+from shardline.server import sse as event_stream
 from shardline.server.errors import ApiError
 from tests.server.conftest import Running, serve, wait_until
 from tests.server.fake_engine import REPLY

@@ -14,10 +14,10 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from shardline.config.server import ServerConfig
-from shardline.server import http_protocol
-from shardline.server.admission import MOST_LARGE_BODIES
-from shardline.server.openai.strict_json import _StrictRequest
-from shardline.server.refused_requests import RefusedRequests
+from shardline.server import connections as http_protocol
+from shardline.server.connections import RefusedRequests
+from shardline.server.json_body import _StrictRequest
+from shardline.server.middleware import MOST_LARGE_BODIES
 from tests.server.conftest import Running, serve, wait_until
 
 
@@ -50,7 +50,7 @@ def test_refused_requests_are_logged_with_addresses_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_protocol, "refused_requests", RefusedRequests())
-    monkeypatch.setattr("shardline.server.refused_requests.INTERVAL", 0.5)
+    monkeypatch.setattr("shardline.server.connections.INTERVAL", 0.5)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -13,7 +13,7 @@ import pytest
 from shardline.config.server import ServerConfig
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, Preemption, PrefillChunk, RequestMetrics
 from shardline.metrics.prefix import SHARED_NAMES
-from shardline.server.request_log import RequestLog
+from shardline.server.observer import RequestLog
 from tests.server.conftest import Running, serve, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "grafana"

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.server.openai.responses.store import ResponseStore
+from shardline.server.openai.responses.routes import ResponseStore
 from tests.server.conftest import Running, serve
 from tests.server.test_tools import CALLS, FOUND, TEMPLATE
 

@@ -16,23 +16,24 @@ from starlette.routing import Match
 from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
-from shardline.server.access_log import AccessMiddleware
-from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware, SlashMiddleware
-from shardline.server.errors import ApiError, bad_request, internal_error
-from shardline.server.health import health_routes
-from shardline.server.in_flight import InFlightMiddleware
+from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.keys import ApiKeys
-from shardline.server.openai.chat import chat_routes
+from shardline.server.middleware import (
+    AccessMiddleware,
+    AuthMiddleware,
+    BodyLimitMiddleware,
+    InFlightMiddleware,
+    SlashMiddleware,
+)
+from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.embeddings import embedding_routes
-from shardline.server.openai.ignored_fields import IGNORED_HEADER
-from shardline.server.openai.models import model_routes
+from shardline.server.openai.models import model_routes, tokenize_routes
+from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
-from shardline.server.openai.tokenize import tokenize_routes
-from shardline.server.request_routes import request_routes
+from shardline.server.operations import health_routes, request_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
-from shardline.server.validation import explain_validation
 from shardline.text.foreign_code import TokenizerError
 
 if TYPE_CHECKING:

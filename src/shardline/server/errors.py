@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -104,3 +107,112 @@ class ErrorResponse(BaseModel):
     """The answer to a request that failed."""
 
     error: ErrorBody
+
+
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
+_PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
+
+Path = tuple[str | int, ...]
+
+
+def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """A 400 for the first wrong field.
+
+    If a field may have several types, pydantic reports an error for each type. The answer then names the innermost
+    wrong place, or lists all the types.
+    """
+    error = errors[0]
+    path = _path(error["loc"], body)
+    if error["loc"] == ("body",):
+        if error["type"] == "missing" or body is None:
+            return bad_request("The request has no body; a JSON object is expected.")
+        if error["type"] == "value_error":
+            return bad_request(error["msg"])
+        return bad_request("The body must be a JSON object, sent with the header Content-Type: application/json.")
+    if error["type"] == "missing":
+        name = _format_path((*path, str(error["loc"][-1])))
+        return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        name = _format_path(path)
+        return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
+    if len(path) == len(error["loc"]) - 1:
+        return _wrong_value(path, error)
+    return _wrong_union(errors, body)
+
+
+def _wrong_union(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """The answer if the first error is in one branch of a union. The client meant the branch that matched deepest."""
+    stem = _union_path(errors[0]["loc"], body)
+    rivals = [(_path(error["loc"], body), error) for error in errors if _union_path(error["loc"], body) == stem]
+    deepest = max(len(path) for path, _ in rivals)
+    furthest = [(path, error) for path, error in rivals if len(path) == deepest]
+    if len(furthest) == 1:
+        return _wrong_value(*furthest[0])
+    branches = dict.fromkeys(_type_in_words(str(error["loc"][len(stem) + 1])) for _, error in rivals)
+    name = _format_path(stem)
+    return bad_request(f"Invalid type for '{name}': expected {' or '.join(branches)}.", name, "invalid_type")
+
+
+def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
+    name, value = _format_path(path), error.get("input")
+    expected = _EXPECTED.get(error["type"])
+    if expected is not None:
+        got = "null" if value is None else _TYPES.get(type(value), "something else")
+        return bad_request(
+            f"Invalid type for '{name}': expected {expected}, but got {got} instead.", name, "invalid_type"
+        )
+    message = error["msg"]
+    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}.", name, "invalid_value")
+
+
+def _path(loc: Sequence[str | int], body: Any) -> Path:
+    """The part of `loc` that leads into `body`, without the names of union branches."""
+    path: list[str | int] = []
+    for part in loc[1:]:
+        if _has_part(body, part):
+            body = body[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _union_path(loc: Sequence[str | int], body: Any) -> Path:
+    """The part of `loc` before the first name of a union branch: the place of the union."""
+    for length, part in enumerate(loc[1:]):
+        if not _has_part(body, part):
+            return tuple(loc[1 : length + 1])
+        body = body[part]
+    return tuple(loc[1:])
+
+
+def _has_part(body: Any, part: str | int) -> bool:
+    if isinstance(body, dict):
+        return part in body
+    return isinstance(body, list) and isinstance(part, int) and part < len(body)
+
+
+def _type_in_words(tag: str) -> str:
+    """The type in words for the name of a branch: list[str] is an array of strings."""
+    depth = tag.count("list[")
+    inner = tag.replace("list[", "").rstrip("]")
+    if not depth:
+        return "a string" if inner == "str" else "an object"
+    return "an array of " + "arrays of " * (depth - 1) + _PLURALS.get(inner, "objects")
+
+
+def _format_path(path: Sequence[str | int]) -> str:
+    """A path as OpenAI writes it, for example messages[0].role."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -289,8 +289,7 @@ def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterato
 def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
     import uvicorn
 
-    from shardline.server.acceptor import Acceptor, reserved_files
-    from shardline.server.http_protocol import BoundedHttpProtocol
+    from shardline.server.connections import Acceptor, BoundedHttpProtocol, reserved_files
 
     class Server(uvicorn.Server):
         """uvicorn with our acceptor, and without its signal handlers: `_StopSignals` lets requests drain."""

@@ -14,9 +14,9 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import ChatSetup
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
-from shardline.server.in_flight import InFlight
 from shardline.server.keys import ApiKeys
-from shardline.server.request_log import RequestLog
+from shardline.server.middleware import InFlight
+from shardline.server.observer import RequestLog
 from shardline.server.tracing import RequestTracer
 from shardline.text.chat_template import render_and_encode_async
 

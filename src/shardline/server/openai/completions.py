@@ -17,16 +17,15 @@ from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
 from shardline.messages.request import TokenLogprobs
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.event_stream import Events, EventStream, make_event
-from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.json_body import StrictRoute
+from shardline.server.observer import answer_metrics
+from shardline.server.openai.answer_format import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
 from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
-from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, refuse_if
-from shardline.server.openai.strict_json import StrictRoute
-from shardline.server.openai.usage import Usage, usage_of
-from shardline.server.request_log import answer_metrics
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, Usage, refuse_if, usage_of
 from shardline.server.service import Service, new_id
+from shardline.server.sse import Events, EventStream, make_event
 from shardline.text.fill_in_middle import middle_prompt
 
 if TYPE_CHECKING:

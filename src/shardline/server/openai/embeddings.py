@@ -15,11 +15,10 @@ from starlette.responses import Response
 from shardline.api.embedding import EMBEDDING_PARAMS, normalized_embedding
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
+from shardline.server.json_body import StrictRoute
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
-from shardline.server.openai.protocol import truncate_prompt
-from shardline.server.openai.strict_json import StrictRoute
+from shardline.server.openai.protocol import IgnoredFields, truncate_prompt
 from shardline.server.service import Service, new_id
 
 

@@ -9,18 +9,42 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.metrics.requests import RequestTimer
 from shardline.sampling_params import SamplingParams
-from shardline.server.errors import answer_failed, bad_request, engine_dead
-from shardline.server.openai.engine_errors import as_api_error
+from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
+from shardline.server.openai.protocol import bad_parameter
 from shardline.server.service import Service
 from shardline.server.tracing import trace_headers
 
 if TYPE_CHECKING:
     from shardline.api.requests import Prompt
     from shardline.api.streams import RequestStream
+
+
+RETRY_QUEUE_FULL_SECONDS = 1
+RETRY_RECOVERING_SECONDS = 2
+
+
+def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
+    """The answer to a request that was not admitted. None: the error is not meant for clients."""
+    if isinstance(error, EngineDraining):
+        return draining()
+    if isinstance(error, EngineRecovering):
+        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
+    if isinstance(error, EngineDead):
+        return engine_dead(str(error))
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
+        )
+    if isinstance(error, ContextLengthExceeded):
+        return bad_request(str(error), prompt_param, "context_length_exceeded")
+    if isinstance(error, ValueError):
+        return bad_parameter(str(error))
+    return None
 
 
 class Generation:

@@ -1,12 +1,18 @@
-"""GET /v1/models and /v1/models/{model}: the served models."""
+"""The served models, and their tokens: GET /v1/models, POST /tokenize and POST /detokenize."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
+from shardline.server.json_body import StrictRoute
+from shardline.server.openai.chat.request import ConversationFields, Messages
+from shardline.server.openai.protocol import RequestModel, TokenIds
 from shardline.server.service import Service
 
 
@@ -51,5 +57,92 @@ def model_routes(service: Service) -> APIRouter:
         """One name under which the model is served."""
         service.require_model(model)
         return answer(card(model))
+
+    return router
+
+
+_MOST_TOKENS = 65_536
+"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
+
+
+class TokenizeRequest(ConversationFields):
+    """The body of POST /tokenize: `prompt` or `messages`."""
+
+    messages: Messages | None = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """None: as in the generating endpoints, true for `prompt` and false for `messages`."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of POST /detokenize."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """The ids, their number, and the largest number that the model supports."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """The text."""
+
+    prompt: str
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/tokenize", responses=json_answers(TokenizeResponse))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        service.require_model(body.model)
+        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
+        if body.prompt is not None and body.messages is None:
+            ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
+        elif body.messages is not None and body.prompt is None:
+            special = bool(body.add_special_tokens)
+            ids = (await body.encode_messages(service, body.messages, special, max_tokens=limit)).token_ids
+        else:
+            raise bad_request("Set either 'prompt' or 'messages'.", "prompt")
+        strings = None
+        if body.return_token_strs:
+            tokenizer = service.require_tokenizer()
+            strings = [tokenizer.token(token_id) for token_id in ids]
+        answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @router.get("/tokenizer_info", responses=json_answers(dict[str, Any]))
+    async def describe_tokenizer() -> Response:
+        """What a client must know to prepare prompts: special tokens and the chat template."""
+        tokenizer, template = service.require_tokenizer(), service.chat.template
+        sources = {} if template is None else template.sources
+        answer = {
+            **tokenizer.special_tokens,
+            "tokenizer_class": "TokenizersBackend",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.llm.max_model_len,
+            "chat_template": next(iter(sources.values()), None),
+        }
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @router.post("/detokenize", responses=json_answers(DetokenizeResponse))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        service.require_model(body.model)
+        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
+        if len(body.tokens) > limit:
+            raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
+        text = service.decode_tokens(body.tokens, skip_special_tokens=False)
+        return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
     return router

@@ -1,15 +1,105 @@
-"""What the requests of the generating endpoints have in common."""
+"""What the bodies of requests and answers have in common."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from shardline.api.outputs import RequestOutput
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
-from shardline.server.openai.ignored_fields import IgnoredFields
-from shardline.server.openai.request_model import RequestModel
+
+MAX_FIELDS = 256
+"""The most fields of one object. Every unknown field would become an error of its own."""
+
+
+class RequestModel(BaseModel):
+    """A request body, or an object in it. Unknown fields and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(value)} fields; at most {MAX_FIELDS} are taken")
+        return value
+
+
+MAX_METADATA = 16
+"""The most entries of `metadata`, as at OpenAI."""
+
+
+def check_metadata(value: Any) -> Any:
+    """Refuse large metadata before its entries are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"it has {len(value)} entries; at most {MAX_METADATA} are taken")
+    return value
+
+
+IGNORED_HEADER = "X-Shardline-Ignored"
+
+
+class IgnoredFields(RequestModel):
+    """Taken with any value. `null` counts as not sent."""
+
+    taken_here: ClassVar[frozenset[str]] = frozenset()
+    """Those of these fields that have an effect at one endpoint."""
+
+    # OpenAI
+    store: Any = None
+    metadata: Annotated[Any, BeforeValidator(check_metadata)] = None
+    service_tier: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    # vLLM
+    length_penalty: Any = None
+    early_stopping: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    request_id: Any = None
+    return_tokens_as_token_ids: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    # SGLang and the routers
+    no_stop_trim: Any = None
+    stream_reasoning: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    return_cached_tokens_details: Any = None
+    return_meta_info: Any = None
+    rid: Any = None
+    extra_key: Any = None
+    session_params: Any = None
+    custom_params: Any = None
+    data_parallel_rank: Any = None
+    routed_dp_rank: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+
+    @property
+    def ignored_headers(self) -> dict[str, str]:
+        """The header that names the ignored fields of this request; empty: it has none."""
+        names = [name for name in _NAMES if name in self.model_fields_set and name not in self.taken_here]
+        names = [name for name in names if getattr(self, name) is not None]
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+_NAMES = tuple(IgnoredFields.model_fields)
+
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
@@ -209,3 +299,37 @@ def refuse_if(asked: bool, param: str, message: str) -> None:
     """
     if asked:
         raise bad_request(message, param, "unsupported_parameter")
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How many completion tokens are reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Number of tokens of one API request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+def usage_of(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> Usage:
+    """The usage so far. A prompt counts once, even if it has several choices.
+
+    `reasoning_tokens`: how many of the generated tokens are reasoning; None: that is not known.
+    """
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    details = msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter
@@ -13,18 +15,101 @@ from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import ApiError
-from shardline.server.event_stream import EventStream
-from shardline.server.openai.answer_format import AnswerFormat
-from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
+from shardline.server.openai.chat.request import ChatMessage
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.messages import ChatMessage
-from shardline.server.openai.responses.input_items import InputItem, to_messages
-from shardline.server.openai.responses.output_items import OutputItem, ResponseObject
-from shardline.server.openai.responses.request import ResponsesRequest
-from shardline.server.openai.responses.store import ResponseStore
-from shardline.server.openai.responses.writer import ResponseWriter
-from shardline.server.openai.strict_json import StrictRoute
+from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
+from shardline.server.openai.responses.writer import OutputItem, ResponseObject, ResponseWriter
 from shardline.server.service import Service, new_id
+from shardline.server.sse import EventStream
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One turn of a conversation. Continuations share the turns before them."""
+
+    items: bytes
+    parent: _Turn | None
+    num_users: int = 1
+    """The stored response, if it is still there, and the turns that continue this one."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    answer: bytes
+    turn: _Turn
+
+
+class ResponseStore:
+    """Keeps responses in memory; when they have more than `limit` bytes, the least recently used ones go.
+
+    A response that others continue may go or be deleted: its turn remains until the last of them is gone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.num_bytes = 0
+        """Bytes of all answers and of all turns that are reachable."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add_response(self, response_id: str, answer: bytes, items: bytes, previous_id: str | None) -> None:
+        """Keep `answer`, the response as JSON, and `items`, the JSON of the turn's input and output items.
+
+        If the response `previous_id` is gone meanwhile, or the answer is larger than the store, nothing is kept.
+        """
+        previous = None if previous_id is None else self._entries.get(previous_id)
+        if (previous_id is not None and previous is None) or len(answer) + len(items) > self._limit:
+            return
+        turn = _Turn(items, None if previous is None else previous.turn)
+        if turn.parent is not None:
+            turn.parent.num_users += 1
+        self._entries[response_id] = _Entry(answer, turn)
+        self.num_bytes += len(answer) + len(items)
+        while self.num_bytes > self._limit:
+            self.delete_response(next(iter(self._entries)))
+
+    def find_answer(self, response_id: str) -> bytes | None:
+        """The JSON of a response; None: there is none of this id."""
+        entry = self._touch(response_id)
+        return None if entry is None else entry.answer
+
+    def find_items(self, response_id: str) -> list[bytes] | None:
+        """For each turn up to this response, oldest first, the JSON of its items; None: there is no such response."""
+        entry = self._touch(response_id)
+        if entry is None:
+            return None
+        turns = []
+        turn: _Turn | None = entry.turn
+        while turn is not None:
+            turns.append(turn.items)
+            turn = turn.parent
+        return turns[::-1]
+
+    def delete_response(self, response_id: str) -> bool:
+        """Forget a response; returns whether there was one of this id."""
+        entry = self._entries.pop(response_id, None)
+        if entry is None:
+            return False
+        self.num_bytes -= len(entry.answer)
+        turn: _Turn | None = entry.turn
+        while turn is not None:
+            turn.num_users -= 1
+            if turn.num_users > 0:
+                break
+            self.num_bytes -= len(turn.items)
+            turn = turn.parent
+        return True
+
+    def _touch(self, response_id: str) -> _Entry | None:
+        entry = self._entries.get(response_id)
+        if entry is not None:
+            self._entries.move_to_end(response_id)
+        return entry
+
 
 _STORED_ITEMS = TypeAdapter(list[InputItem])
 _INLINE_ITEMS, _INLINE_BYTES = 256, 64 * 1024

@@ -1,26 +1,243 @@
-"""Writes a response, as a whole or as a stream of events."""
+"""Writes the answers of POST /v1/responses: output items, and the events of a stream."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any, Literal
 
 import msgspec
 
 from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError
-from shardline.server.event_stream import Events
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.generation import Delta, SentChoice
 from shardline.server.openai.logprobs import ChatLogprob, TokenPieces, chat_logprobs
-from shardline.server.openai.responses.item_writer import ItemWriter
-from shardline.server.openai.responses.output_items import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseObject,
-    ResponseUsage,
-)
+from shardline.server.service import new_id
+from shardline.server.sse import Events
+from shardline.text.answer_delta import AnswerDelta
+from shardline.text.answer_parser import AnswerParser
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of the model's reasoning."""
+
+    text: str = ""
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message to the user."""
+
+    id: str
+    role: str = "assistant"
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model wrote before its answer."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+    encrypted_content: None = None
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function; `arguments` is JSON text."""
+
+    id: str
+    call_id: str
+    name: str
+    status: Status = "in_progress"
+    arguments: str = ""
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """How many generated tokens are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Number of tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response. The fields after `usage` repeat the request."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    model: str
+    system_fingerprint: str
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    background: bool = False
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str = "disabled"
+    user: str | None
+
+
+class Event(msgspec.Struct, kw_only=True, frozen=True):
+    """An event of a stream; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | msgspec.UnsetType = msgspec.UNSET
+    output_index: int | msgspec.UnsetType = msgspec.UNSET
+    item_id: str | msgspec.UnsetType = msgspec.UNSET
+    content_index: int | msgspec.UnsetType = msgspec.UNSET
+    item: OutputItem | msgspec.UnsetType = msgspec.UNSET
+    part: OutputText | ReasoningText | msgspec.UnsetType = msgspec.UNSET
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[ChatLogprob] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ItemWriter:
+    """Writes the items of one answer. Every method appends its events, encoded, to `events`."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.items: list[OutputItem] = []
+        self.events: list[bytes] = []
+        self._parser = parser
+        self._encoder = msgspec.json.Encoder()
+        self._num_events = 0
+        self._open: OutputItem | None = None
+
+    def add_event(self, type: str, **fields: Any) -> None:
+        """Append an event."""
+        data = self._encoder.encode(Event(type=type, sequence_number=self._num_events, **fields))
+        self.events.append(b"event: " + type.encode() + b"\ndata: " + data + b"\n\n")
+        self._num_events += 1
+
+    def take_events(self) -> bytes:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return b"".join(events)
+
+    def add_answer(self, delta: AnswerDelta, logprobs: list[ChatLogprob]) -> None:
+        """Add a part of the answer; `logprobs` are those of the tokens of its content."""
+        if delta.reasoning:
+            self._add_reasoning(delta.reasoning)
+        if delta.content:
+            self._add_text(delta.content, logprobs)
+        for call in delta.calls:
+            if call.name is not None:
+                self._begin(CallItem(id=new_id("fc"), call_id=self._parser.new_call_id(), name=call.name))
+            if call.arguments:
+                item = self._open
+                assert isinstance(item, CallItem)
+                item.arguments += call.arguments
+                self._add_item_event("response.function_call_arguments.delta", item, delta=call.arguments)
+
+    def end_answer(self, *, cut: bool) -> None:
+        """End the last item; `cut`: although the answer had not come to its end. There is at least one item then."""
+        if not self.items:
+            self._begin_message()
+        self._end_item(cut=cut)
+
+    def _add_reasoning(self, text: str) -> None:
+        if not isinstance(self._open, ReasoningItem):
+            item = self._begin(ReasoningItem(id=new_id("rs")))
+            assert isinstance(item, ReasoningItem)
+            self._add_item_event("response.content_part.added", item, content_index=0, part=ReasoningText())
+            item.content = [ReasoningText()]
+        assert isinstance(self._open, ReasoningItem)
+        self._open.content[0].text += text
+        self._add_item_event("response.reasoning_text.delta", self._open, content_index=0, delta=text)
+
+    def _add_text(self, text: str, logprobs: list[ChatLogprob]) -> None:
+        item = self._open if isinstance(self._open, MessageItem) else self._begin_message()
+        part = item.content[0]
+        part.text += text
+        part.logprobs += logprobs
+        self._add_item_event("response.output_text.delta", item, content_index=0, delta=text, logprobs=logprobs)
+
+    def _begin_message(self) -> MessageItem:
+        item = self._begin(MessageItem(id=new_id("msg")))
+        assert isinstance(item, MessageItem)
+        self._add_item_event("response.content_part.added", item, content_index=0, part=OutputText())
+        item.content = [OutputText(logprobs=[])]
+        return item
+
+    def _begin(self, item: OutputItem) -> OutputItem:
+        self._end_item(cut=False)
+        self.items.append(item)
+        self._open = item
+        self.add_event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        return item
+
+    def _end_item(self, *, cut: bool) -> None:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        if isinstance(item, CallItem):
+            self._add_item_event(
+                "response.function_call_arguments.done", item, name=item.name, arguments=item.arguments
+            )
+        else:
+            part = item.content[0]
+            if isinstance(part, OutputText):
+                fields = {"text": part.text, "logprobs": part.logprobs}
+                self._add_item_event("response.output_text.done", item, content_index=0, **fields)
+            else:
+                self._add_item_event("response.reasoning_text.done", item, content_index=0, text=part.text)
+            self._add_item_event("response.content_part.done", item, content_index=0, part=part)
+        item.status = "incomplete" if cut else "completed"
+        self.add_event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _add_item_event(self, type: str, item: OutputItem, **fields: Any) -> None:
+        self.add_event(type, item_id=item.id, output_index=len(self.items) - 1, **fields)
 
 
 class ResponseWriter:

@@ -8,20 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.server import json_body
 from shardline.server.errors import ApiError
-from shardline.server.openai import body_size, large_json
-from shardline.server.openai.body_size import check_json_size, check_template_values
-from shardline.server.openai.large_json import parse_json
+from shardline.server.json_body import check_json_size, check_template_values, parse_json
 
 
 @settings(max_examples=200, deadline=None)
 @given(texts=st.lists(st.text('ab"\\,:{[é', max_size=12), max_size=8), size=st.integers(2, 9))
 def test_strings_do_not_count(texts: list[str], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_size, "_SLICE_BYTES", size)
-        patch.setattr(large_json, "SLICE_BYTES", size)
-        patch.setattr(body_size, "MAX_VALUES", 8)
-        patch.setattr(body_size, "MAX_OBJECTS", 1)
+        patch.setattr(json_body, "COUNTED_BYTES", size)
+        patch.setattr(json_body, "SLICE_BYTES", size)
+        patch.setattr(json_body, "MAX_VALUES", 8)
+        patch.setattr(json_body, "MAX_OBJECTS", 1)
         check_json_size(json.dumps(texts).encode())
         with pytest.raises(ApiError):
             check_json_size(json.dumps([*texts, []]).encode())
@@ -29,8 +28,8 @@ def test_strings_do_not_count(texts: list[str], size: int) -> None:
 
 @pytest.mark.parametrize("body", [b',,["\\', b',,["abc', b',,["', b',"",""""'])
 def test_broken_json_ends_the_count(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_size, "MAX_OBJECTS", 0)
-    monkeypatch.setattr(body_size, "MAX_VALUES", 2)
+    monkeypatch.setattr(json_body, "MAX_OBJECTS", 0)
+    monkeypatch.setattr(json_body, "MAX_VALUES", 2)
     if b"[" in body:
         with pytest.raises(ApiError):
             check_json_size(body)
@@ -49,13 +48,13 @@ JSON_VALUES = st.recursive(
 @given(value=JSON_VALUES, size=st.integers(13, 20), ascii_only=st.booleans())
 def test_texts_in_slices_are_those_of_the_parser(value: object, size: int, ascii_only: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_json, "SLICE_BYTES", size)
+        patch.setattr(json_body, "SLICE_BYTES", size)
         assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @pytest.mark.parametrize("text", [r"\ud83d", r"\ud83dx", r"\udc00", r"\u12", r"\q", r"\ud83d\n", "\n", r"\n" + "\xff"])
 def test_slices_refuse_what_the_parser_refuses(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    monkeypatch.setattr(json_body, "SLICE_BYTES", 16)
     for before in range(20):
         with pytest.raises(ValueError, match=r"\w"):
             parse_json(f'["{"a" * before}{text}{"x" * 20}\\n"]'.encode("latin-1"))
@@ -71,8 +70,8 @@ NUMBERS = st.lists(st.integers(0, 99) | st.floats(0, 9) | st.just({}) | st.none(
 )
 def test_arrays_in_slices_are_those_of_the_parser(arrays: list[object], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_json, "SLICE_BYTES", size)
-        patch.setattr(large_json, "ARRAY_BYTES", size)
+        patch.setattr(json_body, "SLICE_BYTES", size)
+        patch.setattr(json_body, "ARRAY_BYTES", size)
         assert parse_json(json.dumps(arrays, indent=1).encode()) == arrays
         assert parse_json(json.dumps({"a": arrays}).encode()) == {"a": arrays}
 
@@ -93,14 +92,14 @@ def test_arrays_in_slices_are_those_of_the_parser(arrays: list[object], size: in
 )
 def test_slices_of_arrays_refuse_what_the_parser_refuses(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 8):
-        monkeypatch.setattr(large_json, "SLICE_BYTES", size)
-        monkeypatch.setattr(large_json, "ARRAY_BYTES", size)
+        monkeypatch.setattr(json_body, "SLICE_BYTES", size)
+        monkeypatch.setattr(json_body, "ARRAY_BYTES", size)
         with pytest.raises(ValueError, match=r"\w"):
             parse_json(body.encode())
 
 
 def test_a_body_that_ends_within_a_string_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    monkeypatch.setattr(json_body, "SLICE_BYTES", 16)
     body = b'["' + rb"\\n" * 20 + b'", "' + rb"\\\\" * 20
     for end in range(1, len(body) + 1):
         with pytest.raises(ValueError, match="EOF while parsing"):
@@ -108,8 +107,8 @@ def test_a_body_that_ends_within_a_string_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_size, "MAX_STRINGS", 2)
-    monkeypatch.setattr(body_size, "MAX_BARE_BYTES", 8)
+    monkeypatch.setattr(json_body, "MAX_STRINGS", 2)
+    monkeypatch.setattr(json_body, "MAX_BARE_BYTES", 8)
     for body in (b'["a","b,\\"",""]', b"[12345678]"):
         with pytest.raises(ApiError, match="bytes outside strings"):
             check_json_size(body)
@@ -117,7 +116,7 @@ def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_values_for_templates_are_counted_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_size, "MAX_TEMPLATE_VALUES", 6)
+    monkeypatch.setattr(json_body, "MAX_TEMPLATE_VALUES", 6)
     check_template_values("tools", [{"a": [1, {"b": "text"}], "c": []}])
     for field in ([1] * 7, [[[[[[[]]]]]]], [{"a": 1, "b": {"c": [1, 2, 3]}}]):
         with pytest.raises(ApiError, match="'tools' has more than 6 values"):

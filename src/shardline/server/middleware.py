@@ -1,0 +1,348 @@
+"""What every request passes before and behind its handler: log, keys, bounds of bodies, and an early end. Plain ASGI, so that streams are not buffered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardline.server.errors import ApiError, internal_error
+from shardline.server.keys import ApiKeys
+from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+
+
+class Exchange:
+    """One request and its answer. It wraps the two ASGI callables and runs the application in a task of its own.
+
+    The task is cancelled if the client disconnects, and by `interrupt`. The cancelled code closes its output stream,
+    and that frees the request's KV blocks.
+    """
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._body_read = asyncio.Event()
+        self._disconnected = asyncio.Event()
+        self._error: ApiError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._started = False
+        self._streaming = False
+        self._ended = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        """Answer the request with `app`."""
+        self._task = asyncio.create_task(_call_app(app, scope, self.receive, self.send))
+        watcher = asyncio.create_task(self._cancel_on_disconnect(self._task))
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            if self._disconnected.is_set():
+                return
+            if self._error is None:
+                raise
+            if self._started:
+                scope[STREAM_ERROR] = self._error.code or "error"
+            await self._send_error(self._error)
+        finally:
+            watcher.cancel()
+
+    def interrupt(self, error: ApiError) -> None:
+        """Stop the application; the client gets `error` as its answer or as the last event of its stream."""
+        if self._task is not None and not self._ended and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    async def receive(self) -> Message:
+        """The next part of the body; after the last part, wait for the client to disconnect."""
+        if self._body_read.is_set():
+            await self._disconnected.wait()
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self._body_read.set()
+        if message["type"] == "http.disconnect":
+            self._disconnected.set()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, and remember whether the answer has started and ended."""
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._streaming = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
+            )
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended = True
+        await self._send(message)
+
+    async def _cancel_on_disconnect(self, task: asyncio.Task[None]) -> None:
+        await self._body_read.wait()
+        while not self._disconnected.is_set():
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._disconnected.set()
+        if not self._ended:
+            task.cancel()
+
+    async def _send_error(self, error: ApiError) -> None:
+        if not self._started:
+            await error.response()({"type": "http"}, self.receive, self._send)
+        elif self._streaming and not self._ended:
+            last = make_event(error.body) + DONE_EVENT
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _call_app(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+class InFlight:
+    """All exchanges of a server that have not ended."""
+
+    def __init__(self) -> None:
+        self._exchanges: set[Exchange] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request with `app`; it is in flight until then."""
+        exchange = Exchange(receive, send)
+        self._exchanges.add(exchange)
+        self._empty.clear()
+        try:
+            await exchange.run(app, scope)
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._empty.set()
+
+    async def wait_empty(self, timeout: float) -> bool:
+        """Wait until nothing is in flight. False: something still was after `timeout` seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        return not self._exchanges
+
+    def interrupt(self, error: ApiError) -> int:
+        """Stop everything in flight with `error`; returns the number of stopped requests."""
+        for exchange in self._exchanges:
+            exchange.interrupt(error)
+        return len(self._exchanges)
+
+
+class InFlightMiddleware:
+    """Adds requests that may take long (POST) to `in_flight`."""
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._in_flight.run(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
+"""Paths that need no key: probes and Prometheus read them."""
+
+ADMIN_PREFIXES = ("/requests",)
+"""Paths of administration."""
+
+
+class SlashMiddleware:
+    """Takes a slash after a path as if it were not there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["path"].endswith("/") and _route_path(scope) not in ("", "/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+class AuthMiddleware:
+    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
+
+    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http":
+            error = self._check(_route_path(scope), Headers(scope=scope).get("authorization", ""))
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, authorization: str) -> ApiError | None:
+        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
+        if path in OPEN_PATHS or not (admin or self._keys.are_required):
+            return None
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return ApiError(
+                401,
+                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+            )
+        if not self._keys.is_valid(key.strip(), admin=admin):
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return None
+
+
+def _route_path(scope: Scope) -> str:
+    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+MOST_LARGE_BODIES = 16
+"""Bodies of the largest size that the server holds at a time, or more of smaller ones."""
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
+
+    All bodies of requests that are not answered yet may have MOST_LARGE_BODIES times as much together.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._num_held = 0
+        """Bytes of all bodies."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._limit:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            size = len(message.get("body", b""))
+            received += size
+            self._num_held += size
+            if received > self._limit:
+                raise self._too_large()
+            if size and self._num_held > MOST_LARGE_BODIES * self._limit:
+                raise ApiError(
+                    429,
+                    "The server holds too many large requests; try again later.",
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=2,
+                )
+            return message
+
+        try:
+            await self._app(scope, receive_limited, send)
+        finally:
+            self._num_held -= received
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
+            code="request_too_large",
+        )
+
+
+access_logger = logging.getLogger("shardline.access")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class AccessMiddleware:
+    """Gives each request an id, counts its answer and logs method, path, status and time, but no body and no query.
+
+    A stream that fails after its status was sent is logged with the error's code, or with "disconnected".
+
+    The id is the client's X-Request-Id if it is a plain word, else a new one; the answer has it as a header.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
+        self._app = app
+        self._count = count
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 0
+        complete = False
+        disconnected = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
+            try:
+                await send(message)
+            except (OSError, RuntimeError):  # event loops raise these for a closed connection
+                nonlocal disconnected
+                disconnected = True
+                raise
+
+        start = time.perf_counter()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # The framework's own answer would bypass this class and close the connection.
+            if disconnected:
+                return
+            access_logger.exception("request %s failed", request_id)
+            if status:
+                raise
+            await internal_error().response()(scope, receive, send_with_id)
+        finally:
+            ending = scope.get(STREAM_ERROR, "" if complete or not status else "disconnected")
+            self._record(scope, status, time.perf_counter() - start, request_id, ending)
+
+    def _record(self, scope: Scope, status: int, seconds: float, request_id: str, ending: str) -> None:
+        """`ending`: why the answer is not whole, although it had begun; empty: it is."""
+        # 499 is nginx's status for a client that disconnected before the answer began.
+        status = status or 499
+        route = scope.get("route")
+        handler = route.path if route is not None else "none"
+        if self._count is not None:
+            self._count(handler, scope["method"], status)
+        if self._log:
+            level = logging.DEBUG if handler in OPEN_PATHS else logging.INFO
+            client = scope["client"][0] if scope.get("client") else "-"
+            path = scope["path"].encode("unicode_escape").decode()
+            line = (client, scope["method"], path, status, seconds, request_id, f" {ending}" if ending else "")
+            access_logger.log(level, "%s %s %s %d %.3fs %s%s", *line)

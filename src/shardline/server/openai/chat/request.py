@@ -1,0 +1,372 @@
+"""Chat requests: the conversation, the tools that it offers, and how they become a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shardline.server.errors import bad_request
+from shardline.server.json_body import check_template_values
+from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
+from shardline.server.service import Service
+from shardline.text.tool_parsers.base import ToolParser
+from shardline.text.tool_parsers.call_rules import OfferedFunction
+
+MAX_TOOLS = 1024
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """A tool. Only functions are supported."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says about tools."""
+
+    definitions: list[dict[str, Any]]
+    """All tools, as chat templates take them."""
+    callable: tuple[FunctionDefinition, ...]
+    """The functions that the answer may call."""
+    required: bool
+    """Whether the answer must call one."""
+    parallel: bool
+    """Whether it may call more than one."""
+    parser: type[ToolParser]
+
+    @cached_property
+    def offered(self) -> tuple[OfferedFunction, ...]:
+        """The functions that the answer may call, as parsers and grammars take them."""
+        return tuple(OfferedFunction(function.name, function.parameters) for function in self.callable)
+
+    def make_parser(self) -> ToolParser:
+        """A parser for one answer."""
+        return self.parser(self.offered, parallel=self.parallel)
+
+
+def choose_tools(
+    service: Service, tools: Sequence[Tool], choice: str | dict[str, Any] | None, parallel: bool
+) -> ToolUse | None:
+    """What `tools` and `tool_choice` mean together. None: the answer may not call tools.
+
+    Raises:
+        ApiError: 400, they do not fit each other or the model.
+    """
+    functions = tuple(tool.function for tool in tools)
+    _check_functions(functions)
+    named = _named_function(choice, functions)
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise bad_request(
+            f"Invalid value for 'tool_choice': '{choice}'; use 'none', 'auto', 'required' or a function.", "tool_choice"
+        )
+    if not functions:
+        refuse_if(
+            choice not in (None, "none", "auto"),
+            "tool_choice",
+            "'tool_choice' needs 'tools': offer a function to call.",
+        )
+        return None
+    if choice == "none":
+        return None
+    template = service.chat.template
+    refuse_if(
+        template is not None and not template.takes_tools,
+        "tools",
+        "The model's chat template takes no tools: leave out 'tools', set 'tool_choice' to 'none', or start the server "
+        "with a --chat-template that shows them to the model.",
+    )
+    parser = service.chat.tool_parser
+    if parser is None:
+        raise bad_request(
+            "The form in which this model writes tool calls is not known: start the server with --tool-call-parser.",
+            "tools",
+            "unsupported_parameter",
+        )
+    return ToolUse(
+        definitions=[tool.model_dump(exclude_none=True) for tool in tools],
+        callable=functions if named is None else (named,),
+        required=choice == "required" or named is not None,
+        parallel=parallel and named is None,
+        parser=parser,
+    )
+
+
+def _check_functions(functions: Sequence[FunctionDefinition]) -> None:
+    names = set()
+    for index, function in enumerate(functions):
+        param = f"tools[{index}].function.name"
+        if not _NAME.fullmatch(function.name):
+            raise bad_request(
+                f"Invalid value for '{param}': a name has 1 to 64 letters, digits, underscores, dots or dashes.", param
+            )
+        if function.name in names:
+            raise bad_request(f"Invalid value for '{param}': there are two functions '{function.name}'.", param)
+        names.add(function.name)
+
+
+def _named_function(
+    choice: str | dict[str, Any] | None, functions: Sequence[FunctionDefinition]
+) -> FunctionDefinition | None:
+    """The function that the answer must call. None: `choice` names none."""
+    if not isinstance(choice, dict):
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise bad_request(
+            "Invalid value for 'tool_choice': a function is chosen by "
+            '{"type": "function", "function": {"name": "…"}}.',
+            "tool_choice",
+        )
+    for function in functions:
+        if function.name == name:
+            return function
+    raise bad_request(f"Invalid value for 'tool_choice': 'tools' has no function '{name}'.", "tool_choice")
+
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""The most parts of one message."""
+_INLINE_MESSAGES = 256
+"""The most messages that are converted on the event loop."""
+
+
+class ContentPart(RequestModel):
+    """A part of a message. Only text is supported; other types are refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    cache_control: dict[str, Any] | None = None
+    """Accepted, but has no effect: prefixes are cached anyway."""
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class ChatMessage(RequestModel):
+    """A message of the conversation. It may have all fields of an answer, so that clients can send answers back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it. They do not know the role "developer", so it becomes "system"."""
+        message = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            message["role"] = "system"
+        if isinstance(self.content, list):
+            message["content"] = [{"type": "text", "text": part.text or part.refusal} for part in self.content]
+        if self.reasoning is not None:
+            # Templates know only this name.
+            message.setdefault("reasoning_content", self.reasoning)
+        return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A conversation as a prompt."""
+
+    text: str
+    token_ids: list[int]
+    tool_use: ToolUse | None
+    """None: the answer may not call tools."""
+
+
+class ConversationFields(RequestModel):
+    """The fields that control how messages become a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        return dict(self.chat_template_kwargs or {})
+
+    async def encode_messages(
+        self,
+        service: Service,
+        messages: Sequence[ChatMessage],
+        add_special_tokens: bool,
+        *,
+        max_tokens: int | None = None,
+        param: str = "messages",
+    ) -> EncodedChat:
+        """The prompt of `messages`.
+
+        `max_tokens`: longer prompts are refused before they are encoded; None: those longer than the model's length.
+        `param`: the field of the request that had the messages.
+
+        Raises:
+            ApiError: 400, a field is not supported, or the model's template refuses the messages.
+        """
+        self._check_options(messages)
+        _check_messages(messages)
+        for name, field in self._template_fields(messages, param):
+            check_template_values(name, field)
+        tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
+        text, ids = await service.encode_chat(
+            await _for_template(messages),
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            tools=None if tool_use is None else tool_use.definitions,
+            variables=self.template_variables,
+            max_tokens=service.llm.max_model_len if max_tokens is None else max_tokens,
+            param=param,
+        )
+        return EncodedChat(text, ids, tool_use)
+
+    def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
+        """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
+        objects = [(one.tool_calls, one.function_call, one.annotations, one.audio) for one in messages]
+        return [
+            (param, [value for values in objects for value in values if value is not None]),
+            ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),
+            ("documents", [self.template_variables.get("documents") or []]),
+            ("chat_template_kwargs", [self.chat_template_kwargs or {}]),
+        ]
+
+    def _check_options(self, messages: Sequence[ChatMessage]) -> None:
+        refuse_if(
+            bool(self.continue_final_message) and self.add_generation_prompt is True,
+            "continue_final_message",
+            "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them.",
+        )
+        refuse_if(
+            bool(self.continue_final_message) and messages[-1].role != "assistant",
+            "continue_final_message",
+            "'continue_final_message' needs a last message of the role 'assistant'.",
+        )
+        reserved = {"messages", "tools", "add_generation_prompt"} & (self.chat_template_kwargs or {}).keys()
+        if reserved:
+            raise bad_request(
+                f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
+                "chat_template_kwargs",
+            )
+
+
+async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them; many are converted on a thread."""
+    if len(messages) <= _INLINE_MESSAGES:
+        return [message.for_template() for message in messages]
+    return await asyncio.to_thread(list, map(ChatMessage.for_template, messages))
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            name = f"messages[{index}].content"
+            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type not in ("text", "refusal") or (part.text is None and part.refusal is None):
+                raise bad_request(
+                    f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",
+                    "messages",
+                )
+        for call in message.tool_calls or ():
+            function = call.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                name = f"messages[{index}].tool_calls"
+                raise bad_request(f"Invalid value for '{name}': every call needs a 'function' with a 'name'.", name)
+
+
+class ChatRequest(ConversationFields, SamplingFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include_reasoning: bool | None = None
+    """Whether the answer shows the model's reasoning; None: it does."""
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+    functions: Any = None
+    function_call: str | dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    moderation: Any = None
+    chat_template: str | None = None
+    separate_reasoning: bool | None = None
+    """Whether reasoning is split off at all; None: it is, if the server has a parser for it."""
+    echo: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """For chat templates that show documents to the model."""
+
+    def check(self) -> None:
+        """Check the fields together.
+
+        Raises:
+            ApiError: 400, the fields contradict each other or ask for something unsupported.
+        """
+        self.check_supported()
+        refuse_if(bool(self.echo), "echo", "'echo' is not supported for chats: use /v1/completions.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request(
+                "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_request("Set 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
+        refuse_if(self.modalities not in (None, ["text"]), "modalities", "Only the modality 'text' is supported.")
+        refuse_if(self.audio is not None, "audio", "Audio is not supported.")
+        refuse_if(bool(self.functions), "functions", "'functions' is not supported: use 'tools'.")
+        refuse_if(
+            self.function_call not in (None, "none", "auto"),
+            "function_call",
+            "'function_call' is not supported: use 'tool_choice'.",
+        )
+        refuse_if(self.moderation is not None, "moderation", "Moderation is not supported.")
+        refuse_if(
+            self.chat_template is not None,
+            "chat_template",
+            "A request cannot bring a chat template: start the server with --chat-template.",
+        )
+        refuse_if(self.web_search_options is not None, "web_search_options", "Web search is not supported.")
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return {**documents, **super().template_variables}
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximal number of tokens to generate. None: up to the model's maximum length."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
