@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from shardline.api.batch import BatchRunner
-from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput, RequestOutput
-from shardline.api.requests import Prompt
+from shardline.api.requests import EngineDead, Prompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted

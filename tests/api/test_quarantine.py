@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from shardline.api.engines import EngineEvent, EngineRestarted
-from shardline.api.failover import CLEARED_AFTER, RestartLimit, RunningChoice, ran_at
-from shardline.api.quarantine import Quarantine, ReplicaState
-from shardline.api.replicas import Replicas
+from shardline.api.replica import CLEARED_AFTER, ReplicaState, RestartLimit, RunningChoice, ran_at
+from shardline.api.replicas import Quarantine, Replicas
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from shardline.api.engines import Client, EngineEvent
-from shardline.api.errors import EngineDead, QueueFull
 from shardline.api.replicas import Replicas
-from shardline.api.requests import RequestBuilder
+from shardline.api.requests import EngineDead, QueueFull, RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request, SequenceOutput

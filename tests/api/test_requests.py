@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.api.errors import ContextLengthExceeded
-from shardline.api.requests import RequestBuilder
+from shardline.api.requests import ContextLengthExceeded, RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import load_text

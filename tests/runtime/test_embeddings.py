@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from shardline.api.embedding import EMBEDDING_PARAMS
+from shardline.api.outputs import EMBEDDING_PARAMS
 from shardline.messages.request import Request
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint

@@ -6,8 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
 from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
-from shardline.metrics.histogram import FastHistogram
-from shardline.metrics.server import ServerMetrics
+from shardline.metrics.server import FastHistogram, ServerMetrics
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer

@@ -16,7 +16,7 @@ from shardline.structured.compiler import GrammarCompiler, Matcher
 from shardline.structured.grammar import check_grammar, schema_grammar, structured_grammar, wrap_grammar
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
-from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from shardline.text.tool_parsers.base import CallRules, OfferedFunction
 from tests.text.answers import gpt_oss_template, mistral_v11
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
 from tests.text.test_answer_parsers import FORMS

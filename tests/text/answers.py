@@ -9,7 +9,7 @@ from typing import Any
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.tool_parsers import find_tool_parser
-from shardline.text.tool_parsers.call_rules import OfferedFunction
+from shardline.text.tool_parsers.base import OfferedFunction
 
 NAMES = ("weather", "f", "find_files")
 TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "list": "array", "thing": "object"}

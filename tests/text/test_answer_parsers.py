@@ -14,7 +14,7 @@ from shardline.text import harmony
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser, reasoning_parser_names
 from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser, tool_parser_names
-from shardline.text.tool_parsers.parameter_schemas import ParameterSchemas
+from shardline.text.tool_parsers.tagged import ParameterSchemas
 from tests.text.answers import FUNCTIONS, NAMES, WRITERS, Answer, gpt_oss, hermes, join, parse, seed_oss
 
 TAGGED = ("glm4_moe", "minimax_m2", "qwen3_coder", "seed_oss")

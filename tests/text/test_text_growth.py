@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from shardline.text.foreign_code import FOREIGN_CODE
+from shardline.text.special_tokens import FOREIGN_CODE
 from shardline.text.text_growth import check_growth
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders

@@ -11,8 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
-from shardline.text.tokenizer_files import read_eos_token_ids
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_eos_token_ids
 from tests.text import builders
 
 TEXTS = ["What does it do?", " leading", "", "Grüße 🙂\n\n你好", "<|user|>hi<|end|>"]

@@ -9,13 +9,11 @@ from contextlib import aclosing
 from typing import Literal
 
 from shardline.api.engines import Connect, EngineEvent
-from shardline.api.errors import EngineDead, EngineDraining
-from shardline.api.inbox import Inbox
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
-from shardline.api.requests import Prompt, RequestBuilder, split_prompt
-from shardline.api.streams import RequestStream, Streams
+from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder, split_prompt
+from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams

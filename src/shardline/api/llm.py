@@ -13,16 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, cast
 
-from shardline.api.batch import BatchRunner, Events, RequestTimes
-from shardline.api.embedding import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, normalized_embedding
+from shardline.api.batch import BatchRunner, Events, ProgressBar, RequestTimes
 from shardline.api.engines import Connect
-from shardline.api.errors import EngineDead
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
-from shardline.api.outputs import RequestOutput
-from shardline.api.progress_bar import ProgressBar
+from shardline.api.outputs import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, RequestOutput, normalized_embedding
 from shardline.api.replicas import Replicas
-from shardline.api.requests import Prompt, TokensPrompt
+from shardline.api.requests import EngineDead, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams

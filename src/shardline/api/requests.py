@@ -10,10 +10,29 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from shardline.api.errors import ContextLengthExceeded
 from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import SamplingParams
 from shardline.text.tokenizer import Tokenizer
+
+
+class ContextLengthExceeded(ValueError):
+    """The prompt leaves no room for output (HTTP 400, code context_length_exceeded)."""
+
+
+class QueueFull(Exception):
+    """Too many requests are waiting; the client should try again later (HTTP 429)."""
+
+
+class EngineDead(RuntimeError):
+    """No replica is left to run the request (HTTP 503); the message says why."""
+
+
+class EngineRecovering(RuntimeError):
+    """Every replica has failed, and at least one restarts; the client should try again later (HTTP 503)."""
+
+
+class EngineDraining(RuntimeError):
+    """The engine finishes its requests and accepts no new ones (HTTP 503)."""
 
 
 class TextPrompt(TypedDict):

@@ -5,15 +5,253 @@ Each server has a registry of its own, so that two servers in one process do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
+from shardline.api.outputs import RequestOutput
 from shardline.messages.stats import EngineStats
+from shardline.messages.timeline import ChoiceMetrics
 from shardline.metrics.engine import EngineCollector
-from shardline.metrics.prefix import PrefixedRegistry
-from shardline.metrics.requests import RequestMetrics, ResponseMetrics
+
+
+class FastHistogram:
+    """A Prometheus histogram with one label. Only one thread may observe."""
+
+    def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
+        """`bounds` are the upper bounds of the buckets, in order; the last bucket has none."""
+        self._name = name
+        self._text = text
+        self._label = label
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        """The family without samples."""
+        return [HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])]
+
+    def collect(self) -> Iterable[Metric]:
+        """The family."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
+        buckets, total = [], 0
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        family.add_metric([self._label[1]], buckets, self._sum)
+        return [family]
+
+
+_FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_PARAMS_N = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+
+
+class RequestMetrics:
+    """Histograms and counters of requests, labelled `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(f"shardline:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            return family.labels(model_name)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
+        )
+        self.inter_token = FastHistogram(
+            "shardline:inter_token_latency_seconds",
+            "Seconds between two outputs of a request.",
+            ("model_name", model_name),
+            _TOKEN_SECONDS,
+        )
+        registry.register(self.inter_token)
+        self.end_to_end = histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _REQUEST_SECONDS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a request, all its choices together.", _TOKENS
+        )
+        self.choices = histogram("request_params_n", "Choices asked for in a request.", _PARAMS_N)
+        self.queue = histogram(
+            "request_queue_time_seconds", "Seconds that a choice waited for its first step.", _REQUEST_SECONDS
+        )
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "Seconds from a choice's first step to its first token.", _REQUEST_SECONDS
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "Seconds from a choice's first token to its last one.", _REQUEST_SECONDS
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "Seconds from a choice's first step to its last token.", _REQUEST_SECONDS
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean seconds between a choice's tokens.", _TOKEN_SECONDS
+        )
+        self.preemptions = histogram("request_num_preemptions", "Preemptions of a choice.", _PREEMPTIONS)
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a choice that were not cached.", _TOKENS
+        )
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of a request.", _TOKENS
+        )
+        self.max_tokens = histogram(
+            "request_params_max_tokens", "Largest number of tokens that a request asked for.", _TOKENS
+        )
+        self._ended = Counter(
+            "shardline:request_success",
+            "Choices that ended, by reason; abort: the client disconnected or the server stopped.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self._model_name = model_name
+
+    def count_end(self, reason: str, amount: int = 1) -> None:
+        """Count choices that ended for this reason."""
+        self._ended.labels(self._model_name, reason).inc(amount)
+
+
+class ResponseMetrics:
+    """Counts HTTP answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._responses = Counter(
+            "shardline:http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=registry
+        )
+
+    def count_response(self, handler: str, method: str, status: int) -> None:
+        """Count one answer. `handler` is the route, not the path: the number of paths has no limit."""
+        self._responses.labels(handler, method, str(status)).inc()
+
+
+class RequestTimer:
+    """Measures one request: a prompt with all its choices. Time starts when this object is constructed."""
+
+    __slots__ = ("_choices", "_last", "_max_tokens", "_metrics", "_output", "_start", "_tokens")
+
+    def __init__(self, metrics: RequestMetrics, choices: int, max_tokens: int | None = None) -> None:
+        self._metrics = metrics
+        self._choices = choices
+        self._max_tokens = max_tokens
+        self._start = time.perf_counter()
+        self._last = self._start
+        self._tokens = 0
+        self._output: RequestOutput | None = None
+
+    def observe_output(self, output: RequestOutput) -> None:
+        """Record the arrival of an output. It runs for every output, so it must be cheap."""
+        outputs = output.outputs
+        tokens = len(outputs[0].token_ids) if len(outputs) == 1 else sum(len(choice.token_ids) for choice in outputs)
+        if tokens > self._tokens:
+            now = time.perf_counter()
+            if self._tokens:
+                self._metrics.inter_token.observe(now - self._last)
+            else:
+                self._metrics.first_token.observe(now - self._start)
+            self._last = now
+            self._tokens = tokens
+        self._output = output
+
+    def finish(self) -> None:
+        """Record the whole request. Call this after its last output, also if the client has disconnected.
+
+        A refused request has no output and is not recorded.
+        """
+        output = self._output
+        if output is None:
+            return
+        self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+        self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
+        self._metrics.generation_tokens.observe(self._tokens)
+        self._metrics.choices.observe(self._choices)
+        self._metrics.longest.observe(max(len(choice.token_ids) for choice in output.outputs))
+        if self._max_tokens is not None:
+            self._metrics.max_tokens.observe(self._max_tokens)
+        if output.metrics is not None:
+            for one in output.metrics.choices:
+                self._observe_choice(len(output.prompt_token_ids), one)
+        for choice in output.outputs:
+            self._metrics.count_end(choice.finish_reason or "abort")
+
+    def _observe_choice(self, num_prompt_tokens: int, choice: ChoiceMetrics) -> None:
+        """Record where the time of a finished choice went."""
+        metrics = self._metrics
+        if choice.queued_seconds is not None:
+            metrics.queue.observe(choice.queued_seconds)
+        if choice.prefill_seconds is None or choice.decode_seconds is None:
+            return
+        metrics.prefill.observe(choice.prefill_seconds)
+        metrics.decode.observe(choice.decode_seconds)
+        metrics.inference.observe(choice.prefill_seconds + choice.decode_seconds)
+        metrics.preemptions.observe(len(choice.preemptions))
+        metrics.computed.observe(num_prompt_tokens - choice.num_cached_tokens)
+        if choice.num_generation_tokens > 1:
+            metrics.per_token.observe(choice.decode_seconds / (choice.num_generation_tokens - 1))
+
+
+OWN = "shardline:"
+VLLM = "vllm:"
+
+SHARED_NAMES = frozenset(
+    {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_cached", "cache_config_info",
+        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+        "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+        "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
+    }
+)  # fmt: skip
+"""Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""
+
+
+class PrefixedRegistry(CollectorRegistry):
+    """The metrics of another registry; `prefix` is "shardline", "vllm" or "both"."""
+
+    def __init__(self, source: CollectorRegistry, prefix: str) -> None:
+        super().__init__()
+        self._source = source
+        self._prefix = prefix
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of the source, those with a shared name renamed, or there twice."""
+        for family in self._source.collect():
+            name = family.name.removeprefix(OWN)
+            shared = family.name.startswith(OWN) and name in SHARED_NAMES
+            if not shared or self._prefix != "vllm":
+                yield family
+            if shared and self._prefix != "shardline":
+                yield _renamed(family, VLLM + name)
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    other = copy.copy(family)
+    other.name = name
+    other.samples = [sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples]
+    return other
 
 
 class ServerMetrics:

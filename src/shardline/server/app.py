@@ -34,7 +34,7 @@ from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import health_routes, request_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
-from shardline.text.foreign_code import TokenizerError
+from shardline.text.special_tokens import TokenizerError
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM

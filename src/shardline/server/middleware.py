@@ -1,4 +1,7 @@
-"""What every request passes before and behind its handler: log, keys, bounds of bodies, and an early end. Plain ASGI, so that streams are not buffered."""
+"""What every request passes before and behind its handler: the access log, keys, bounds of bodies, an early end.
+
+This is plain ASGI, so that streams are not buffered.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from shardline.text.answer_delta import AnswerDelta
+from collections.abc import Sequence
+
 from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.tool_parsers.base import ToolParser
+from shardline.text.tokenizer import Tokenizer
+from shardline.text.tool_parsers.base import AnswerDelta, ToolParser
 
 
 class AnswerParser:
@@ -46,3 +48,24 @@ class AnswerParser:
             delta.content = first.content + last.content
             delta.calls = first.calls + last.calls
         return delta
+
+
+class ReasoningCounter:
+    """Counts the tokens of one answer up to the end of its reasoning, the marks and the space behind them included."""
+
+    def __init__(self, parser: ReasoningParser, tokenizer: Tokenizer) -> None:
+        """`parser`: a parser that has read nothing, and that nobody else uses."""
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._num_seen = 0
+        self._count = 0
+
+    def count_tokens(self, token_ids: Sequence[int]) -> int:
+        """The number of reasoning tokens in the answer so far; `token_ids` are all of its tokens."""
+        while self._num_seen < len(token_ids) and not self._parser.is_over:
+            piece = self._tokenizer.token_bytes(token_ids[self._num_seen])
+            # Half a character is no part of a mark.
+            _, rest = self._parser.add_text(piece.decode("utf-8", "replace"))
+            self._num_seen += 1
+            self._count += not rest
+        return self._count if self._parser.is_marked else 0

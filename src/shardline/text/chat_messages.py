@@ -1,4 +1,8 @@
-"""Chat messages as templates expect them. Long arguments take time to parse, so a template's worker does this."""
+"""Chat messages as templates expect them, and the jobs in which they go to a template's process.
+
+A job is the JSON of `Compile` or `Render`. The answer to the first one is the JSON of `Compiled`. The answer to the
+second one is one character and a text: `RENDERED` and the prompt, or `REFUSED` and why there is none.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 Message = Mapping[str, Any]
 
@@ -79,3 +85,52 @@ def _parsed_call(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+MAX_RENDERED_CHARS = 16_000_000
+RENDERED, REFUSED = b"t", b"r"
+
+
+class Compile(msgspec.Struct, tag="compile"):
+    """Compile the templates that later jobs use."""
+
+    sources: dict[str, str]
+
+
+class Compiled(msgspec.Struct):
+    """Whether the templates show tools to the model, and why they cannot be compiled (empty: they were)."""
+
+    takes_tools: bool = False
+    error: str = ""
+
+
+class Render(msgspec.Struct, tag="render"):
+    """Render a conversation with the template `name`."""
+
+    name: str
+    messages: Any
+    """OpenAI chat messages."""
+    variables: dict[str, Any]
+    max_chars: int
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_as_json)
+
+
+def encode_job(job: Compile | Render) -> bytes:
+    """The body of a job.
+
+    Raises:
+        TypeError: something in it is not JSON.
+        ValueError: a text in it is not Unicode.
+        RecursionError: it is nested too deeply.
+    """
+    return _ENCODER.encode(job)

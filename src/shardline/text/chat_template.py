@@ -12,17 +12,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shardline.checkpoints.folder_files import read_text
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
 from shardline.checkpoints.gguf.tokenizer import read_chat_templates as read_gguf_templates
 from shardline.sandbox.client import Sandbox, WorkerEnded
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool, Setup
-from shardline.text.chat_messages import Message, normalize_messages, text_content
+from shardline.text.chat_messages import (
+    MAX_RENDERED_CHARS,
+    REFUSED,
+    Compile,
+    Compiled,
+    Message,
+    Render,
+    encode_job,
+    normalize_messages,
+    text_content,
+)
 from shardline.text.special_tokens import Marks
-from shardline.text.template_service import MAX_RENDERED_CHARS, REFUSED, Compile, Compiled, Render, encode_job
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
-from shardline.text.tokenizer_files import read_chat_templates
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_json_if_there
 
 MAX_RENDER_SECONDS = 2.0
 MAX_COMPILE_SECONDS = 5.0
@@ -280,3 +289,28 @@ def _cut_after_content(text: str, message: Message) -> str:
     if not shown or place < 0:
         raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
     return text[: place + len(shown)] + content[len(content.rstrip()) :]
+
+
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """The jinja sources of the chat templates by name; empty if the model has no template.
+
+    chat_template.jinja takes precedence over chat_template.json, and that over tokenizer_config.json.
+
+    Raises:
+        ValueError: a file is broken.
+    """
+    sources: dict[str, str] = {}
+    entry = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
+    entry = read_json_if_there(folder / "chat_template.json").get("chat_template", entry)
+    if isinstance(entry, str):
+        sources["default"] = entry
+    elif isinstance(entry, list):
+        try:
+            sources.update({str(named["name"]): str(named["template"]) for named in entry})
+        except (TypeError, KeyError):
+            raise ValueError(f"{folder}: each chat_template must have a name and a template") from None
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = read_text(path)
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = read_text(folder / "chat_template.jinja")
+    return sources

@@ -6,8 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardline.text.byte_tokens import ByteTokens
-from shardline.text.tokenizer import Tokenizer
+from shardline.text.tokenizer import ByteTokens, Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _TAIL_TOKENS = 8

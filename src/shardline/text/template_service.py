@@ -1,71 +1,149 @@
 """What a sandbox's worker does with the chat templates of one model: it compiles them once, and renders conversations.
 
-A job is the JSON of `Compile` or `Render`. The answer to the first one is the JSON of `Compiled`. The answer to the
-second one is one character and a text: `RENDERED` and the prompt, or `REFUSED` and why there is none.
+A template comes with the weights and is not trusted: it must not reach Python. What time and memory it may use is up to
+the process in which it runs. The jobs are those of `text.chat_messages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
+import jinja2.compiler
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
 import msgspec
 
 from shardline.sandbox.nursery import Service
-from shardline.text.chat_messages import normalize_messages
-from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates, reads_variable
-
-__all__ = ["MAX_RENDERED_CHARS", "REFUSED", "RENDERED", "Compile", "Compiled", "Render", "encode_job", "open_service"]
-
-RENDERED, REFUSED = b"t", b"r"
-_MAX_REASON_CHARS = 2000
-
-
-class Compile(msgspec.Struct, tag="compile"):
-    """Compile the templates that later jobs use."""
-
-    sources: dict[str, str]
+from shardline.text.chat_messages import (
+    MAX_RENDERED_CHARS,
+    REFUSED,
+    RENDERED,
+    Compile,
+    Compiled,
+    Render,
+    normalize_messages,
+)
 
 
-class Compiled(msgspec.Struct):
-    """Whether the templates show tools to the model, and why they cannot be compiled (empty: they were)."""
-
-    takes_tools: bool = False
-    error: str = ""
-
-
-class Render(msgspec.Struct, tag="render"):
-    """Render a conversation with the template `name`."""
-
-    name: str
-    messages: Any
-    """OpenAI chat messages."""
-    variables: dict[str, Any]
-    max_chars: int
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_as_json)
-_DECODER = msgspec.json.Decoder(Compile | Render)
-
-
-def encode_job(job: Compile | Render) -> bytes:
-    """The body of a job.
+def compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
+    """The templates of these jinja sources, by name.
 
     Raises:
-        TypeError: something in it is not JSON.
-        ValueError: a text in it is not Unicode.
-        RecursionError: it is nested too deeply.
+        ValueError: a template does not parse; the message names it.
     """
-    return _ENCODER.encode(job)
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        optimized=False,  # nothing is computed before a template runs
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    templates = {}
+    for name, source in sources.items():
+        try:
+            templates[name] = environment.from_string(source)
+        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the chat template ({name}) is broken: {error}") from error
+    return templates
+
+
+def reads_variable(sources: Iterable[str], name: str) -> bool:
+    """Whether one of these templates, which parse, reads the variable `name`."""
+    environment = _Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    return any(name in jinja2.meta.find_undeclared_variables(environment.parse(source)) for source in sources)
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """jinja's, which computes the output of constant expressions while it compiles, even without its optimizer."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a limit on the results of "*" and "**"."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:  # as in the base class
+        if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
+            raise jinja2.TemplateRuntimeError("a power in the template is too large")
+        for sized, factor in ((left, right), (right, left)):
+            repeats = isinstance(sized, (str, list, tuple)) and isinstance(factor, int)
+            if repeats and len(sized) * factor > MAX_RENDERED_CHARS:
+                raise jinja2.TemplateRuntimeError("a repetition in the template is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja's namespace without underscored names, which could shadow attributes that Python looks up."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be an attribute's name
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the template sets {name!r}; names must not begin with an underscore")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %}: training code needs the tag, a prompt needs only its content."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML characters, and models were not trained on the escapes.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+_MAX_REASON_CHARS = 2000
+_DECODER = msgspec.json.Decoder(Compile | Render)
 
 
 class _Templates:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardline.api.outputs import RequestOutput
     from shardline.messages.stats import EngineStats
 
+
 _PERCENTILES = (50, 90, 99)
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 

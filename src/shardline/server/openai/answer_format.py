@@ -16,11 +16,10 @@ from shardline.server.openai.chat.request import ToolUse
 from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
 from shardline.structured.grammar import is_larger, lark_text, wrap_grammar
-from shardline.text.answer_parser import AnswerParser
+from shardline.text.answer_parser import AnswerParser, ReasoningCounter
 from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.reasoning_tokens import ReasoningCounter
 from shardline.text.tokenizer import Tokenizer
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.api.embedding import EMBEDDING_PARAMS, normalized_embedding
+from shardline.api.outputs import EMBEDDING_PARAMS, normalized_embedding
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute

@@ -9,10 +9,10 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.outputs import CompletionOutput, RequestOutput
+from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.messages.request import FinishReason, TokenLogprobs
-from shardline.metrics.requests import RequestTimer
+from shardline.metrics.server import RequestTimer
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
 from shardline.server.openai.protocol import bad_parameter

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardline.text import harmony
-from shardline.text.json_reader import copy_value
 from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.text_reader import Steps
+from shardline.text.text_reader import Steps, copy_value
 
 
 class Parser(ReasoningParser):

@@ -11,7 +11,7 @@ from shardline.text.tool_parsers.base import ToolParser
 
 def tool_parser_names() -> list[str]:
     """The names of all formats."""
-    shared = ("base", "call_rules", "parameter_schemas", "tagged")
+    shared = ("base", "tagged")
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in shared)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 _FIRST, _LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

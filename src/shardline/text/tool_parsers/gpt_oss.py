@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardline.text import harmony
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 
 class Parser(ToolParser):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = lark_text('", "arguments": ')

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 _FIRST, _LAST = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _BEGIN, _SEPARATOR, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

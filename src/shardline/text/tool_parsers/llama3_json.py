@@ -6,8 +6,7 @@ import re
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 _TAG = "<|python_tag|>"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules
 from shardline.text.tool_parsers.tagged import NAME, ArgumentTags, TaggedParser, TaggedRules
 
 _BEGIN, _END = "<minimax:tool_call>", "</minimax:tool_call>"

@@ -7,8 +7,7 @@ import string
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules, ToolParser
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ALPHABET = string.ascii_letters + string.digits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.base import CallRules
 from shardline.text.tool_parsers.tagged import NAME, ArgumentTags, TaggedParser, TaggedRules
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

@@ -15,8 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
 from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
 from shardline.server.service import Service
-from shardline.text.tool_parsers.base import ToolParser
-from shardline.text.tool_parsers.call_rules import OfferedFunction
+from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 
 MAX_TOOLS = 1024
 

@@ -19,8 +19,8 @@ from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_log
 from shardline.server.openai.protocol import Usage, usage_of
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
-from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
+from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):

@@ -16,8 +16,8 @@ from shardline.server.openai.generation import Delta, SentChoice
 from shardline.server.openai.logprobs import ChatLogprob, TokenPieces, chat_logprobs
 from shardline.server.service import new_id
 from shardline.server.sse import Events
-from shardline.text.answer_delta import AnswerDelta
 from shardline.text.answer_parser import AnswerParser
+from shardline.text.tool_parsers.base import AnswerDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
