@@ -73,8 +73,8 @@ def test_in_a_stream(timed: Running, http: httpx.Client, usage: bool) -> None:
 def test_a_running_request_is_found(timed: Running, http: httpx.Client) -> None:
     timed.engine.paused = True
     with http.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 2}):
-        wait_until(lambda: bool(timed.service.request_log._running))
-        [request_id] = timed.service.request_log._running
+        wait_until(lambda: bool(timed.service.observer.log._running))
+        [request_id] = timed.service.observer.log._running
         found = http.get(f"/requests/{request_id}").json()
         assert found["status"] == "running"
         assert found["choices"][0]["first_token_seconds"] is None
@@ -113,7 +113,7 @@ def test_the_log_is_bounded() -> None:
 
 def test_the_log_is_bounded_by_choices() -> None:
     """Each of them has four entries: itself, two parts of its prefill, and a preemption."""
-    log = RequestLog(most_entries=100)
+    log = RequestLog(max_entries=100)
     for index, choices in enumerate((5, 10, 10)):
         log.begin(str(index), [EndedStream(choices // 5) for _ in range(5)])  # type: ignore[misc]
         log.end(str(index))

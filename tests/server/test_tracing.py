@@ -53,8 +53,8 @@ def test_a_span_per_request_under_the_callers_trace(collector: tuple[str, list[A
         body = {"prompt": "Hi", "max_tokens": 3}
         answer = client.post("/v1/completions", json=body, headers=headers).json()
         assert client.post("/v1/completions", json=body).status_code == 200
-        assert running.service.tracer is not None
-        running.service.tracer.close()
+        assert running.service.observer.tracer is not None
+        running.service.observer.tracer.close()
     mine, other = spans
     assert (mine.trace_id.hex(), mine.parent_span_id.hex()) == (trace, parent)
     assert (other.trace_id.hex() != trace, other.parent_span_id) == (True, b"")

@@ -1,4 +1,4 @@
-"""One replica as the front sees it: its engine, and the choices that it runs, so that another replica can go on with them."""
+"""One replica as the front sees it: its engine and its choices, which another replica can go on with."""
 
 from __future__ import annotations
 

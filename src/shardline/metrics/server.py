@@ -6,7 +6,6 @@ Each server has a registry of its own, so that two servers in one process do not
 from __future__ import annotations
 
 import copy
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,9 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
-from shardline.api.outputs import RequestOutput
 from shardline.messages.stats import EngineStats
-from shardline.messages.timeline import ChoiceMetrics
 from shardline.metrics.engine import EngineCollector
 
 
@@ -69,7 +66,7 @@ _PARAMS_N = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 
 
-class RequestMetrics:
+class RequestHistograms:
     """Histograms and counters of requests, labelled `model_name`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
@@ -146,71 +143,6 @@ class ResponseMetrics:
         self._responses.labels(handler, method, str(status)).inc()
 
 
-class RequestTimer:
-    """Measures one request: a prompt with all its choices. Time starts when this object is constructed."""
-
-    __slots__ = ("_choices", "_last", "_max_tokens", "_metrics", "_output", "_start", "_tokens")
-
-    def __init__(self, metrics: RequestMetrics, choices: int, max_tokens: int | None = None) -> None:
-        self._metrics = metrics
-        self._choices = choices
-        self._max_tokens = max_tokens
-        self._start = time.perf_counter()
-        self._last = self._start
-        self._tokens = 0
-        self._output: RequestOutput | None = None
-
-    def observe_output(self, output: RequestOutput) -> None:
-        """Record the arrival of an output. It runs for every output, so it must be cheap."""
-        outputs = output.outputs
-        tokens = len(outputs[0].token_ids) if len(outputs) == 1 else sum(len(choice.token_ids) for choice in outputs)
-        if tokens > self._tokens:
-            now = time.perf_counter()
-            if self._tokens:
-                self._metrics.inter_token.observe(now - self._last)
-            else:
-                self._metrics.first_token.observe(now - self._start)
-            self._last = now
-            self._tokens = tokens
-        self._output = output
-
-    def finish(self) -> None:
-        """Record the whole request. Call this after its last output, also if the client has disconnected.
-
-        A refused request has no output and is not recorded.
-        """
-        output = self._output
-        if output is None:
-            return
-        self._metrics.end_to_end.observe(time.perf_counter() - self._start)
-        self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
-        self._metrics.generation_tokens.observe(self._tokens)
-        self._metrics.choices.observe(self._choices)
-        self._metrics.longest.observe(max(len(choice.token_ids) for choice in output.outputs))
-        if self._max_tokens is not None:
-            self._metrics.max_tokens.observe(self._max_tokens)
-        if output.metrics is not None:
-            for one in output.metrics.choices:
-                self._observe_choice(len(output.prompt_token_ids), one)
-        for choice in output.outputs:
-            self._metrics.count_end(choice.finish_reason or "abort")
-
-    def _observe_choice(self, num_prompt_tokens: int, choice: ChoiceMetrics) -> None:
-        """Record where the time of a finished choice went."""
-        metrics = self._metrics
-        if choice.queued_seconds is not None:
-            metrics.queue.observe(choice.queued_seconds)
-        if choice.prefill_seconds is None or choice.decode_seconds is None:
-            return
-        metrics.prefill.observe(choice.prefill_seconds)
-        metrics.decode.observe(choice.decode_seconds)
-        metrics.inference.observe(choice.prefill_seconds + choice.decode_seconds)
-        metrics.preemptions.observe(len(choice.preemptions))
-        metrics.computed.observe(num_prompt_tokens - choice.num_cached_tokens)
-        if choice.num_generation_tokens > 1:
-            metrics.per_token.observe(choice.decode_seconds / (choice.num_generation_tokens - 1))
-
-
 OWN = "shardline:"
 VLLM = "vllm:"
 
@@ -269,7 +201,7 @@ class ServerMetrics:
         self._shown = PrefixedRegistry(self.registry, prefix)
         self.registry.register(EngineCollector(model_name, read_stats, read_cache_config))
         ProcessCollector(registry=self.registry)
-        self.requests = RequestMetrics(self.registry, model_name)
+        self.requests = RequestHistograms(self.registry, model_name)
         self.responses = ResponseMetrics(self.registry)
 
     def expose(self, accept: str) -> tuple[bytes, str]:

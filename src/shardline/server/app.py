@@ -25,6 +25,7 @@ from shardline.server.middleware import (
     InFlightMiddleware,
     SlashMiddleware,
 )
+from shardline.server.observer import RequestObserver
 from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.embeddings import embedding_routes
@@ -49,13 +50,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
-    service = Service(
-        llm,
-        config,
-        ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm)),
-        ApiKeys(config),
-        tracer=RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None,
-    )
+    metrics = ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm))
+    tracer = RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None
+    service = Service(llm, config, metrics, RequestObserver(metrics.requests, tracer), ApiKeys(config))
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -105,7 +102,7 @@ def _middleware(service: Service) -> list[Middleware]:
         stack.append(Middleware(AuthMiddleware, keys=service.keys))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
-    if service.tracer is not None:
+    if service.observer.tracer is not None:
         stack.append(Middleware(TraceMiddleware))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack

@@ -147,7 +147,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
             finally:
                 server.should_exit = True
                 await serving
-                tracer = app.state.service.tracer
+                tracer = app.state.service.observer.tracer
                 if tracer is not None:
                     await asyncio.to_thread(tracer.close)
     finally:

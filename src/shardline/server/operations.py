@@ -12,7 +12,7 @@ from starlette.responses import Response
 from shardline import __version__
 from shardline.server.answer_schema import Responses, json_answers
 from shardline.server.errors import ApiError
-from shardline.server.observer import MOST_REQUESTS
+from shardline.server.observer import MAX_REQUESTS
 from shardline.server.service import RETRY_STARTING_SECONDS, Service
 
 
@@ -92,13 +92,13 @@ def request_routes(service: Service) -> APIRouter:
     @router.get("/requests/{request_id}", responses=json_answers(dict[str, Any]))
     async def get_request(request_id: str) -> Response:
         """Where the time of a request went. It needs the admin key, where one is set."""
-        found = service.request_log.find(request_id)
-        if found is None:
+        body = service.observer.log.find(request_id)
+        if body is None:
             raise ApiError(
                 404,
-                f"No request `{request_id}` runs here or is among the last (at most {MOST_REQUESTS}) that finished.",
+                f"No request `{request_id}` runs here or is among the last (at most {MAX_REQUESTS}) that finished.",
                 code="request_not_found",
             )
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     return router

@@ -16,8 +16,7 @@ from shardline.server.chat_setup import ChatSetup
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
-from shardline.server.observer import RequestLog
-from shardline.server.tracing import RequestTracer
+from shardline.server.observer import RequestObserver
 from shardline.text.chat_template import render_and_encode_async
 
 if TYPE_CHECKING:
@@ -34,11 +33,9 @@ class Service:
     llm: AsyncLLM
     config: ServerConfig
     metrics: ServerMetrics
+    observer: RequestObserver
     keys: ApiKeys
     in_flight: InFlight = field(default_factory=InFlight)
-    request_log: RequestLog = field(default_factory=RequestLog)
-    tracer: RequestTracer | None = None
-    """None: no spans are sent."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.messages.request import FinishReason, TokenLogprobs
-from shardline.metrics.server import RequestTimer
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
+from shardline.server.observer import ObservedRequest
 from shardline.server.openai.protocol import bad_parameter
 from shardline.server.service import Service
-from shardline.server.tracing import trace_headers
 
 if TYPE_CHECKING:
     from shardline.api.requests import Prompt
@@ -53,16 +52,13 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    __slots__ = ("_llm", "_log", "_request_id", "_streams", "_timers", "_trace_headers", "_tracer")
+    __slots__ = ("_llm", "_observed", "_streams", "_timers")
 
-    def __init__(self, service: Service, request_id: str) -> None:
+    def __init__(self, service: Service, observed: ObservedRequest) -> None:
         self._llm = service.llm
-        self._log = service.request_log
-        self._tracer = service.tracer
-        self._trace_headers = trace_headers.get({})
-        self._request_id = request_id
+        self._observed = observed
         self._streams: list[RequestStream] = []
-        self._timers: list[RequestTimer] = []
+        self._timers = observed.timers
 
     @classmethod
     async def start(
@@ -93,12 +89,13 @@ class Generation:
                 f"most {most} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
-        generation = cls(service, request_id)
+        observed = service.observer.start(request_id, params)
+        generation = cls(service, observed)
         try:
             for index, prompt in enumerate(prompts):
                 if index:
                     await asyncio.sleep(0)  # many prompts must not keep other streams waiting
-                timer = RequestTimer(service.metrics.requests, params.n, params.max_tokens)
+                observed.add_prompt()
                 stream = await service.llm.submit(
                     prompt,
                     params,
@@ -109,14 +106,13 @@ class Generation:
                     grammar=grammar,
                 )
                 generation._streams.append(stream)
-                generation._timers.append(timer)
         except BaseException as error:
             await generation.aclose()
             answer = as_api_error(error, prompt_param)
             if answer is None:
                 raise
             raise answer from error
-        service.request_log.begin(request_id, generation._streams)
+        observed.admit(generation._streams)
         return generation
 
     @property
@@ -134,15 +130,10 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort unfinished requests, and record the metrics and where the time went; may be called again."""
-        streams, timers = self._streams, self._timers
-        self._timers = []
-        for timer in timers:
-            timer.finish()
-        for stream in streams:
+        self._observed.stop_timers()
+        for stream in self._streams:
             await stream.aclose()
-        metrics = self._log.end(self._request_id)
-        if metrics and self._tracer is not None:
-            self._tracer.record(self._request_id, metrics, self._trace_headers)
+        self._observed.end()
 
     @property
     def finished(self) -> bool:
