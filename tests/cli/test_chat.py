@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -175,5 +176,7 @@ def test_the_command(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
-    assert "cannot be reached" in capsys.readouterr().err
+    for url, reason in (("http://127.0.0.1:9", "Connection refused"), ("http://no.such.host.invalid", r"\w[^<>\n]*")):
+        assert main(["chat", "--url", url]) == 1
+        message = rf"shardline: error: {re.escape(url)}/v1 cannot be reached: {reason}\n"
+        assert re.fullmatch(message, capsys.readouterr().err)

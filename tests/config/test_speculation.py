@@ -40,7 +40,10 @@ def test_lengths_are_those_of_vllm(lengths: dict[str, int], expected: tuple[int,
             '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
             "is above",
         ),
-        ('{"method": "ngram", "num_speculative_tokens": 2, "model": "x"}', "unknown key 'model'; known: method"),
+        ('{"method": "ngram", "num_speculative_tokens": 2, "draft_tp": 2}', "unknown key 'draft_tp'; known: method"),
+        ('{"model": "x", "num_speculative_tokens": 2}', "must be \"ngram\", the only one so far, got the model 'x'"),
+        ('{"method": "eagle3", "model": "x"}', "must be \"ngram\", the only one so far, got 'eagle3'"),
+        ('{"method": "ngram", "model": "x"}', "drafts from the text: leave out the model 'x'"),
     ],
 )
 def test_mistakes(given: str, message: str) -> None:

@@ -185,6 +185,14 @@ def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> 
 def test_memory_that_is_asked_for_must_be_there() -> None:
     with pytest.raises(ValueError, match="lower --kv-cache-memory"):
         setup(num_gpu_blocks_override=10**9)
+    with pytest.raises(ValueError, match=r"a KV cache of 1024\.00 TiB a rank need .*, but this host has .*; lower --kv-c"):
+        setup(kv_cache_memory="1024TiB")
+
+
+def test_memory_that_requests_cannot_use_is_named() -> None:
+    [reason] = [one for one in setup(kv_cache_memory="16GiB").reasons if "KV cache" in one]
+    assert reason.endswith("of the 16.00 GiB set for the KV cache (requests use no more)")
+    assert not any("KV cache" in one for one in setup(kv_cache_memory="1MiB", max_model_len=64).reasons)
 
 
 def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:

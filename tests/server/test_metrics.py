@@ -78,6 +78,14 @@ def test_drafts_are_counted_where_there_are_any() -> None:
     assert b"spec_decode" not in body
 
 
+def test_drafts_have_the_names_of_vllm_where_these_are_wanted() -> None:
+    drafts = DraftStats(num_drafts=4, num_tokens=8, accepted=[3, 1])
+    body, _ = ServerMetrics("m", lambda: [EngineStats(drafts=drafts)], "vllm").expose("")
+    names = {line.split("{")[0] for line in body.decode().splitlines() if "spec_decode" in line and line[0] != "#"}
+    counted = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    assert names == {f"vllm:spec_decode_{name}_total" for name in counted}
+
+
 def test_load_of_experts_is_shown_where_there_are_any() -> None:
     load = ExpertLoad([5, 0, 7], [5, 7], 1.75, 1.1)
     body, _ = ServerMetrics("m", lambda: [EngineStats(experts=load)]).expose("")

@@ -121,7 +121,7 @@ class RemoteBackend:
                         return
                     yield _event_text(json.loads(data))
             except (OSError, HTTPException) as error:
-                raise RuntimeError(f"the server closed the connection: {error}") from error
+                raise RuntimeError(f"the server closed the connection: {_reason(error)}") from error
 
     def close(self) -> None:
         """Does nothing: no connection stays open between answers."""
@@ -145,7 +145,13 @@ class RemoteBackend:
             kind = ValueError if error.code < 500 else RuntimeError
             raise kind(f"the server answered {error.code}: {_error_text(error.read())}") from error
         except (OSError, HTTPException) as error:
-            raise RuntimeError(f"{self._base} cannot be reached: {error}") from error
+            raise RuntimeError(f"{self._base} cannot be reached: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a server did not answer, in words for people."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
 
 
 def _event_text(event: dict[str, Any]) -> str:

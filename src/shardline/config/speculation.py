@@ -42,12 +42,18 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
             raise ValueError(f"speculative_config must be a JSON object like {_EXAMPLE}, got {given!r}") from None
     if not isinstance(fields, Mapping):
         raise ValueError(f"speculative_config must be a JSON object like {_EXAMPLE}, got {given!r}")
+    method = fields.get("method")
+    model = fields.get("model")
+    if method != "ngram":
+        what = f"the model {model!r}" if method is None and model is not None else repr(method)
+        raise ValueError(f'the method of speculative_config must be "ngram", the only one so far, got {what}')
+    if model is not None:
+        raise ValueError(
+            f'the method "ngram" of speculative_config drafts from the text: leave out the model {model!r}'
+        )
     unknown = [name for name in fields if name not in _KEYS]
     if unknown:
         raise ValueError(f"speculative_config has the unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}")
-    method = fields.get("method")
-    if method != "ngram":
-        raise ValueError(f'the method of speculative_config must be "ngram", the only one so far, got {method!r}')
     shortest, longest = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
     if shortest is None:
         shortest = _DEFAULT_LENGTH if longest is None else longest

@@ -61,10 +61,12 @@ def rank_room(
     """Bytes for the KV cache of each rank, by formula.
 
     Raises:
-        ValueError: the memory cannot even hold the weights.
+        ValueError: the memory cannot even hold the weights, or not the cache that the user has set.
     """
     if config.cache.kv_cache_memory is not None:
-        return parse_bytes(config.cache.kv_cache_memory)
+        room = parse_bytes(config.cache.kv_cache_memory)
+        _check_set_room(room, layout, machine, weights)
+        return room
     if layout.device == "cpu":
         return _host_room(config, layout, machine, weights)
     scheduler = config.scheduler
@@ -101,6 +103,24 @@ def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: 
         free = (host.free_memory - total) * config.cache.gpu_memory_utilization / 2
         rooms.append(int(free / len(ranks)))
     return min(rooms)
+
+
+def _check_set_room(room: int, layout: Layout, machine: Machine, weights: Sequence[RankWeights]) -> None:
+    """Refuse a KV cache of `room` bytes a rank that no host or GPU has: a smaller one would be a surprise."""
+    for index in layout.hosts:
+        host, ranks = machine.hosts[index], layout.ranks_on(index)
+        if layout.device == "cpu":
+            needed = sum(weights[rank].num_bytes + room for _, rank in ranks)
+            available, where = host.free_memory, _name_host(machine, index)
+        else:
+            gpus = [host.devices[gpu] for gpu in host.of_kind("cuda")]
+            needed = max(weights[rank].num_bytes for _, rank in ranks) + room
+            available, where = min(gpu.memory_total for gpu in gpus) // -(-len(ranks) // len(gpus)), "a GPU"
+        if needed > available:
+            raise ValueError(
+                f"weights and a KV cache of {format_bytes(room)} a rank need {format_bytes(needed)}, but {where} has "
+                f"{format_bytes(available)}; lower --kv-cache-memory"
+            )
 
 
 def _name_host(machine: Machine, index: int) -> str:

@@ -54,6 +54,9 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:
         share = f"{cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
         reasons.append(f"up to {format_bytes(room)} of KV cache a rank ({share})")
+    elif cache.num_gpu_blocks_override is None and deployment.cache.pool.num_blocks == deployment.cache.useful_blocks:
+        used = deployment.cache.useful_blocks * max(deployment.cache.block_bytes)
+        reasons.append(f"{format_bytes(used)} of the {format_bytes(room)} set for the KV cache (requests use no more)")
     return reasons
 
 

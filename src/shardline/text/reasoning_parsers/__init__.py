@@ -1,4 +1,4 @@
-"""The formats in which models write reasoning before their answer: a row in `marks`, or a file found by its name."""
+"""The formats in which models write reasoning before their answer: one file each, found by its name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import pkgutil
 from typing import cast
 
 from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.reasoning_parsers.marks import FORMATS
 
 
 def reasoning_parser_names() -> list[str]:
     """The names of all formats."""
-    files = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("base", "marks"))
-    return sorted((*FORMATS, *files))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def find_reasoning_parser(name: str) -> type[ReasoningParser]:
@@ -24,8 +22,6 @@ def find_reasoning_parser(name: str) -> type[ReasoningParser]:
     """
     if name not in reasoning_parser_names():
         raise ValueError(f"there is no reasoning parser {name!r}; there are {', '.join(reasoning_parser_names())}")
-    if name in FORMATS:
-        return FORMATS[name]
     return cast("type[ReasoningParser]", importlib.import_module(f"{__name__}.{name}").Parser)
 
 

@@ -1,0 +1,12 @@
+"""GLM-4.5 and later: an answer may begin with reasoning."""
+
+from __future__ import annotations
+
+from shardline.text.reasoning_parsers.base import ReasoningParser
+
+
+class Parser(ReasoningParser):
+    """`<think>…</think>`. With enable_thinking=False the prompt ends with both marks."""
+
+    begin = "<think>"
+    end = "</think>"
