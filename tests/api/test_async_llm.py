@@ -83,7 +83,7 @@ async def test_a_stream_grows_one_object() -> None:
         assert output.outputs[0].token_ids != output.outputs[1].token_ids
         assert output.prompt == "the dog"
         assert output.num_cached_tokens == 16
-        assert len(llm._streams) == 0
+        assert len(llm._require_ready().streams) == 0
 
 
 @on_loop
@@ -164,7 +164,7 @@ async def test_leaving_early_aborts() -> None:
             await task
         assert len(client.aborted) == 3
         assert client.running == {}
-        assert len(llm._streams) == 0
+        assert len(llm._require_ready().streams) == 0
 
 
 @on_loop
@@ -187,7 +187,7 @@ async def test_bad_requests_are_refused_before_any_output() -> None:
             await llm.submit("dog " * 20_000, SamplingParams())
         with pytest.raises(ValueError, match="out of range"):
             await llm.generate([999], SamplingParams()).__anext__()
-        assert len(llm._streams) == 0
+        assert len(llm._require_ready().streams) == 0
 
 
 @on_loop

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Literal
 
 from shardline.api.engines import Connect, EngineEvent
@@ -24,12 +25,24 @@ from shardline.text.tokenizer import Tokenizer
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
 
 
+@dataclass(frozen=True)
+class _ReadyEngine:
+    """What there is once every replica accepts requests."""
+
+    text: ModelText
+    builder: RequestBuilder
+    streams: Streams
+    max_model_len: int
+    block_size: int
+    fingerprint: str
+    report: list[str]
+
+
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-    These are valid once the engine is ready: `tokenizer` (None: prompts must be token ids), `chat_template` (None: no
-    chats), `max_model_len` and `block_size` in tokens, `fingerprint`, and `report` (the engines' start-up lines).
-    `grammars` writes and checks grammars. `dead_reason` says why the state is "dead".
+    Its properties may be read once the engine is ready. `grammars` writes and checks grammars. `dead_reason` says why
+    the state is "dead".
     """
 
     def __init__(
@@ -45,21 +58,44 @@ class AsyncLLM:
             ValueError: the configuration is invalid; nothing was started.
         """
         self.config = config
-        self.tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
         self.grammars = GrammarChecks()
-        self.max_model_len = 0
-        self.block_size = 0
-        self.fingerprint = ""
-        self.report: list[str] = []
         self.dead_reason = ""
         self._dead = asyncio.Event()
         self._load_text = load_text
-        self._builder: RequestBuilder | None = None
+        self._ready: _ReadyEngine | None = None
         self._draining = False
         self._inbox = Inbox(self._on_event)
         self._replicas = Replicas(config, self._inbox.put_event, connect)
-        self._streams = Streams(self._replicas, None)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer. None: prompts must be token ids."""
+        return self._require_ready().text.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template. None: it does not support chats."""
+        return self._require_ready().text.chat_template
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt with its answer, in tokens."""
+        return self._require_ready().max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the KV cache."""
+        return self._require_ready().block_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean equal answers."""
+        return self._require_ready().fingerprint
+
+    @property
+    def report(self) -> list[str]:
+        """The lines that the engines said at their start."""
+        return self._require_ready().report
 
     async def wait_ready(self) -> None:
         """Wait until the engine accepts requests. If this fails, the engine is closed.
@@ -68,7 +104,7 @@ class AsyncLLM:
             ValueError: the configuration is at fault.
             RuntimeError: the engine failed.
         """
-        if self._builder is not None:
+        if self._ready is not None:
             return
         loop = asyncio.get_running_loop()
         engines = loop.run_in_executor(None, self._replicas.wait_ready)
@@ -79,13 +115,16 @@ class AsyncLLM:
             await self.close(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
             raise
-        self.tokenizer, self.chat_template = text.tokenizer, text.chat_template
-        self.max_model_len = min(one.max_model_len for one in ready)
-        self.block_size = ready[0].block_size
-        self.fingerprint = ready[0].fingerprint
-        self.report = [line for one in ready for line in one.report]
-        self._streams = Streams(self._replicas, text.tokenizer)
-        self._builder = text.request_builder(self.config, self.max_model_len)
+        max_model_len = min(replica.max_model_len for replica in ready)
+        self._ready = _ReadyEngine(
+            text,
+            text.request_builder(self.config, max_model_len),
+            Streams(self._replicas, text.tokenizer),
+            max_model_len,
+            ready[0].block_size,
+            ready[0].fingerprint,
+            [line for replica in ready for line in replica.report],
+        )
         self._inbox.open(loop)
 
     async def wait_dead(self) -> None:
@@ -115,20 +154,20 @@ class AsyncLLM:
             QueueFull: too many requests are waiting (429).
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
-        builder = self._require_open()
+        engine = self._require_open()
         text, ids = split_prompt(prompt)
         if ids is None:
             assert text is not None
-            ids = await builder.require_tokenizer().encode_text_async(text)
+            ids = await engine.builder.require_tokenizer().encode_text_async(text)
             self._require_open()
         if request_id is None:
             request_id = secrets.token_hex(12)
-        if request_id in self._streams:
+        if request_id in engine.streams:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
         if params.structured_outputs is not None and not grammar:
             grammar = await self.grammars.write_grammar(params.structured_outputs)
             self._require_open()
-        request = builder.build_from_ids(
+        request = engine.builder.build_from_ids(
             request_id,
             text,
             ids,
@@ -138,7 +177,7 @@ class AsyncLLM:
             shown_token_ids=shown_token_ids,
             grammar=grammar,
         )
-        return self._streams.open(request)
+        return engine.streams.open(request)
 
     async def generate(
         self,
@@ -157,7 +196,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
-        self._streams.abort(request_id)
+        if self._ready is not None:
+            self._ready.streams.abort(request_id)
 
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica; never blocks."""
@@ -169,7 +209,7 @@ class AsyncLLM:
             return "dead"
         if self._draining:
             return "draining"
-        if self._builder is None:
+        if self._ready is None:
             return "starting"
         return "ready" if any(self._replicas.alive()) else "recovering"
 
@@ -187,26 +227,31 @@ class AsyncLLM:
         `reason` is the `dead_reason` of an engine that is not dead yet.
         """
         self._note_death(reason)
-        self._streams.abort_all()
         self._inbox.close()
         self.grammars.close()
-        if self.chat_template is not None:
-            self.chat_template.close()
+        if self._ready is not None:
+            self._ready.streams.abort_all()
+            if self._ready.text.chat_template is not None:
+                self._ready.text.chat_template.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
-    def _require_open(self) -> RequestBuilder:
+    def _require_ready(self) -> _ReadyEngine:
+        if self._ready is None:
+            raise EngineDead("the engine is still starting")
+        return self._ready
+
+    def _require_open(self) -> _ReadyEngine:
         if self.dead_reason:
             raise EngineDead(self.dead_reason)
         if self._draining:
             raise EngineDraining("the server is shutting down and takes no new requests")
-        if self._builder is None:
-            raise EngineDead("the engine is still starting")
-        return self._builder
+        return self._require_ready()
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
+        assert self._ready is not None  # the inbox delivers from then on
         outputs = self._replicas.handle_event(index, event)
         self._note_death(self._replicas.dead_reason)  # readers ask for it
-        self._streams.add_outputs(outputs)
+        self._ready.streams.add_outputs(outputs)
 
     def _note_death(self, reason: str) -> None:
         """Keep the first reason for which the engine is dead; an empty one means that it lives."""

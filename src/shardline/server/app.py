@@ -16,6 +16,7 @@ from starlette.routing import Match
 from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
+from shardline.server.chat_setup import check_chat_config
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import (
@@ -52,7 +53,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
     metrics = ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm))
     tracer = RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None
-    service = Service(llm, config, metrics, RequestObserver(metrics.requests, tracer), ApiKeys(config))
+    observer = RequestObserver(metrics.requests, tracer)
+    service = Service(llm, config, metrics, observer, ApiKeys(config), check_chat_config(config))
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -62,7 +64,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    service.chat.check_config()
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,66 +17,55 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
 
 
+@dataclass(frozen=True)
 class ChatSetup:
-    """What is configured, else what the model says. All but `check_config` is valid once the engine is ready."""
+    """What is configured, else what the model says."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        self._llm = llm
-        self._config = config
-        self._configured: ChatTemplate | None = None
+    template: ChatTemplate | None
+    """None: there is neither."""
+    template_text: str
+    """The sources of all templates, one after another."""
+    tool_parser: type[ToolParser] | None
+    """The parser of tool calls; None: the template shows no known format."""
+    reasoning_parser: type[ReasoningParser] | None
+    """The parser of reasoning; None: answers are not searched for it."""
 
-    def check_config(self) -> None:
-        """Compile the configured template, if there is one, and look the configured parsers up.
 
-        Raises:
-            ValueError: the template cannot be read, it cannot be compiled, or there is no such parser.
-        """
-        if self._template_source is not None:
-            try:
-                self._configured = ChatTemplate(self._template_source)
-            except ValueError as error:
-                raise ValueError(f"--chat-template: {error}") from error
-        if self._config.tool_call_parser != "auto":
-            find_tool_parser(self._config.tool_call_parser)
-        if self._config.reasoning_parser:
-            find_reasoning_parser(self._config.reasoning_parser)
+def check_chat_config(config: ServerConfig) -> ChatTemplate | None:
+    """The configured template, compiled; None: there is none. The configured parsers are looked up, too.
 
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """The configured template, else the model's. None: there is neither."""
-        if self._configured is None:
-            return self._llm.chat_template
-        if self._llm.tokenizer is not None:
-            self._configured.special_tokens = self._llm.tokenizer.special_tokens
-        return self._configured
+    Raises:
+        ValueError: the template cannot be read, it cannot be compiled, or there is no such parser.
+    """
+    if config.tool_call_parser != "auto":
+        find_tool_parser(config.tool_call_parser)
+    if config.reasoning_parser:
+        find_reasoning_parser(config.reasoning_parser)
+    source = config.chat_template
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source if "{" in source else Path(source).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--chat-template: cannot read {source!r} ({error}); give a file, or the template itself"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"--chat-template: {error}") from error
 
-    @cached_property
-    def template_text(self) -> str:
-        """The sources of all templates, one after another."""
-        return "" if self.template is None else "\n".join(self.template.sources.values())
 
-    @cached_property
-    def tool_parser(self) -> type[ToolParser] | None:
-        """The parser of tool calls; None: the template shows no known format."""
-        name: str | None = self._config.tool_call_parser
-        if name == "auto":
-            name = guess_tool_parser(self.template_text)
-        return None if name is None else find_tool_parser(name)
+def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplate | None) -> ChatSetup:
+    """The setup of an engine that is ready; `configured`: the configured template."""
+    template = configured or llm.chat_template
+    if configured is not None and llm.tokenizer is not None:
+        configured.special_tokens = llm.tokenizer.special_tokens
+    text = "" if template is None else "\n".join(template.sources.values())
 
-    @cached_property
-    def reasoning_parser(self) -> type[ReasoningParser] | None:
-        """The parser of reasoning; None: answers are not searched for it."""
-        name = self._config.reasoning_parser or guess_reasoning_parser(self.template_text)
-        return find_reasoning_parser(name) if name else None
-
-    @cached_property
-    def _template_source(self) -> str | None:
-        value = self._config.chat_template
-        if value is None or "{" in value:
-            return value
-        try:
-            return Path(value).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"--chat-template: cannot read {value!r} ({error}); give a file, or the template itself"
-            ) from error
+    tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser
+    reasoning = config.reasoning_parser or guess_reasoning_parser(text)
+    return ChatSetup(
+        template,
+        text,
+        None if tools is None else find_tool_parser(tools),
+        find_reasoning_parser(reasoning) if reasoning else None,
+    )

@@ -196,10 +196,9 @@ def _tune_collector() -> None:
 def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, seconds: float) -> None:
     for line in llm.report:
         logger.info("%s", line)
-    if service.config.tool_call_parser == "auto" and service.chat.tool_parser is not None:
-        logger.info(
-            "tool calls: parser %s, chosen from the chat template", service.chat.tool_parser.__module__.split(".")[-1]
-        )
+    parser = service.chat.tool_parser
+    if service.config.tool_call_parser == "auto" and parser is not None:
+        logger.info("tool calls: parser %s, chosen from the chat template", parser.__module__.split(".")[-1])
     untold = service.untold_special_tokens
     if untold:
         logger.warning(

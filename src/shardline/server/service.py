@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
-from shardline.server.chat_setup import ChatSetup
+from shardline.server.chat_setup import ChatSetup, make_chat_setup
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
-from shardline.text.chat_template import render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, render_and_encode_async
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -35,6 +35,7 @@ class Service:
     metrics: ServerMetrics
     observer: RequestObserver
     keys: ApiKeys
+    configured_template: ChatTemplate | None = None
     in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -45,8 +46,8 @@ class Service:
 
     @cached_property
     def chat(self) -> ChatSetup:
-        """How chats are written and read."""
-        return ChatSetup(self.llm, self.config)
+        """How chats are written and read; not before the engine is ready."""
+        return make_chat_setup(self.llm, self.config, self.configured_template)
 
     @property
     def untold_special_tokens(self) -> list[str]:
@@ -193,11 +194,13 @@ class Service:
 
 
 def cache_config(llm: AsyncLLM) -> dict[str, str]:
-    """The KV cache's configuration, as labels of a metric."""
+    """The KV cache's configuration, as labels of a metric; empty while the engine starts."""
+    if llm.state() == "starting":
+        return {}
     cache = llm.config.cache
     return {
         "block_size": str(llm.block_size),
-        "num_gpu_blocks": str(sum(one.kv_blocks_total for one in llm.stats())),
+        "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
         "cache_dtype": cache.kv_cache_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),
         "gpu_memory_utilization": str(cache.gpu_memory_utilization),
