@@ -17,7 +17,7 @@ from shardline import __version__
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
-from shardline.server import sse as event_stream
+from shardline.server import sse
 from shardline.server.errors import ApiError
 from tests.server.conftest import Running, serve, wait_until
 from tests.server.fake_engine import REPLY
@@ -113,8 +113,8 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
 
 
 def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert event_stream._COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
-    monkeypatch.setattr(event_stream, "_COMMENT_SECONDS", 0.05)
+    assert sse._COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
+    monkeypatch.setattr(sse, "_COMMENT_SECONDS", 0.05)
     with serve() as running, running.http() as http, running.http() as other:
         running.engine.paused = True
         content, comments = "", 0

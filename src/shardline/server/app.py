@@ -18,14 +18,8 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import check_chat_config
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
-from shardline.server.keys import ApiKeys
-from shardline.server.middleware import (
-    AccessMiddleware,
-    AuthMiddleware,
-    BodyLimitMiddleware,
-    InFlightMiddleware,
-    SlashMiddleware,
-)
+from shardline.server.keys import ApiKeys, AuthMiddleware
+from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions import completion_routes

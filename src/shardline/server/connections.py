@@ -9,10 +9,11 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -21,44 +22,6 @@ from shardline.server.errors import ApiError, too_many_connections
 from shardline.server.sse import PROBE_CLIENT, WRITE_NOW
 
 logger = logging.getLogger(__name__)
-
-INTERVAL = 10.0
-"""Seconds for which later refusals are counted, after a line."""
-_MOST_ADDRESSES = 1000
-_NAMED = 3
-
-
-class RefusedRequests:
-    """Logs the first refusal at once, and later ones as a count per INTERVAL, with the addresses of the clients."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._is_counting = False
-
-    def note(self, client: str, status: int, message: str) -> None:
-        """A client's request was refused. Call it on the event loop."""
-        if not self._is_counting:
-            logger.warning("refused a request from %s: %d %s", client, status, message)
-            self._wait()
-        elif client in self._counts or len(self._counts) < _MOST_ADDRESSES:
-            self._counts[client] += 1
-        else:
-            self._counts["others"] += 1
-
-    def _wait(self) -> None:
-        self._is_counting = True
-        asyncio.get_running_loop().call_later(INTERVAL, self._tell)
-
-    def _tell(self) -> None:
-        counts, self._counts = self._counts, Counter()
-        if not counts:
-            self._is_counting = False
-            return
-        named = [f"{client} ({count})" for client, count in counts.most_common(_NAMED)]
-        more = f" and {len(counts) - _NAMED} more" if len(counts) > _NAMED else ""
-        logger.warning("refused %d more requests in %g s, from %s%s", counts.total(), INTERVAL, ", ".join(named), more)
-        self._wait()
-
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 20.0
@@ -87,8 +50,58 @@ _REASONS = {
 }
 _CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
 """What precedes a chunk of each length."""
-refused_requests = RefusedRequests()
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
+
+LOG_SECONDS = 10.0
+"""After a line about a refusal, later ones are counted for that long."""
+_MAX_ADDRESSES = 1000
+_NAMED = 3
+
+_BATCH = 64
+"""Connections that are accepted before anything else is done."""
+_MAX_OPEN_REFUSALS = 8
+"""Refused connections that may send their request first. If there are more, they are closed at once."""
+_FILES_OF_SERVER = 28
+"""Descriptors that the server may need at any time, beside those of restarts: for sandboxes, for the most part."""
+_FILES_OF_ENGINE = 6
+_PAUSE_SECONDS = 0.5
+
+
+class RefusedRequests:
+    """Logs the first refusal at once, and later ones as a count per LOG_SECONDS, with the addresses of the clients."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._is_counting = False
+
+    def note(self, client: str, status: int, message: str) -> None:
+        """A client's request was refused. Call it on the event loop."""
+        if not self._is_counting:
+            logger.warning("refused a request from %s: %d %s", client, status, message)
+            self._wait()
+        elif client in self._counts or len(self._counts) < _MAX_ADDRESSES:
+            self._counts[client] += 1
+        else:
+            self._counts["others"] += 1
+
+    def _wait(self) -> None:
+        self._is_counting = True
+        asyncio.get_running_loop().call_later(LOG_SECONDS, self._log_counts)
+
+    def _log_counts(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        if not counts:
+            self._is_counting = False
+            return
+        named = [f"{client} ({count})" for client, count in counts.most_common(_NAMED)]
+        more = f" and {len(counts) - _NAMED} more" if len(counts) > _NAMED else ""
+        logger.warning(
+            "refused %d more requests in %g s, from %s%s", counts.total(), LOG_SECONDS, ", ".join(named), more
+        )
+        self._wait()
+
+
+refused_requests = RefusedRequests()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -272,19 +285,6 @@ def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -
     return True
 
 
-_BATCH = 64
-"""Connections that are accepted before anything else is done."""
-_POLITE = 8
-"""Refused connections that may send their request first. If there are more, they are closed at once."""
-_FILES_OF_SERVER = 28
-"""Descriptors that the server may need at any time, beside those of restarts: for sandboxes, for the most part."""
-_FILES_OF_ENGINE = 6
-_PAUSE_SECONDS = 0.5
-_LOG_SECONDS = 10.0
-
-_log = logging.getLogger(__name__)
-
-
 def reserved_files(num_engines: int) -> int:
     """Descriptors that connections must leave."""
     return _FILES_OF_SERVER + _FILES_OF_ENGINE * num_engines
@@ -328,13 +328,13 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError as error:  # somebody else has used what was kept free; clients wait
-                _log.warning("no connection can be accepted: %s", error)
+                logger.warning("no connection can be accepted: %s", error)
                 self._pause(_PAUSE_SECONDS)
                 return
             number = connection.fileno()
             if number >= self._end:
                 self._note_refusal()
-            if number >= self._end + _POLITE:
+            if number >= self._end + _MAX_OPEN_REFUSALS:
                 self._refuse(connection)
                 continue
             task = self._loop.create_task(self._open(connection, is_refused=number >= self._end))
@@ -352,7 +352,7 @@ class Acceptor:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(make_protocol, connection, ssl=self._tls)
         except OSError as error:  # a handshake of TLS has failed, or the client has left
-            _log.debug("a connection could not be opened: %s", error)
+            logger.debug("a connection could not be opened: %s", error)
             connection.close()
 
     def _refuse(self, connection: socket.socket) -> None:
@@ -367,7 +367,7 @@ class Acceptor:
         self._num_refused += 1
         if self._num_refused == 1:
             self._log_refusals()
-            self._loop.call_later(_LOG_SECONDS, self._reset_refusals)
+            self._loop.call_later(LOG_SECONDS, self._reset_refusals)
 
     def _reset_refusals(self) -> None:
         if self._num_refused > 1:
@@ -376,7 +376,7 @@ class Acceptor:
 
     def _log_refusals(self) -> None:
         what = "a connection was" if self._num_refused == 1 else f"{self._num_refused} connections were"
-        _log.warning("%s refused with 503, since descriptors run out: %s", what, describe_file_limit())
+        logger.warning("%s refused with 503, since descriptors run out: %s", what, describe_file_limit())
 
     def _pause(self, seconds: float | None) -> None:
         """Accept nothing for some seconds; None: nor later."""
@@ -385,3 +385,28 @@ class Acceptor:
             self._resuming.cancel()
         if seconds is not None:
             self._resuming = self._loop.call_later(seconds, self._loop.add_reader, self._listener, self._accept)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our acceptor, and without its signal handlers: the server lets requests drain."""
+
+    def __init__(self, config: uvicorn.Config, reserved: int) -> None:
+        """`reserved`: descriptors that connections leave."""
+        super().__init__(config)
+        self._reserved = reserved
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept."""
+        await super().startup([])
+        self.servers = [
+            Acceptor(listener, self._make_protocol, self.config.ssl, self._reserved)  # type: ignore[misc]
+            for listener in sockets or []
+        ]
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    def _make_protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)

@@ -1,4 +1,4 @@
-"""The keys that clients must send. A file of keys can be changed while the server runs."""
+"""The keys that clients must send, and what needs them. A file of keys can be changed while the server runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from shardline.config.server import ServerConfig
+from shardline.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -75,3 +79,52 @@ def _read_keys(path: str) -> list[bytes]:
         if not (key.isascii() and key.isprintable()):
             raise ValueError(f"--api-key-file: key {number} in {path!r} is not printable ASCII")
     return _digests(keys)
+
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
+"""Paths that need no key: probes and Prometheus read them."""
+
+
+ADMIN_PREFIXES = ("/requests",)
+"""Paths of administration."""
+
+
+class AuthMiddleware:
+    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
+
+    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http":
+            error = self._check(route_path(scope), Headers(scope=scope).get("authorization", ""))
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, authorization: str) -> ApiError | None:
+        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
+        if path in OPEN_PATHS or not (admin or self._keys.are_required):
+            return None
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return ApiError(
+                401,
+                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+            )
+        if not self._keys.is_valid(key.strip(), admin=admin):
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return None
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

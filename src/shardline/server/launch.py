@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import ipaddress
 import logging
+import mmap
 import signal
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline import __version__
@@ -23,7 +26,6 @@ from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
-from shardline.server.heap import bound_heap, keep_heap_small
 from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.server.service import Service
 
+
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_SECONDS = 60
@@ -40,6 +43,15 @@ _DEATH_GRACE_SECONDS = 1.0
 """After the engine's death, streams have this long to report it themselves before they are stopped."""
 _FLUSH_SECONDS = 5
 """Clients have this long to read the last bytes before their connections are closed."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_BYTES = 256 << 10
+_TRIM_BYTES = 512 << 10
+LOOK_SECONDS = 10.0
+"""Between two looks at how much memory this process has."""
+_LONG_PAUSE = 30.0
+"""The same after memory could not be given back."""
+_GROWTH, _USELESS = 1.05, 0.99
 
 
 def run_server(
@@ -288,27 +300,9 @@ def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterato
 def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
     import uvicorn
 
-    from shardline.server.connections import Acceptor, BoundedHttpProtocol, reserved_files
+    from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
 
-    class Server(uvicorn.Server):
-        """uvicorn with our acceptor, and without its signal handlers: `_StopSignals` lets requests drain."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])
-            self.servers = [
-                Acceptor(listener, self._make_protocol, self.config.ssl, reserved)  # type: ignore[misc]
-                for listener in sockets or []
-            ]
-
-        def _make_protocol(self) -> BoundedHttpProtocol:
-            return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    reserved = reserved_files(num_engines)
-    return Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -323,7 +317,8 @@ def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> u
             ssl_certfile=config.ssl_certfile,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
-        )
+        ),
+        reserved_files(num_engines),
     )
 
 
@@ -333,3 +328,37 @@ def _run_event_loop(main: Coroutine[Any, Any, int]) -> int:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+def bound_heap() -> None:
+    """Have large blocks go back to the system when they are freed; call it before there are threads.
+
+    Otherwise glibc raises its thresholds with the first large body, and keeps tens of megabytes for each thread.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        libc.mallopt(_M_ARENA_MAX, 1)  # few threads allocate at a time, and each arena keeps some of its own
+
+
+async def keep_heap_small() -> None:
+    """Give free pages back whenever the process has grown, until the task is cancelled."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        return
+    least, pause = _resident_bytes(), LOOK_SECONDS
+    while True:
+        await asyncio.sleep(pause)
+        grown = _resident_bytes()
+        least, pause = min(least, grown), LOOK_SECONDS
+        if grown > _GROWTH * least:
+            gc.collect()  # the errors of refused requests refer to themselves, and to what was refused
+            # On a thread, since it takes milliseconds; ctypes lets others run meanwhile.
+            await asyncio.to_thread(libc.malloc_trim, 0)
+            if _resident_bytes() > _USELESS * grown:  # the memory is in use
+                pause = _LONG_PAUSE
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.server.errors import ApiError, internal_error
-from shardline.server.keys import ApiKeys
+from shardline.server.keys import OPEN_PATHS, route_path
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 
 
@@ -157,13 +157,6 @@ class InFlightMiddleware:
             await self._app(scope, receive, send)
 
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
-"""Paths that need no key: probes and Prometheus read them."""
-
-ADMIN_PREFIXES = ("/requests",)
-"""Paths of administration."""
-
-
 class SlashMiddleware:
     """Takes a slash after a path as if it were not there."""
 
@@ -172,50 +165,9 @@ class SlashMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
-        if scope["type"] == "http" and scope["path"].endswith("/") and _route_path(scope) not in ("", "/"):
+        if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, receive, send)
-
-
-class AuthMiddleware:
-    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
-
-    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
-    """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] == "http":
-            error = self._check(_route_path(scope), Headers(scope=scope).get("authorization", ""))
-            if error is not None:
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, path: str, authorization: str) -> ApiError | None:
-        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
-        if path in OPEN_PATHS or not (admin or self._keys.are_required):
-            return None
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            return ApiError(
-                401,
-                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
-            )
-        if not self._keys.is_valid(key.strip(), admin=admin):
-            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-        return None
-
-
-def _route_path(scope: Scope) -> str:
-    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 MOST_LARGE_BODIES = 16

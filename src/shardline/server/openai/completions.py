@@ -20,13 +20,74 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_format import make_answer_grammar
+from shardline.server.openai.answer_parts import (
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    TokenPieces,
+    Usage,
+    join_logprobs,
+    usage_of,
+)
 from shardline.server.openai.generation import Delta, Generation, SentChoice
-from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
-from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
-from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, Usage, refuse_if, usage_of
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service, new_id
 from shardline.server.sse import Events, EventStream, make_event
-from shardline.text.fill_in_middle import middle_prompt
+from shardline.text.tokenizer import Tokenizer
+
+_FORMATS = (
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen, Granite
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder
+    "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",  # SantaCoder
+    "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",  # DeepSeek
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
+    "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",  # Code Llama
+)
+
+
+def middle_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str | None:
+    """The prompt of the text between `prefix` and `suffix`; None: the tokenizer has no tokens for this."""
+    for form in _FORMATS:
+        marks = form.replace("{prefix}", "{suffix}").split("{suffix}")
+        if all(tokenizer.token_id(mark) is not None for mark in marks if mark):
+            return form.format(prefix=prefix, suffix=suffix)
+    return None
+
+
+MAX_PROMPTS = 2048
+"""Largest number of prompts in one request, as at OpenAI."""
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+PromptValue = str | Texts | TokenIds | TokenIdLists
+
+
+def list_prompts(value: PromptValue, param: str) -> list[str | list[int]]:
+    """The prompts as a list; `param`: the field that has them.
+
+    Raises:
+        ApiError: 400, there are none or too many.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad_request(f"'{param}' must not be empty.", param)
+    if isinstance(value[0], int):
+        return [value]  # the first item tells a list of ids from a list of prompts
+    if len(value) > MAX_PROMPTS:
+        raise bad_request(f"'{param}' has {len(value)} entries; at most {MAX_PROMPTS} are taken in one request.", param)
+    return list(value)
+
+
+async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+    """The token ids of one prompt.
+
+    Raises:
+        ApiError: 400, it is certainly too long, or the model has no tokenizer.
+    """
+    # Many short prompts must not keep other streams waiting.
+    await asyncio.sleep(0)
+    return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+
 
 if TYPE_CHECKING:
     pass

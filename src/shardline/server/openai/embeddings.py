@@ -16,8 +16,8 @@ from shardline.api.outputs import EMBEDDING_PARAMS, normalized_embedding
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.completions import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.protocol import IgnoredFields, truncate_prompt
 from shardline.server.service import Service, new_id
 

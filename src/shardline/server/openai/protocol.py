@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from shardline.api.outputs import RequestOutput
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
 
@@ -299,37 +296,3 @@ def refuse_if(asked: bool, param: str, message: str) -> None:
     """
     if asked:
         raise bad_request(message, param, "unsupported_parameter")
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How many prompt tokens came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How many completion tokens are reasoning."""
-
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Number of tokens of one API request, over all its prompts and choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
-
-
-def usage_of(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> Usage:
-    """The usage so far. A prompt counts once, even if it has several choices.
-
-    `reasoning_tokens`: how many of the generated tokens are reasoning; None: that is not known.
-    """
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    details = msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)

@@ -13,10 +13,9 @@ import msgspec
 from shardline.api.outputs import Logprob, RequestOutput
 from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.generation import Delta, Generation, SentChoice
-from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_logprobs
-from shardline.server.openai.protocol import Usage, usage_of
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
 from shardline.text.answer_parser import AnswerParser

@@ -12,8 +12,8 @@ import msgspec
 from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_parts import ChatLogprob, TokenPieces, chat_logprobs
 from shardline.server.openai.generation import Delta, SentChoice
-from shardline.server.openai.logprobs import ChatLogprob, TokenPieces, chat_logprobs
 from shardline.server.service import new_id
 from shardline.server.sse import Events
 from shardline.text.answer_parser import AnswerParser

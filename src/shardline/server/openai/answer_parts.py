@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes, also for tokens that are half a character."""
+"""What chats, completions and responses have in common in their answers: the usage, and log probabilities."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardline.api.outputs import RequestOutput
 from shardline.messages.request import TokenLogprobs
 from shardline.text.tokenizer import Tokenizer
 
@@ -143,3 +144,37 @@ def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Comp
         first.tokens + second.tokens,
         first.top_logprobs + second.top_logprobs,
     )
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How many completion tokens are reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Number of tokens of one API request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+def usage_of(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> Usage:
+    """The usage so far. A prompt counts once, even if it has several choices.
+
+    `reasoning_tokens`: how many of the generated tokens are reasoning; None: that is not known.
+    """
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    details = msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)

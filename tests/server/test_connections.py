@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from shardline.config.server import ServerConfig
-from shardline.server import connections as http_protocol
+from shardline.server import connections
 from shardline.server.connections import RefusedRequests
 from shardline.server.json_body import _StrictRequest
 from shardline.server.middleware import MOST_LARGE_BODIES
@@ -49,8 +49,8 @@ def test_malformed_http_gets_a_json_error(shared: Running) -> None:
 def test_refused_requests_are_logged_with_addresses_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_protocol, "refused_requests", RefusedRequests())
-    monkeypatch.setattr("shardline.server.connections.INTERVAL", 0.5)
+    monkeypatch.setattr(connections, "refused_requests", RefusedRequests())
+    monkeypatch.setattr("shardline.server.connections.LOG_SECONDS", 0.5)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -70,7 +70,7 @@ def test_addresses_of_refused_requests_are_bounded(caplog: pytest.LogCaptureFixt
         for index in range(3000):
             refused.note(f"10.0.{index // 256}.{index % 256}", 400, "oh no")
         assert len(refused._counts) <= 1001
-        refused._tell()
+        refused._log_counts()
 
     asyncio.run(refuse())
     assert "refused 2999 more requests in 10 s, from others (1999), 10.0.0.1 (1)" in caplog.text
@@ -124,8 +124,8 @@ def test_an_offer_to_upgrade_is_ignored(shared: Running) -> None:
     ids=["nothing", "half a head", "half a body"],
 )
 def test_half_a_request_meets_its_deadline(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(http_protocol, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.3)
     with serve() as running:
         began = time.monotonic()
         status, message = error_of(talk(running, start))
@@ -194,14 +194,14 @@ def test_the_bodies_under_way_are_bounded() -> None:
 def test_a_body_in_chunks_of_a_byte_starts_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk's own would be 200 bytes of memory that Python keeps."""
     timers = 0
-    start_timer = http_protocol.BoundedHttpProtocol._start_timer
+    start_timer = connections.BoundedHttpProtocol._start_timer
 
-    def counted(protocol: http_protocol.BoundedHttpProtocol) -> None:
+    def counted(protocol: connections.BoundedHttpProtocol) -> None:
         nonlocal timers
         timers += 1
         start_timer(protocol)
 
-    monkeypatch.setattr(http_protocol.BoundedHttpProtocol, "_start_timer", counted)
+    monkeypatch.setattr(connections.BoundedHttpProtocol, "_start_timer", counted)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     with serve() as running:
         assert error_of(talk(running, head, b"1\r\nx\r\n" * 10_000, b"0\r\n\r\n"))[0] == 400
@@ -225,9 +225,9 @@ def drip(running: Running, head: bytes, parts: int, pause: float) -> tuple[float
 
 
 def test_a_body_that_drips_meets_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(http_protocol, "WHOLE_BODY_SECONDS", 1.0)
-    monkeypatch.setattr(http_protocol, "BODY_BYTES_PER_SECOND", 100)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "WHOLE_BODY_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "BODY_BYTES_PER_SECOND", 100)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n"
     with serve() as running:
         seconds, answer = drip(running, head, 100, 0.1)
