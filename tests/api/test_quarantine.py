@@ -152,10 +152,10 @@ class World:
         replicas = self.replicas
         homes = [name for replica in replicas._replicas for name in replica.in_flight]
         placement = replicas._placement
-        waiting = [*placement._homeless, *placement.quarantine._suspects]
+        waiting = [*placement._unplaced, *placement.quarantine._suspects]
         assert len({*homes, *waiting}) == len(homes) + len(waiting), "a choice is in two places"
         assert {*homes, *waiting} == {*self.tokens} - {*self.ended}, "a choice is lost"
-        assert len(homes) == len(placement._home)
+        assert len(homes) == len(placement._replica_of)
         closed, alone = placement.quarantine.replica, placement.quarantine.alone
         for index, replica in enumerate(replicas._replicas):
             assert replica.tokens == sum(3 + NUM_TOKENS for _ in replica.in_flight)

@@ -185,7 +185,7 @@ def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> 
 def test_memory_that_is_asked_for_must_be_there() -> None:
     with pytest.raises(ValueError, match="lower --kv-cache-memory"):
         setup(num_gpu_blocks_override=10**9)
-    with pytest.raises(ValueError, match=r"a KV cache of 1024\.00 TiB a rank need .*, but this host has .*; lower --kv-c"):
+    with pytest.raises(ValueError, match=r"a KV cache of 1024\.00 TiB a rank need .*, but this host has "):
         setup(kv_cache_memory="1024TiB")
 
 

@@ -182,10 +182,10 @@ def test_private_characters_of_a_user_are_no_marks() -> None:
 
 
 def test_tokens_that_are_words_of_the_model_are_named() -> None:
-    assert TOKENIZERS["byte-level"].special.find_untold() == []
+    assert TOKENIZERS["byte-level"].special.find_ambiguous() == []
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "<s>": 2, "[x]": 3}, unk_token="<unk>")
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<s>"])
-    assert Tokenizer(words, special_tokens={"eos_token": "[x]"}).special.find_untold() == ["<s>", "[x]"]
+    assert Tokenizer(words, special_tokens={"eos_token": "[x]"}).special.find_ambiguous() == ["<s>", "[x]"]

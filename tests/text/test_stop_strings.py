@@ -32,14 +32,14 @@ def test_against_brute_force(pieces: list[str], stops: list[str], include: bool)
         expected, _ = brute_force("".join(pieces), stops, include)
         assert expected.startswith(shown), "shown text is never taken back"
     shown += matcher.flush_text()
-    assert (shown, matcher.found) == brute_force("".join(pieces), stops, include)
+    assert (shown, matcher.match) == brute_force("".join(pieces), stops, include)
 
 
 @given(text=st.text("ab", max_size=20), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = "".join(matcher.add_text(char) for char in text)
-    if matcher.found is None:
+    if matcher.match is None:
         held = text[len(shown) :]
         assert held == max((s[:k] for s in stops for k in range(len(s)) if text.endswith(s[:k])), key=len)
 
@@ -48,5 +48,5 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
 def test_include_stop(include: bool, expected: str) -> None:
     matcher = StopMatcher(["two"], include)
     assert matcher.add_text("one t") + matcher.add_text("wo three") + matcher.add_text(" four") == expected
-    assert matcher.found == "two"
+    assert matcher.match == "two"
     assert matcher.flush_text() == ""

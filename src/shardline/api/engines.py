@@ -122,9 +122,11 @@ class Engines:
         if failed:
             raise first
         ready = [future.result() for future in waits]
-        self._fingerprints = [one.fingerprint for one in ready]
+        self._fingerprints = [replica.fingerprint for replica in ready]
         if len(set(self._fingerprints)) > 1:
-            prints = ", ".join(f"replica {index}: {one}" for index, one in enumerate(self._fingerprints))
+            prints = ", ".join(
+                f"replica {index}: {fingerprint}" for index, fingerprint in enumerate(self._fingerprints)
+            )
             if self._is_exact:
                 error = RuntimeError(f"the replicas would give different answers ({prints})")
                 self.close(*_as_exit(error))
@@ -262,8 +264,8 @@ class Engines:
             current = deployment if self._cluster is None else self._cluster.deployment
             return EngineClient(current, index, on_event, start)
 
-        found = dataclasses.replace(config.model, model=deployment.model.folder)
-        return connect, dataclasses.replace(config, model=found)
+        model = dataclasses.replace(config.model, model=deployment.model.folder)
+        return connect, dataclasses.replace(config, model=model)
 
 
 def _log_failure(index: int, error: Exception) -> None:

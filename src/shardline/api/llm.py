@@ -83,9 +83,9 @@ class LLM:
             self._replicas.close()
             raise
         self._text = text
-        self.max_model_len = min(one.max_model_len for one in ready)
+        self.max_model_len = min(replica.max_model_len for replica in ready)
         self.fingerprint = ready[0].fingerprint
-        self.report = [line for one in ready for line in one.report]
+        self.report = [line for replica in ready for line in replica.report]
         for line in self.report:
             logger.info("%s", line)
         self._runner = BatchRunner(self._replicas, OutputProcessor(text.tokenizer), events)
@@ -159,11 +159,11 @@ class LLM:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
             requests = []
-            for prompt, one in zip(batch, params, strict=True):
-                form = one.structured_outputs
+            for prompt, sampling in zip(batch, params, strict=True):
+                form = sampling.structured_outputs
                 grammar = "" if form is None else self._grammars.write_grammar_blocking(form)
                 number = str(next(self._ids))
-                requests.append(self._builder.build_request(number, prompt, one, streamed=False, grammar=grammar))
+                requests.append(self._builder.build_request(number, prompt, sampling, streamed=False, grammar=grammar))
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._runner.run(requests, progress.count_request)
 
@@ -188,8 +188,8 @@ class LLM:
         template, tokenizer = self._text.chat_template, self._text.tokenizer
         if template is None or tokenizer is None:
             raise ValueError(f"{self.config.model.model} has no chat template; use generate()")
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        is_single = not messages or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
             text, ids = render_and_encode(

@@ -77,7 +77,7 @@ class ChoiceState:
             ends = index == last and step.finish_reason == "stop"
             if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
                 assert self._matcher is not None
-                self._set_finished("stop", self._matcher.found)
+                self._set_finished("stop", self._matcher.match)
                 return step.finish_reason is None
         if step.finish_reason is not None:
             self._end_with_step(step)
@@ -91,7 +91,7 @@ class ChoiceState:
         """Where the time of the choice has gone so far."""
         timeline = self.timeline
         scheduled, first = timeline.scheduled, timeline.first_token
-        begun = self.first_token_time > 0
+        has_begun = self.first_token_time > 0
         return ChoiceMetrics(
             index=self.output.index,
             finish_reason=self.output.finish_reason,
@@ -99,8 +99,8 @@ class ChoiceState:
             num_cached_tokens=self.num_cached_tokens,
             queued_seconds=scheduled if scheduled >= 0 else None,
             prefill_seconds=first - scheduled if first >= 0 else None,
-            first_token_seconds=self.first_token_time - self.arrival if begun else None,
-            decode_seconds=self.last_token_time - self.first_token_time if begun else None,
+            first_token_seconds=self.first_token_time - self.arrival if has_begun else None,
+            decode_seconds=self.last_token_time - self.first_token_time if has_begun else None,
             prefill_chunks=timeline.prefill_chunks,
             preemptions=timeline.preemptions,
         )
@@ -133,7 +133,7 @@ class ChoiceState:
             self.output.text += text
             return False
         self.output.text += self._matcher.add_text(text)
-        return self._matcher.found is not None
+        return self._matcher.match is not None
 
     def _hides_stop_token(self, step: SequenceOutput) -> bool:
         return step.stop_token_id is not None and not self._params.include_stop_str_in_output
@@ -141,8 +141,8 @@ class ChoiceState:
     def _end_with_step(self, step: SequenceOutput) -> None:
         assert step.finish_reason is not None
         self._flush_text()
-        if self._matcher is not None and self._matcher.found is not None:
-            self._set_finished("stop", self._matcher.found)
+        if self._matcher is not None and self._matcher.match is not None:
+            self._set_finished("stop", self._matcher.match)
         elif step.finish_reason == "error":
             self.fail(step.error, refused=step.refused)
         else:
@@ -262,10 +262,10 @@ class OutputProcessor:
         seen: set[str] = set()
         now = time.monotonic()
         for step in outputs:
-            found = self._by_child.get(step.request_id)
-            if found is None:
+            child = self._by_child.get(step.request_id)
+            if child is None:
                 continue
-            state, choice = found
+            state, choice = child
             output = choice.output
             if output.finish_reason is not None:
                 continue

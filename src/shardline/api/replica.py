@@ -105,9 +105,9 @@ def ran_at(choices: Sequence[RunningChoice], stalled_at: float) -> list[RunningC
 class RestartLimit:
     """Says whether a replica may restart once more."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`most`: restarts within RESTART_WINDOW."""
-        self._most = most
+        self._max_restarts = max_restarts
         self._clock = clock
         self._times: deque[float] = deque()
 
@@ -121,7 +121,7 @@ class RestartLimit:
         now = self._clock()
         while self._times and now - self._times[0] > RESTART_WINDOW:
             self._times.popleft()
-        if len(self._times) >= self._most:
+        if len(self._times) >= self._max_restarts:
             return False
         self._times.append(now)
         return True

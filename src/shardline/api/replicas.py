@@ -79,9 +79,9 @@ class Quarantine:
 
 def _choose_replica(replicas: Sequence[ReplicaState]) -> int | None:
     """One that is empty while another one serves everybody else. If none can become so soon, the emptiest one."""
-    running = [index for index, one in enumerate(replicas) if one.runs]
+    running = [index for index, replica in enumerate(replicas) if replica.runs]
     best = min(running, key=lambda index: replicas[index].num_choices, default=None)
-    if best is None or not any(one.is_starting for one in replicas):
+    if best is None or not any(replica.is_starting for replica in replicas):
         return best
     return best if len(running) > 1 and not replicas[best].num_choices else None
 
@@ -102,29 +102,29 @@ class Placement:
         self._replicas = replicas
         self._max_running = max_running
         self._router = Router(policy)
-        self._home: dict[str, int] = {}
-        self._homeless: dict[str, RunningChoice] = {}
+        self._replica_of: dict[str, int] = {}
+        self._unplaced: dict[str, RunningChoice] = {}
         """Choices that wait and are no suspects."""
 
     def __len__(self) -> int:
         """Choices that have not finished."""
-        return len(self._home) + self.num_homeless
+        return len(self._replica_of) + self.num_unplaced
 
     @property
-    def num_homeless(self) -> int:
+    def num_unplaced(self) -> int:
         """Choices that are on no replica."""
-        return len(self._homeless) + len(self.quarantine)
+        return len(self._unplaced) + len(self.quarantine)
 
     @property
     def num_waiting(self) -> int:
         """About how many choices wait, on all living replicas together, or for one."""
         living = (replica for replica in self._replicas if not replica.failed)
-        return self.num_homeless + sum(replica.estimate_waiting(self._max_running) for replica in living)
+        return self.num_unplaced + sum(replica.estimate_waiting(self._max_running) for replica in living)
 
     def open_replicas(self) -> list[int]:
         """Those that run, and take choices that are no suspects."""
         closed = self.quarantine.replica
-        return [index for index, one in enumerate(self._replicas) if not one.failed and index != closed]
+        return [index for index, replica in enumerate(self._replicas) if not replica.failed and index != closed]
 
     def place(self, choices: Sequence[RunningChoice]) -> None:
         """Hand choices of one prompt to the open replica that the router policy chooses. Without one, they wait.
@@ -134,7 +134,7 @@ class Placement:
         """
         loads = [self._replicas[index].load(index, self._max_running) for index in self.open_replicas()]
         if not loads:
-            self._homeless |= {choice.request.request_id: choice for choice in choices}
+            self._unplaced |= {choice.request.request_id: choice for choice in choices}
             return
         request = choices[0].request
         self._send(choices, self._router.choose(request.prompt_token_ids, request.cache_salt, loads))
@@ -143,9 +143,9 @@ class Placement:
         """Stop choices where they are. Unknown ids are ignored."""
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
-            self._homeless.pop(request_id, None)
+            self._unplaced.pop(request_id, None)
             self.quarantine.forget_request(request_id)
-            index = self._home.pop(request_id, None)
+            index = self._replica_of.pop(request_id, None)
             if index is not None:
                 by_replica.setdefault(index, []).append(request_id)
                 self._replicas[index].drop_choice(request_id)
@@ -164,8 +164,8 @@ class Placement:
             if output.finish_reason is not None:
                 self._end(output.request_id)
         for request_id in replica.leaving.intersection(event.aborted):
-            del self._home[request_id]
-            self._homeless[request_id] = replica.drop_choice(request_id)
+            del self._replica_of[request_id]
+            self._unplaced[request_id] = replica.drop_choice(request_id)
         self.settle()
         return outputs
 
@@ -174,7 +174,7 @@ class Placement:
         self._router.forget_replica(index)
         lost = self._replicas[index].take_choices()
         for choice in lost:
-            del self._home[choice.request.request_id]
+            del self._replica_of[choice.request.request_id]
         return lost, self.quarantine.lose_replica(index)
 
     def let_wait(self, choices: Sequence[RunningChoice]) -> None:
@@ -183,17 +183,17 @@ class Placement:
             if choice.is_suspect:
                 self.quarantine.add(choice)
             else:
-                self._homeless[choice.request.request_id] = choice
+                self._unplaced[choice.request.request_id] = choice
 
-    def take_homeless(self) -> list[RunningChoice]:
+    def take_unplaced(self) -> list[RunningChoice]:
         """The choices that wait, which are now nowhere."""
-        homeless, self._homeless = [*self._homeless.values(), *self.quarantine.take_all()], {}
-        return homeless
+        unplaced, self._unplaced = [*self._unplaced.values(), *self.quarantine.take_all()], {}
+        return unplaced
 
     def settle(self) -> None:
         """Do what the quarantine asks for, and place the choices that wait for an open replica."""
         quarantine = self.quarantine
-        if quarantine.replica is None and not self.num_homeless:
+        if quarantine.replica is None and not self.num_unplaced:
             return
         suspect = quarantine.settle([replica.state() for replica in self._replicas])
         if quarantine.replica is not None:
@@ -203,13 +203,13 @@ class Placement:
             name, left = suspect.request.request_id, len(quarantine)
             _log.info("request %s goes on alone at replica %d; %d wait for that", name, quarantine.replica, left)
             self._send([suspect], quarantine.replica)
-        if self._homeless and self.open_replicas():
-            waiting, self._homeless = self._homeless, {}
+        if self._unplaced and self.open_replicas():
+            waiting, self._unplaced = self._unplaced, {}
             for choice in waiting.values():
                 self.place([choice])
 
     def _send(self, choices: Sequence[RunningChoice], index: int) -> None:
-        self._home |= {choice.request.request_id: index for choice in choices}
+        self._replica_of |= {choice.request.request_id: index for choice in choices}
         try:
             self._replicas[index].add_choices(choices)
         except BaseException:  # the requests cannot be sent
@@ -219,7 +219,7 @@ class Placement:
 
     def _end(self, request_id: str) -> None:
         self.quarantine.forget_request(request_id)
-        self._replicas[self._home.pop(request_id)].drop_choice(request_id)
+        self._replicas[self._replica_of.pop(request_id)].drop_choice(request_id)
 
 
 _CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
@@ -325,8 +325,8 @@ class Replicas:
         lost, alone = self._placement.lose_replica(index)
         logger.error("replica %d is lost with %d choices; %d left: %s", index, len(lost), sum(self.alive()), reason)
         if self.config.parallel.on_failure == "exit":
-            for other, one in enumerate(self._replicas):
-                one.failed = one.failed or reason
+            for other, other_replica in enumerate(self._replicas):
+                other_replica.failed = other_replica.failed or reason
                 lost += self._placement.lose_replica(other)[0]
         ran = ran_at(lost, now - event.stalled_for) if event.suspicious else []
         suspicious = {choice.request.request_id for choice in ran}
@@ -361,7 +361,7 @@ class Replicas:
         waiting = [choice for choice in lost if choice is not culprit]
         self._placement.let_wait(waiting)
         if self.dead_reason:
-            errors += [_as_error(choice, self.dead_reason) for choice in self._placement.take_homeless()]
+            errors += [_as_error(choice, self.dead_reason) for choice in self._placement.take_unplaced()]
         elif suspects := sum(choice.is_suspect for choice in waiting):
             logger.warning("%d choices may have ended replica %d, and go on alone, one by one", suspects, index)
         self._placement.settle()
@@ -372,7 +372,7 @@ class Replicas:
         replica.past = merge_stats([replica.past, msgspec.structs.replace(replica.stats, kv_blocks_total=0)])
         replica.stats = EngineStats()
         replica.client, replica.failed, replica.restarting = client, "", False
-        logger.info("replica %d runs again, and goes on with %d choices", index, self._placement.num_homeless)
+        logger.info("replica %d runs again, and goes on with %d choices", index, self._placement.num_unplaced)
         self._placement.settle()
         return []
 

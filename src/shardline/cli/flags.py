@@ -89,10 +89,10 @@ class Parser(argparse.ArgumentParser):
         """As in the base class, but the innermost parser refuses unknown arguments and says what would work."""
         self.complete()
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        found, unknown = super().parse_known_args(words, namespace)
+        known, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
-        return found, unknown
+        return known, unknown
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):

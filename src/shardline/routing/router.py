@@ -45,7 +45,10 @@ class Router:
         prefix = hash_chunks(token_ids, salt) if self._policy.USES_PREFIX else ()
         warm = self._warm_chunks(prefix)
         if warm:
-            replicas = [one._replace(warm_chunks=warm[one.number]) if one.number in warm else one for one in replicas]
+            replicas = [
+                replica._replace(warm_chunks=warm[replica.number]) if replica.number in warm else replica
+                for replica in replicas
+            ]
         index = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
         self._num_routed += 1
         if self._policy.USES_WARM_CHUNKS:
@@ -61,14 +64,14 @@ class Router:
         """How many leading chunks each replica has seen, of replicas that have seen the first one."""
         warm: dict[int, int] = {}
         for count, chunk in enumerate(prefix, 1):
-            holders = [one for one in self._holders.get(chunk, ()) if warm.get(one, 0) == count - 1]
+            holders = [index for index in self._holders.get(chunk, ()) if warm.get(index, 0) == count - 1]
             if not holders:
                 break
             warm.update(dict.fromkeys(holders, count))
         return warm
 
     def _drop_holder(self, chunk: int, index: int) -> None:
-        holders = tuple(one for one in self._holders.pop(chunk) if one != index)
+        holders = tuple(holder for holder in self._holders.pop(chunk) if holder != index)
         if holders:
             self._holders[chunk] = holders
 

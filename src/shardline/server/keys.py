@@ -48,7 +48,7 @@ class ApiKeys:
         digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         valid = self._admin if admin else [*self._own, *self._from_file, *self._admin]
         # Every key is compared in constant time, so that the time tells nothing about the keys.
-        return any([hmac.compare_digest(digest, one) for one in valid])  # noqa: C419
+        return any([hmac.compare_digest(digest, valid_digest) for valid_digest in valid])  # noqa: C419
 
     def reload(self) -> None:
         """Read the file of keys again. If that fails, the keys stay as they are, and the log says why."""

@@ -211,11 +211,11 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
     parser = service.chat.tool_parser
     if service.config.tool_call_parser == "auto" and parser is not None:
         logger.info("tool calls: parser %s, chosen from the chat template", parser.__module__.split(".")[-1])
-    untold = service.untold_special_tokens
-    if untold:
+    ambiguous = service.ambiguous_special_tokens
+    if ambiguous:
         logger.warning(
             "the tokenizer cannot tell special tokens from text that spells them; in chats it becomes the tokens: %s",
-            ", ".join(untold[:20]),
+            ", ".join(ambiguous[:20]),
         )
     notice = loopback_notice(listener)
     if notice is not None:

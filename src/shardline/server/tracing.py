@@ -29,8 +29,8 @@ class TraceMiddleware:
         """Handle one connection event."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            found = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-            trace_headers.set(found)
+            context = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+            trace_headers.set(context)
         await self._app(scope, receive, send)
 
 
@@ -60,7 +60,7 @@ class RequestTracer:
 
     def record(self, request_id: str, metrics: Sequence[RequestMetrics], headers: dict[str, str]) -> None:
         """Queue the span of a request that has ended."""
-        arrival = min(one.arrival_time for one in metrics)
+        arrival = min(prompt.arrival_time for prompt in metrics)
         span = self._tracer.start_span(
             "llm_request",
             context=self._propagator.extract(headers),
@@ -68,12 +68,14 @@ class RequestTracer:
             attributes={
                 "gen_ai.request.id": request_id,
                 "gen_ai.response.model": self._model_name,
-                "gen_ai.usage.completion_tokens": sum(c.num_generation_tokens for one in metrics for c in one.choices),
+                "gen_ai.usage.completion_tokens": sum(
+                    c.num_generation_tokens for prompt in metrics for c in prompt.choices
+                ),
             },
         )
-        for one in metrics:
-            for choice in one.choices:
-                _add_choice(span, one.arrival_time, choice)
+        for prompt in metrics:
+            for choice in prompt.choices:
+                _add_choice(span, prompt.arrival_time, choice)
         span.end(_nanoseconds(time.time()))
 
     def close(self) -> None:
@@ -100,8 +102,8 @@ def _add_choice(span: Span, arrival: float, choice: ChoiceMetrics) -> None:
         event("scheduled", choice.queued_seconds, num_cached_tokens=choice.num_cached_tokens)
     for chunk in choice.prefill_chunks:
         event("prefill_chunk", chunk.at, start=chunk.start, num_tokens=chunk.num_tokens, seconds=chunk.seconds)
-    for one in choice.preemptions:
-        event("preempted", one.at, num_lost_tokens=one.num_lost_tokens, seconds=one.seconds)
+    for preemption in choice.preemptions:
+        event("preempted", preemption.at, num_lost_tokens=preemption.num_lost_tokens, seconds=preemption.seconds)
     if choice.first_token_seconds is not None:
         event("first_token", choice.first_token_seconds)
         last = choice.first_token_seconds + (choice.decode_seconds or 0.0)

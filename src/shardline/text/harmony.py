@@ -46,13 +46,13 @@ def parse_header(text: str) -> Header:
     return Header("" if channel is None else channel[1], function, bool(name))
 
 
-def read_header(reader: TextReader, begun: str) -> Steps[Header | None]:
+def read_header(reader: TextReader, beginning: str) -> Steps[Header | None]:
     """Read a header that begins with the text `begun`. None: it ends without a body."""
-    words = [begun]
-    found = yield from reader.copy_until((MESSAGE, START, END, CALL, RETURN), words.append)
-    if found == MESSAGE:
+    words = [beginning]
+    mark = yield from reader.copy_until((MESSAGE, START, END, CALL, RETURN), words.append)
+    if mark == MESSAGE:
         return parse_header("".join(words))
-    reader.unread(found)
+    reader.unread(mark)
     return None
 
 

@@ -92,8 +92,8 @@ class SpecialTokens:
         """
         if not self._ids:
             return None
-        found = any(self._spelling.occurs_in(text) for text in _strings(values))
-        if not found and not self._spelled_in_other_ways:
+        spelled = any(self._spelling.occurs_in(text) for text in _strings(values))
+        if not spelled and not self._spelled_in_other_ways:
             return None
         marks = Marks(_strings(values))
         try:
@@ -121,18 +121,18 @@ class SpecialTokens:
                 return match[0]  # as in the tokenizer, this is a part of a word
         return self._aliases[match[0]]
 
-    def find_untold(self) -> list[str]:
+    def find_ambiguous(self) -> list[str]:
         """Special tokens that plain text becomes even so, because the tokenizer's model has them as words."""
-        untold = []
+        ambiguous = []
         for content in sorted({*self._ids, *(name for name in self._named if name)}):
             token_id = self._backend.token_to_id(content)
             try:
                 with FOREIGN_CODE:
                     if token_id is not None and token_id in self._plain.encode(content, add_special_tokens=False).ids:
-                        untold.append(content)
+                        ambiguous.append(content)
             except TokenizerError:
                 continue  # requests with this text are refused
-        return untold
+        return ambiguous
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -242,7 +242,7 @@ def _as_trie_pattern(contents: Iterable[str], depth: int = 0) -> str:
     """
     ordered = sorted(set(contents))
     bounds = zip(ordered[0], ordered[-1], strict=False)
-    common = next((index for index, (one, other) in enumerate(bounds) if one != other), len(ordered[0]))
+    common = next((index for index, (first, last) in enumerate(bounds) if first != last), len(ordered[0]))
     head = re.escape(ordered[0][depth:common])
     longer = [content for content in ordered if len(content) > common]
     if not longer:

@@ -19,20 +19,20 @@ class StopMatcher:
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
         self._held = ""
-        self.found: str | None = None
+        self.match: str | None = None
         """The stop string that was found; no text is returned after it."""
 
     def add_text(self, text: str) -> str:
         """Add the next piece; returns the text that can be shown, which never holds part of an excluded stop string."""
         if not self._stops:
             return text
-        if self.found is not None:
+        if self.match is not None:
             return ""
         text = self._held + text
         for position in range(len(self._held), len(text)):
             stop = self._match_char(text[position])
             if stop is not None:
-                self.found, self._held = stop, ""
+                self.match, self._held = stop, ""
                 end = position + 1
                 return text[: end if self._include else end - len(stop)]
         keep = max(self._matched)

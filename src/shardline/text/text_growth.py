@@ -106,12 +106,12 @@ def _flatten(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     rules: list[Mapping[str, Any]] = []
     pending = [rule]
     while pending and len(rules) <= MAX_RULES:
-        one = pending.pop()
-        inner = next((one[key] for key in _SEQUENCES if key in one), None)
-        if one.get("type") == "Sequence" and isinstance(inner, list):
+        current = pending.pop()
+        inner = next((current[key] for key in _SEQUENCES if key in current), None)
+        if current.get("type") == "Sequence" and isinstance(inner, list):
             pending.extend(reversed(inner))
         else:
-            rules.append(one)
+            rules.append(current)
     return rules
 
 

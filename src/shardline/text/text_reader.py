@@ -128,10 +128,10 @@ class TextReader:
         """
         pattern = _any_of(markers)
         while True:
-            found = pattern.search(self._text, self._start)
-            if found is not None:
-                write(self.take(found.start() - self._start))
-                return self.take(len(found[0]))
+            match = pattern.search(self._text, self._start)
+            if match is not None:
+                write(self.take(match.start() - self._start))
+                return self.take(len(match[0]))
             complete = self._ended and not self._cut
             held = 0 if complete else max(_overlap(self._text, marker, self._start) for marker in markers)
             if len(self._text) - self._start > held:

@@ -41,16 +41,16 @@ class ByteTokens:
         spelling = self._spell(token_id) or ""
         alphabet = byte_alphabet()
         in_alphabet = all(char in alphabet for char in spelling)
-        found = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
+        raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
         try:
-            text = found.decode()
+            text = raw.decode()
         except UnicodeDecodeError:
             text = ""
         if text and token_id not in self._special_token_ids:
             self.texts[token_id] = text
         else:
-            self._others[token_id] = found
-        return found
+            self._others[token_id] = raw
+        return raw
 
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -79,14 +79,14 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The named special tokens of a configuration: each is a string or an object with "content"."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens
 
 
 MAX_INLINE_CHARS = 2048

@@ -113,7 +113,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         prompts, params = _make_workload(args, llm, args.num_prompts)
         outputs, times = llm.generate_timed(prompts, params, use_tqdm=True)
         measurement.add_batch(outputs, times)
-        report = measurement.report("throughput", [one.finished - one.submitted for one in times])
+        report = measurement.report("throughput", [request.finished - request.submitted for request in times])
     total = report.prompt_tokens + report.generation_tokens
     print(
         f"Throughput: {report.num_prompts / report.seconds:.2f} requests/s, "
@@ -169,7 +169,7 @@ class _Measurement:
 
     def add_batch(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> float:
         """Add a batch and return its seconds, from the submission of its first request to its last token."""
-        seconds = max(one.finished for one in times) - min(one.submitted for one in times)
+        seconds = max(request.finished for request in times) - min(request.submitted for request in times)
         self._seconds += seconds
         self._outputs += outputs
         self._times += times
@@ -190,8 +190,8 @@ class _Measurement:
         prompt_tokens = sum(len(output.prompt_token_ids) for output in self._outputs)
         generated = [len(choice.token_ids) for choice in choices]
         tpots = [
-            (one.finished - one.first_token) / (count - 1)
-            for one, count in zip(self._times, generated, strict=True)
+            (request.finished - request.first_token) / (count - 1)
+            for request, count in zip(self._times, generated, strict=True)
             if count > 1
         ]
         return Report(
@@ -202,7 +202,7 @@ class _Measurement:
             seconds=self._seconds,
             prompt_tokens_per_second=prompt_tokens / self._seconds,
             generation_tokens_per_second=sum(generated) / self._seconds,
-            ttft=_percentiles([one.first_token - one.submitted for one in self._times]),
+            ttft=_percentiles([request.first_token - request.submitted for request in self._times]),
             tpot=_percentiles(tpots),
             latency=_percentiles(latencies),
             num_steps=now.num_steps - before.num_steps,

@@ -69,7 +69,7 @@ def read_goodput(words: Sequence[str] | None) -> dict[str, float]:
     Raises:
         ValueError: a word is none.
     """
-    found = {}
+    limits = {}
     for word in words or ():
         name, colon, value = word.partition(":")
         try:
@@ -80,8 +80,8 @@ def read_goodput(words: Sequence[str] | None) -> dict[str, float]:
             raise ValueError(
                 f"--goodput takes {', '.join(GOODPUT_METRICS)} with milliseconds, as ttft:200; got {word!r}"
             )
-        found[name] = limit
-    return found
+        limits[name] = limit
+    return limits
 
 
 def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
@@ -90,13 +90,13 @@ def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
     Raises:
         ValueError: a word has no =.
     """
-    found = {}
+    pairs = {}
     for word in words or ():
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{flag} takes KEY=VALUE, got {word!r}")
-        found[key.strip()] = value.strip()
-    return found
+        pairs[key.strip()] = value.strip()
+    return pairs
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -176,7 +176,7 @@ def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str
     """What was measured: the first keys of the result."""
     from datetime import datetime
 
-    found = {
+    description = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
         "backend": args.backend,
@@ -190,8 +190,8 @@ def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str
     }
     if args.ramp_up_strategy is not None:
         for name in ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"):
-            found[name] = getattr(args, name)
-    return found
+            description[name] = getattr(args, name)
+    return description
 
 
 def _publish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:

@@ -95,11 +95,11 @@ def _model_folder(model: str, revision: str | None) -> Path:
 
 def _measure(count: int, start: Callable[[], float], prepare: Callable[[], None] = lambda: None) -> list[float]:
     """For each start, the seconds until the model is ready."""
-    found = []
+    times = []
     for _ in range(count):
         prepare()
-        found.append(start())
-    return found
+        times.append(start())
+    return times
 
 
 def _report(phase: str, times: Sequence[float]) -> dict[str, Any]:
@@ -107,17 +107,17 @@ def _report(phase: str, times: Sequence[float]) -> dict[str, Any]:
     from shardline.cli.bench.engine import percentile
 
     print(f"\n{phase.upper()} STARTUP:")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     # Nothing is compiled at start; the rows are there for tools that read vLLM's.
     columns = {"startup": list(times), "compilation": [0.0] * len(times)}
     for name, values in columns.items():
         average = sum(values) / len(values)
         print(f"Avg {name} time: {average:.2f} seconds")
-        found[f"avg_{phase}_{name}_time"] = average
-        found[f"{phase}_{name}_times"] = values
-        found[f"{phase}_{name}_percentiles"] = {percent: percentile(values, percent) for percent in _PERCENTILES}
+        result[f"avg_{phase}_{name}_time"] = average
+        result[f"{phase}_{name}_times"] = values
+        result[f"{phase}_{name}_percentiles"] = {percent: percentile(values, percent) for percent in _PERCENTILES}
     for name in columns:
         print(f"{name.capitalize()} time percentiles:")
-        for percent, value in found[f"{phase}_{name}_percentiles"].items():
+        for percent, value in result[f"{phase}_{name}_percentiles"].items():
             print(f"  {percent}%: {value:.2f} seconds")
-    return found
+    return result

@@ -72,5 +72,7 @@ def show(report: Report, console: Console) -> None:
                 table.add_row(_MARKS[finding.verdict], escape(finding.item), text)
         console.print(table)
         console.print()
-    counts = {verdict: sum(one.verdict == verdict for one in report.findings) for verdict in ("warning", "broken")}
+    counts = {
+        verdict: sum(finding.verdict == verdict for finding in report.findings) for verdict in ("warning", "broken")
+    }
     console.print(f"{report.verdict}: {counts['broken']} broken, {counts['warning']} warnings")

@@ -75,10 +75,10 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
     if path is not None:
         ids = text.tokenizer.encode_text(path.read_text(encoding="utf-8"))
         windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
-        found = [Document(window, 1) for window in windows if len(window) > 1]
-        if not found:
+        documents = [Document(window, 1) for window in windows if len(window) > 1]
+        if not documents:
             raise ValueError(f"{path} is too short: it must have at least two tokens")
-        return found
+        return documents
     if config.model.model != "demo":
         raise ValueError("give a text to score with --text FILE; only the demo model has a text of its own")
     return _conversations(text)

@@ -27,8 +27,8 @@ def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`. Prompts without a full chunk go to the replica with the least load."""
     if not arrival.prefix:
         return min(replicas).number
-    most = _BOUND * (1 + sum(replica.num_requests for replica in replicas)) / len(replicas)
-    numbers = [replica.number for replica in replicas if replica.num_requests + 1 <= most]
+    bound = _BOUND * (1 + sum(replica.num_requests for replica in replicas)) / len(replicas)
+    numbers = [replica.number for replica in replicas if replica.num_requests + 1 <= bound]
     numbers = numbers or [replica.number for replica in replicas]
     return numbers[int(_weights(arrival.prefix[0], numbers).argmax())]
 

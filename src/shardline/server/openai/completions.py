@@ -375,8 +375,8 @@ def completion_routes(service: Service) -> APIRouter:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling_params(max_tokens=1 if body.generates_nothing else most, logprobs=body.logprobs)
+        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
         params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
         if body.ranks_choices:
             assert body.best_of is not None

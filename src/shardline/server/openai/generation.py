@@ -82,11 +82,11 @@ class Generation:
         Raises:
             ApiError: 400, a prompt or a parameter is invalid; 429, the queue is full; 503, the engine accepts nothing.
         """
-        most = service.llm.config.scheduler.max_num_waiting
-        if len(prompts) * params.n > most:
+        limit = service.llm.config.scheduler.max_num_waiting
+        if len(prompts) * params.n > limit:
             raise bad_request(
                 f"The request asks for {len(prompts) * params.n} choices ({len(prompts)} prompts, n={params.n}); at "
-                f"most {most} are taken in one request (--max-num-waiting).",
+                f"most {limit} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
         observed = service.observer.start(request_id, params)

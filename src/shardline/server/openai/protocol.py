@@ -283,7 +283,7 @@ def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
         raise bad_request("Invalid value for 'logit_bias': its keys must be token ids.", "logit_bias") from error
 
 
-def refuse_if(asked: bool, param: str, message: str) -> None:
+def refuse_if(condition: bool, param: str, message: str) -> None:
     """Refuse a request that asks for something unsupported.
 
     Args:
@@ -294,5 +294,5 @@ def refuse_if(asked: bool, param: str, message: str) -> None:
     Raises:
         ApiError: 400.
     """
-    if asked:
+    if condition:
         raise bad_request(message, param, "unsupported_parameter")

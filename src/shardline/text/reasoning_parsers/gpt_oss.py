@@ -50,12 +50,12 @@ NOTE: /(.|\\n)*/
     def _parse(self) -> Steps[None]:
         reader = self._reader
         header = self._prompt_header
-        found = ""
+        mark = ""
         if header is None:
-            found = yield from harmony.read_first_mark(reader)
+            mark = yield from harmony.read_first_mark(reader)
         while True:
-            if found in (harmony.START, harmony.CHANNEL, harmony.RECIPIENT):
-                header = yield from harmony.read_header(reader, found)
+            if mark in (harmony.START, harmony.CHANNEL, harmony.RECIPIENT):
+                header = yield from harmony.read_header(reader, mark)
             write = self._write_rest
             if header is not None and header.is_content:
                 self.is_over = header.channel == "final"
@@ -69,12 +69,12 @@ NOTE: /(.|\\n)*/
                 self._space = "\n" if self._has_reasoning else ""
                 yield from reader.skip_space()
                 write = self._write_reasoning
-            found = yield from reader.copy_until(harmony.MARKERS, write)
-            if not found:
+            mark = yield from reader.copy_until(harmony.MARKERS, write)
+            if not mark:
                 return
             if header is not None and header.function and self._has_tools:
                 self._rest += harmony.CALL
-            if write == self._write_reasoning and found == harmony.END:
+            if write == self._write_reasoning and mark == harmony.END:
                 yield from reader.skip_space()
             header = None
 

@@ -28,8 +28,8 @@ def find_tool_parser(name: str) -> type[ToolParser]:
 
 def guess_tool_parser(template: str) -> str | None:
     """The name of the format that a chat template shows to the model; None: it shows none that is known."""
-    found = [name for name in tool_parser_names() if all(mark in template for mark in _marks(name))]
-    return max(found, key=lambda name: len(_marks(name)), default=None)
+    matches = [name for name in tool_parser_names() if all(mark in template for mark in _marks(name))]
+    return max(matches, key=lambda name: len(_marks(name)), default=None)
 
 
 def _marks(name: str) -> tuple[str, ...]:

@@ -33,25 +33,25 @@ rest: function {rules.mark(_END)}
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while found := (yield from reader.copy_until((_BEGIN, _END), self._write_content)):
-            while found == _BEGIN:
-                found = yield from self._read_tagged_call()
+        while mark := (yield from reader.copy_until((_BEGIN, _END), self._write_content)):
+            while mark == _BEGIN:
+                mark = yield from self._read_tagged_call()
 
     def _read_tagged_call(self) -> Steps[str]:
         """Read a call after its first mark; returns the mark that ended it."""
         reader = self._reader
         yield from reader.skip_space()
         words: list[str] = []
-        found = yield from reader.copy_until(("\n", _KEY, _END, _BEGIN), words.append)
+        mark = yield from reader.copy_until(("\n", _KEY, _END, _BEGIN), words.append)
         name = "".join(words).strip()
-        if not found or not NAME.fullmatch(name):
+        if not mark or not NAME.fullmatch(name):
             self._give_up("".join(words), is_markup=True)
-            reader.unread(found)
+            reader.unread(mark)
             return ""
         self._start_tagged_call(name)
-        if found == "\n":
-            found = yield from reader.copy_until((_KEY, _END, _BEGIN), lambda text: None)
-        while found == _KEY:
+        if mark == "\n":
+            mark = yield from reader.copy_until((_KEY, _END, _BEGIN), lambda text: None)
+        while mark == _KEY:
             key: list[str] = []
             if not (yield from reader.copy_until((_KEY_END,), key.append)):
                 return ""
@@ -59,7 +59,7 @@ rest: function {rules.mark(_END)}
                 return ""
             if not (yield from self._read_value("".join(key).strip(), (_VALUE_END,))):
                 return ""
-            found = yield from reader.copy_until((_KEY, _END, _BEGIN), lambda text: None)
-        if found:
+            mark = yield from reader.copy_until((_KEY, _END, _BEGIN), lambda text: None)
+        if mark:
             self._end_tagged_call()
-        return found
+        return mark

@@ -29,12 +29,12 @@ TEXT: /(.|\\n)*/
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        found = yield from harmony.read_first_mark(reader)
-        while found or (found := (yield from reader.copy_until(harmony.MARKERS, self._write_content))):
+        mark = yield from harmony.read_first_mark(reader)
+        while mark or (mark := (yield from reader.copy_until(harmony.MARKERS, self._write_content))):
             header = None
-            if found in (harmony.START, harmony.CHANNEL, harmony.RECIPIENT):
-                header = yield from harmony.read_header(reader, found)
-            found = ""
+            if mark in (harmony.START, harmony.CHANNEL, harmony.RECIPIENT):
+                header = yield from harmony.read_header(reader, mark)
+            mark = ""
             if header is not None and header.function:
                 yield from self._read_body(header.function)
 
@@ -43,8 +43,8 @@ TEXT: /(.|\\n)*/
         self._start_call(function)
         yield from self._reader.skip_space()
         whole = (yield from self._reader.peek()) in '{"' and (yield from self._read_arguments())
-        found = yield from self._reader.copy_until(harmony.MARKERS, lambda text: None)
-        if found not in (harmony.END, harmony.CALL, harmony.RETURN):
-            self._reader.unread(found)
-        if whole or found:
+        mark = yield from self._reader.copy_until(harmony.MARKERS, lambda text: None)
+        if mark not in (harmony.END, harmony.CALL, harmony.RETURN):
+            self._reader.unread(mark)
+        if whole or mark:
             self._end_call()

@@ -32,11 +32,11 @@ rest: function {rules.mark(_END)}
     def _parse(self) -> Steps[None]:
         reader = self._reader
         while (yield from reader.copy_until((_BEGIN,), self._write_content)):
-            found = _BEGIN
-            while found == _BEGIN:
+            mark = _BEGIN
+            while mark == _BEGIN:
                 yield from reader.skip_space()
                 is_call = yield from self._read_call()
                 # Some models do not close an element before they open the next one.
-                found = yield from reader.copy_until(
+                mark = yield from reader.copy_until(
                     (_BEGIN, _END), (lambda text: None) if is_call else self._write_content
                 )

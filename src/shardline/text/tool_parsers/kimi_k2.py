@@ -33,32 +33,32 @@ INDEX: /[0-9]{{1,3}}/
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while found := (yield from reader.copy_until((_FIRST, _BEGIN, _LAST), self._write_content)):
-            if found == _FIRST:
+        while mark := (yield from reader.copy_until((_FIRST, _BEGIN, _LAST), self._write_content)):
+            if mark == _FIRST:
                 yield from reader.skip_space()
-                found = _BEGIN if (yield from reader.take_literal(_BEGIN)) else found
-            while found == _BEGIN:
+                mark = _BEGIN if (yield from reader.take_literal(_BEGIN)) else mark
+            while mark == _BEGIN:
                 is_call = yield from self._read_marked_call()
-                found = yield from reader.copy_until(
+                mark = yield from reader.copy_until(
                     (_BEGIN, _LAST), (lambda text: None) if is_call else self._write_content
                 )
 
     def _read_marked_call(self) -> Steps[bool]:
         reader = self._reader
         before: list[str] = []
-        found = yield from reader.copy_until((_SEPARATOR, _END, _LAST), before.append)
-        if found != _SEPARATOR:
+        mark = yield from reader.copy_until((_SEPARATOR, _END, _LAST), before.append)
+        if mark != _SEPARATOR:
             self._give_up("".join(before), is_markup=True)
-            if found == _LAST:
-                reader.unread(found)
+            if mark == _LAST:
+                reader.unread(mark)
             return False
         name, _, index = "".join(before).strip().removeprefix(_NAMESPACE).rpartition(":")
         self._start_call(name or index)
         yield from reader.skip_space()
         if (yield from reader.peek()) != "{":
-            found = yield from reader.copy_until((_END, _LAST), lambda text: None)
-            reader.unread(found)
-            if found:
+            mark = yield from reader.copy_until((_END, _LAST), lambda text: None)
+            reader.unread(mark)
+            if mark:
                 self._end_call()
         elif (yield from self._read_arguments()):
             self._end_call()

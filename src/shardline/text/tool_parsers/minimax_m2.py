@@ -33,8 +33,8 @@ rest: "\\n" {rules.repeated("function", "")} {rules.mark(_END)}
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while found := (yield from reader.copy_until((_BEGIN, _END), self._write_content)):
-            if found == _BEGIN:
+        while mark := (yield from reader.copy_until((_BEGIN, _END), self._write_content)):
+            if mark == _BEGIN:
                 yield from self._read_calls()
 
     def _read_calls(self) -> Steps[None]:
@@ -44,11 +44,11 @@ rest: "\\n" {rules.repeated("function", "")} {rules.mark(_END)}
         num_calls = self.num_calls
         held: list[str] = []
         while True:
-            found = yield from reader.copy_until((_INVOKE, _END, _BEGIN), held.append)
-            if found == _INVOKE:
+            mark = yield from reader.copy_until((_INVOKE, _END, _BEGIN), held.append)
+            if mark == _INVOKE:
                 if not (yield from self._read_invoke(held)):
                     return
-            elif found != _BEGIN:
+            elif mark != _BEGIN:
                 break
         if self.num_calls == num_calls:
             self._give_up("".join(held), is_markup=True)
@@ -57,23 +57,23 @@ rest: "\\n" {rules.repeated("function", "")} {rules.mark(_END)}
         """Read a call; returns whether more may follow. What is no call is added to `held`."""
         reader = self._reader
         words: list[str] = []
-        found = yield from reader.copy_until((_NAME_END, "\n", _END), words.append)
-        if found != _NAME_END or not NAME.fullmatch("".join(words)):
+        mark = yield from reader.copy_until((_NAME_END, "\n", _END), words.append)
+        if mark != _NAME_END or not NAME.fullmatch("".join(words)):
             held += words
-            if found == _END:
-                reader.unread(found)
-            return bool(found)
+            if mark == _END:
+                reader.unread(mark)
+            return bool(mark)
         self._start_tagged_call("".join(words))
         ends = (_PARAMETER, _INVOKE_END, _INVOKE, _END)
-        while (found := (yield from reader.copy_until(ends, lambda text: None))) == _PARAMETER:
+        while (mark := (yield from reader.copy_until(ends, lambda text: None))) == _PARAMETER:
             key: list[str] = []
             if not (yield from reader.copy_until((_NAME_END,), key.append)):
                 return False
             if not (yield from self._read_value("".join(key), (_PARAMETER_END,))):
                 return False
-        if not found:
+        if not mark:
             return False
         self._end_tagged_call()
-        if found != _INVOKE_END:
-            reader.unread(found)
+        if mark != _INVOKE_END:
+            reader.unread(mark)
         return True

@@ -68,12 +68,12 @@ rest: {rest}
     def _read_named_call(self) -> Steps[None]:
         reader = self._reader
         name: list[str] = []
-        found = yield from reader.copy_until((_ARGUMENTS, _ID, "{", _BEGIN), name.append)
-        if found == _ID:
-            found = yield from reader.copy_until((_ARGUMENTS, "{", _BEGIN), lambda text: None)
-        if found in ("{", _BEGIN):
-            reader.unread(found)
-        if not found or found == _BEGIN:
+        mark = yield from reader.copy_until((_ARGUMENTS, _ID, "{", _BEGIN), name.append)
+        if mark == _ID:
+            mark = yield from reader.copy_until((_ARGUMENTS, "{", _BEGIN), lambda text: None)
+        if mark in ("{", _BEGIN):
+            reader.unread(mark)
+        if not mark or mark == _BEGIN:
             self._give_up("".join(name), is_markup=True)
             return
         yield from reader.skip_space()

@@ -40,31 +40,31 @@ rest: function {rules.mark(cls.end)}
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while found := (yield from reader.copy_until((self.begin, self.end, _FUNCTION), self._write_content)):
-            if found == self.begin:
+        while mark := (yield from reader.copy_until((self.begin, self.end, _FUNCTION), self._write_content)):
+            if mark == self.begin:
                 yield from reader.skip_space()
-                found = _FUNCTION if (yield from reader.take_literal(_FUNCTION)) else found
-            if found == _FUNCTION:
+                mark = _FUNCTION if (yield from reader.take_literal(_FUNCTION)) else mark
+            if mark == _FUNCTION:
                 yield from self._read_function()
 
     def _read_function(self) -> Steps[None]:
         reader = self._reader
         words: list[str] = []
-        found = yield from reader.copy_until((_NAME_END, "\n", self.end), words.append)
-        if found != _NAME_END or not NAME.fullmatch("".join(words)):
+        mark = yield from reader.copy_until((_NAME_END, "\n", self.end), words.append)
+        if mark != _NAME_END or not NAME.fullmatch("".join(words)):
             self._give_up("".join(words), is_markup=True)
             return
         self._start_tagged_call("".join(words))
         ends = (_PARAMETER, _FUNCTION_END, _FUNCTION, self.end, self.begin)
         value_ends = tuple({self.value_space + _PARAMETER_END, _PARAMETER_END})
-        while (found := (yield from reader.copy_until(ends, lambda text: None))) == _PARAMETER:
+        while (mark := (yield from reader.copy_until(ends, lambda text: None))) == _PARAMETER:
             key: list[str] = []
             if not (yield from reader.copy_until((_NAME_END,), key.append)):
                 return
             yield from reader.take_literal(self.value_space)
             if not (yield from self._read_value("".join(key), value_ends)):
                 return
-        if found:
+        if mark:
             self._end_tagged_call()
-        if found != _FUNCTION_END:
-            reader.unread(found)
+        if mark != _FUNCTION_END:
+            reader.unread(mark)

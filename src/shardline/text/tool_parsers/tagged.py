@@ -56,8 +56,8 @@ class ParameterSchemas:
         types = self.types_of(name)
         word = text.strip()
         value = _parse_json(word)
-        found = type_of(value)
-        if found in types and found != "string":
+        json_type = type_of(value)
+        if json_type in types and json_type != "string":
             return word
         if "string" in types:
             return json.dumps(text, ensure_ascii=False)
@@ -67,7 +67,7 @@ class ParameterSchemas:
                 return spelled
         if word == "None" and "null" in types:
             return "null"
-        return word if found else json.dumps(text, ensure_ascii=False)
+        return word if json_type else json.dumps(text, ensure_ascii=False)
 
     def _types(self, schema: Any, depth: int) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
@@ -78,17 +78,17 @@ class ParameterSchemas:
         if isinstance(stated, str):
             types = frozenset({stated})
         elif isinstance(stated, list | tuple):
-            types = frozenset(str(one) for one in stated)
+            types = frozenset(str(name) for name in stated)
         if isinstance(schema.get("enum"), list | tuple):
             types &= frozenset(type_of(value) for value in schema["enum"])
         if "const" in schema:
             types &= {type_of(schema["const"])}
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list | tuple) and schema[key]:
-                types &= frozenset().union(*(self._types(one, depth - 1) for one in schema[key]))
+                types &= frozenset().union(*(self._types(part, depth - 1) for part in schema[key]))
         if isinstance(schema.get("allOf"), list | tuple):
-            for one in schema["allOf"]:
-                types &= self._types(one, depth - 1)
+            for part in schema["allOf"]:
+                types &= self._types(part, depth - 1)
         return types | {"integer"} if "number" in types else types
 
     def _follow(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,13 +97,13 @@ class ParameterSchemas:
             reference = schema.get("$ref")
             if not isinstance(reference, str) or not reference.startswith("#/"):
                 break
-            found: Any = self._root
+            target: Any = self._root
             for part in reference[2:].split("/"):
                 part = part.replace("~1", "/").replace("~0", "~")
-                found = found.get(part) if isinstance(found, Mapping) else None
-            if not isinstance(found, Mapping):
+                target = target.get(part) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
                 return {}
-            schema = found
+            schema = target
         return schema
 
 

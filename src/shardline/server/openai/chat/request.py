@@ -254,7 +254,9 @@ class ConversationFields(RequestModel):
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
-        objects = [(one.tool_calls, one.function_call, one.annotations, one.audio) for one in messages]
+        objects = [
+            (message.tool_calls, message.function_call, message.annotations, message.audio) for message in messages
+        ]
         return [
             (param, [value for values in objects for value in values if value is not None]),
             ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),

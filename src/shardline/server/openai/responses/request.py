@@ -288,8 +288,8 @@ class ResponsesRequest(SamplingFields):
     @property
     def num_logprobs(self) -> int | None:
         """The number of most likely tokens to report with each token; None: no log probabilities."""
-        asked = self.top_logprobs is not None or LOGPROBS in (self.include or ())
-        return (self.top_logprobs or 0) if asked else None
+        wanted = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
 
 
 def _read_tool(tool: dict[str, Any], index: int) -> Tool:
