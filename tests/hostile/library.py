@@ -26,7 +26,7 @@ from shardline.api.model_text import load_model_text
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import probe_here, resolve_here
 from shardline.deployment.machine import Machine
-from shardline.text.chat_template import ChatTemplate, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from tests.hostile import draws, folders, templates
 
 SECONDS = 10.0
@@ -77,7 +77,7 @@ def use_folder(change: Callable[[Path], None]) -> None:
             model.tokenizer.decode(ids, skip_special_tokens=False)
             model.tokenizer.encode_text("ab " * 2000)
             if model.chat_template is not None:
-                render_and_encode(model.chat_template, model.tokenizer, _CHAT)
+                render_and_encode(model.chat_template, model.tokenizer, Conversation(_CHAT))
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 
 from shardline.text import chat_template
 from shardline.text.chat_messages import normalize_messages
-from shardline.text.chat_template import ChatTemplate, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from tests.text import builders
 
 CHATML = """\
@@ -61,7 +61,8 @@ def test_a_rendered_prompt_is_encoded_as_a_whole() -> None:
     template = ChatTemplate(CHATML, tokenizer.special_tokens)
     options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": False}
     for chat in CHATS:
-        text, ids = render_and_encode(template, tokenizer, chat, variables={"enable_thinking": False}, **options)
+        given = Conversation(chat, variables={"enable_thinking": False}, **options)
+        text, ids = render_and_encode(template, tokenizer, given)
         assert text == template.render(chat, enable_thinking=False, **options)
         assert ids == tokenizer.encode_text(text, add_special_tokens=False)
 

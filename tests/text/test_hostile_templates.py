@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardline.text import chat_template
-from shardline.text.chat_template import ChatTemplate, render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 from tests.text import builders
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -93,7 +93,8 @@ def test_chats_do_not_wait_for_hostile_ones() -> None:
     template = ChatTemplate("{% if messages[0].content == 'bad' %}" + SLOW["loops"] + "{% endif %}fine")
 
     async def render(content: str) -> str:
-        return (await render_and_encode_async(template, tokenizer, [{"role": "user", "content": content}]))[0]
+        chat = Conversation([{"role": "user", "content": content}])
+        return (await render_and_encode_async(template, tokenizer, chat))[0]
 
     async def main() -> None:
         bad = [asyncio.create_task(render("bad")) for _ in range(8)]

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.chat_template import ChatTemplate, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from shardline.text.special_tokens import Marks
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders
@@ -98,7 +98,9 @@ def encode(tokenizer: Tokenizer, texts: list[str], **options: Any) -> tuple[str,
     tools = [{"type": "function", "function": {"name": "f", "description": extra, "parameters": {"k" + key: 1}}}]
     template = ChatTemplate(ALL_FIELDS, tokenizer.special_tokens)
     variables = {"extra": extra, **options.pop("variables", {})}
-    return render_and_encode(template, tokenizer, messages, tools=tools, variables=variables, **options)
+    in_content = options.pop("special_tokens_in_content", False)
+    chat = Conversation(messages, tools, variables, **options)
+    return render_and_encode(template, tokenizer, chat, special_tokens_in_content=in_content)
 
 
 @FORMS
@@ -129,20 +131,22 @@ def test_a_spelled_token_is_encoded_as_its_characters() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     template = ChatTemplate(builders.TEMPLATE, tokenizer.special_tokens)
     chat = [{"role": "user", "content": "say <|eos|> now"}]
-    text, ids = render_and_encode(template, tokenizer, chat)
+    text, ids = render_and_encode(template, tokenizer, Conversation(chat))
     eos = tokenizer.token_id("<|eos|>")
     assert eos not in ids
     assert text == tokenizer.decode(ids, skip_special_tokens=False)
     marks = [tokenizer.token_id(token) for token in ("<|bos|>", "<|user|>", "<|end|>", "<|assistant|>")]
     assert [token_id for token_id in ids if token_id in tokenizer.special_token_ids] == marks
-    assert eos in render_and_encode(template, tokenizer, chat, special_tokens_in_content=True)[1], "vLLM's way"
+    assert eos in render_and_encode(template, tokenizer, Conversation(chat), special_tokens_in_content=True)[1], (
+        "vLLM's way"
+    )
 
 
 def test_an_answer_that_spells_a_token_can_be_continued() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     template = ChatTemplate(builders.TEMPLATE, tokenizer.special_tokens)
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The token <|end|> "}]
-    text, ids = render_and_encode(template, tokenizer, chat, continue_final_message=True)
+    text, ids = render_and_encode(template, tokenizer, Conversation(chat, continue_final_message=True))
     assert text.endswith("<|assistant|>The token <|end|> ")
     assert ids.count(tokenizer.token_id("<|end|>") or 0) == 1
 
@@ -152,7 +156,7 @@ def test_texts_of_two_fields_do_not_join_to_a_token() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ messages[0].name }}", tokenizer.special_tokens)
     for size in range(1, len("<|eos|>")):
         chat = [{"role": "user", "content": "<|eos|>"[:size], "name": "<|eos|>"[size:]}]
-        text, ids = render_and_encode(template, tokenizer, chat)
+        text, ids = render_and_encode(template, tokenizer, Conversation(chat))
         assert text == "<|eos|>"
         assert count_specials(tokenizer, ids) == 0
 
@@ -161,12 +165,12 @@ def test_escapes_of_json_and_urls() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     chat = [{"role": "user", "content": "<|eos|>"}]
     escaped = ChatTemplate("{{ messages | tojson(ensure_ascii=true) }}", tokenizer.special_tokens)
-    text, ids = render_and_encode(escaped, tokenizer, chat)
+    text, ids = render_and_encode(escaped, tokenizer, Conversation(chat))
     assert "<|eos|>" in text
     assert count_specials(tokenizer, ids) == 0
     quoted = ChatTemplate("{{ messages[0].content | urlencode }}", tokenizer.special_tokens)
     with pytest.raises(ValueError, match=r"spell '<\|eos\|>', and the chat template does not show it as text"):
-        render_and_encode(quoted, tokenizer, chat)
+        render_and_encode(quoted, tokenizer, Conversation(chat))
 
 
 def test_private_characters_of_a_user_are_no_marks() -> None:
@@ -174,11 +178,11 @@ def test_private_characters_of_a_user_are_no_marks() -> None:
     template = ChatTemplate("{{ messages[0].content }}", tokenizer.special_tokens)
     taken = "".join(map(chr, range(0xF0000, 0xF7000)))
     for _ in range(8):
-        text, _ = render_and_encode(template, tokenizer, [{"role": "user", "content": taken + "<|eos|>"}])
+        text, _ = render_and_encode(template, tokenizer, Conversation([{"role": "user", "content": taken + "<|eos|>"}]))
         assert text == taken + "<|eos|>"
     taken = "".join(map(chr, range(0xF0000, 0xFF000)))
     with pytest.raises(ValueError, match="too many private-use characters"):
-        render_and_encode(template, tokenizer, [{"role": "user", "content": taken + "<|eos|>"}])
+        render_and_encode(template, tokenizer, Conversation([{"role": "user", "content": taken + "<|eos|>"}]))
 
 
 def test_tokens_that_are_words_of_the_model_are_named() -> None:

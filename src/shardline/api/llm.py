@@ -25,7 +25,7 @@ from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import render_and_encode
+from shardline.text.chat_template import Conversation, render_and_encode
 from shardline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -192,14 +192,9 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
+            chat = Conversation(conversation, tools, chat_template_kwargs or {}, add_generation_prompt)
             text, ids = render_and_encode(
-                template,
-                tokenizer,
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                variables=chat_template_kwargs,
-                special_tokens_in_content=special_tokens_in_content,
+                template, tokenizer, chat, special_tokens_in_content=special_tokens_in_content
             )
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

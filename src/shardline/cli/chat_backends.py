@@ -15,7 +15,7 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.api.streams import RequestStream
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
-from shardline.text.chat_template import render_and_encode
+from shardline.text.chat_template import Conversation, render_and_encode
 
 _CONNECT_SECONDS = 600.0
 """Longest wait for the next byte from a server."""
@@ -64,7 +64,7 @@ class LocalBackend:
         template, tokenizer = self._llm.chat_template, self._llm.tokenizer
         assert template is not None
         assert tokenizer is not None
-        _, ids = render_and_encode(template, tokenizer, messages)
+        _, ids = render_and_encode(template, tokenizer, Conversation(messages))
         stream = self._loop.run_until_complete(self._llm.submit({"prompt_token_ids": ids}, self._params))
         try:
             yield from self._read_pieces(stream)

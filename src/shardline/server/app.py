@@ -62,14 +62,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(request_routes(service))
-    ready, generates, embeds = map(
-        Depends, (service.require_ready, service.require_generating, service.require_embedding)
-    )
+    ready, refused = Depends(service.require_ready), Depends(service.refuse_task)
+    generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
     for routes in (completion_routes, chat_routes, response_routes):
-        app.include_router(routes(service), dependencies=[ready, generates])
-    app.include_router(embedding_routes(service), dependencies=[ready, embeds])
+        app.include_router(routes(service), dependencies=generates)
+    app.include_router(embedding_routes(service), dependencies=embeds)
     return app
 
 

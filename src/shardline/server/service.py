@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
@@ -17,7 +16,7 @@ from shardline.server.errors import ApiError, bad_request, draining, engine_dead
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
-from shardline.text.chat_template import ChatTemplate, render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -75,25 +74,18 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
-    async def require_generating(self) -> None:
-        """Refuse a request for text if the server embeds prompts.
+    async def refuse_task(self) -> None:
+        """Refuse a request for what this server's runner does not do.
 
         Raises:
             ApiError: 400.
         """
-        if self.llm.config.embeds:
-            message = "This server embeds prompts (--runner pooling): use /v1/embeddings."
-            raise bad_request(message, code="unsupported_parameter")
-
-    async def require_embedding(self) -> None:
-        """Refuse a request for vectors if the server generates text.
-
-        Raises:
-            ApiError: 400.
-        """
-        if not self.llm.config.embeds:
-            message = "This server generates text: start one with --runner pooling for embeddings."
-            raise bad_request(message, code="unsupported_parameter")
+        message = (
+            "This server embeds prompts (--runner pooling): use /v1/embeddings."
+            if self.llm.config.embeds
+            else "This server generates text: start one with --runner pooling for embeddings."
+        )
+        raise bad_request(message, code="unsupported_parameter")
 
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
@@ -151,18 +143,7 @@ class Service:
         except OverflowError as error:
             raise bad_request("Token ids must not be negative or larger than 32 bits.") from error
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_special_tokens: bool,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        max_tokens: int | None,
-        param: str,
-    ) -> tuple[str, list[int]]:
+    async def encode_chat(self, chat: Conversation, *, max_tokens: int | None, param: str) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
 
         `param`: the field of the request with the messages.
@@ -176,18 +157,10 @@ class Service:
             raise bad_request(
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."
             )
+        in_content = self.config.special_tokens_in_content
         try:
             return await render_and_encode_async(
-                template,
-                tokenizer,
-                messages,
-                add_special_tokens=add_special_tokens,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                variables=variables,
-                max_tokens=max_tokens,
-                special_tokens_in_content=self.config.special_tokens_in_content,
+                template, tokenizer, chat, max_tokens=max_tokens, special_tokens_in_content=in_content
             )
         except ValueError as error:
             raise bad_request(str(error), param) from error

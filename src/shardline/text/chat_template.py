@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -39,6 +40,23 @@ MAX_BYTES = 256 << 20
 """The most memory that a template may use."""
 
 _SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template is given, and how its text becomes a prompt.
+
+    `tools`: OpenAI tool definitions. `variables`: other variables of the template, such as enable_thinking.
+    `continue_final_message`: the prompt ends within the last message, which the answer continues. `add_special_tokens`:
+    the tokenizer adds its special tokens; most templates contain them already.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
 
 
 class ChatTemplate:
@@ -101,25 +119,19 @@ class ChatTemplate:
             ValueError: the messages are malformed, the template hits a limit, or it refuses the messages; then the text
                 is the template's.
         """
-        job = self._encode_render(messages, tools, add_generation_prompt, variables)
+        return self.render_chat(Conversation(messages, tools, variables, add_generation_prompt))
+
+    def render_chat(self, chat: Conversation) -> str:
+        """As `render`."""
         try:
-            return _read_answer(self._pool.run_blocking(job, MAX_RENDER_SECONDS))
+            return _read_answer(self._pool.run_blocking(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
             raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
 
-    async def render_async(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
+    async def render_chat_async(self, chat: Conversation) -> str:
         """As `render`, without holding up the event loop. Chats do not wait for one another."""
-        job = self._encode_render(messages, tools, add_generation_prompt, variables)
         try:
-            return _read_answer(await self._pool.run(job, MAX_RENDER_SECONDS))
+            return _read_answer(await self._pool.run(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
             raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
 
@@ -127,25 +139,19 @@ class ChatTemplate:
         """End the processes."""
         self._pool.close()
 
-    def _encode_render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-    ) -> bytes:
-        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+    def _encode_render(self, chat: Conversation) -> bytes:
+        name = "tool_use" if chat.tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self.sources))}")
         values = {
             **self.special_tokens,
-            **variables,
-            "tools": list(tools) if tools else None,
-            "documents": variables.get("documents"),
-            "add_generation_prompt": add_generation_prompt,
+            **chat.variables,
+            "tools": list(chat.tools) if chat.tools else None,
+            "documents": chat.variables.get("documents"),
+            "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
         }
         try:
-            return encode_job(Render(name, messages, values, MAX_RENDERED_CHARS))
+            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS))
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 
@@ -171,13 +177,8 @@ def _explain(ended: WorkerEnded, seconds: float) -> str:
 def render_and_encode(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    chat: Conversation,
     *,
-    add_special_tokens: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
     special_tokens_in_content: bool = False,
 ) -> tuple[str, list[int]]:
@@ -187,94 +188,63 @@ def render_and_encode(
     <|assistant|>, this part stays text; only the template writes special tokens.
 
     Args:
-        special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
-        add_special_tokens: whether the tokenizer adds its special tokens; most templates contain them already.
-        tools: as the other arguments, see `ChatTemplate.render`.
         max_tokens: the longest prompt that is encoded; a longer one is refused before, where possible.
-        continue_final_message: whether the prompt ends within the last message, which the answer continues.
+        special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
 
     Raises:
         ValueError: the messages are malformed, or the template refuses them.
     """
-    given = _mark(tokenizer, messages, tools, variables, special_tokens_in_content)
-    generation = add_generation_prompt and not continue_final_message
-    rendered = template.render(given.messages, tools=given.tools, add_generation_prompt=generation, **given.variables)
-    return _encode(tokenizer, rendered, given, add_special_tokens, continue_final_message, max_tokens)
+    chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
+    return _encode(tokenizer, template.render_chat(chat), chat, marks, max_tokens)
 
 
 async def render_and_encode_async(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    chat: Conversation,
     *,
-    add_special_tokens: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
     special_tokens_in_content: bool = False,
 ) -> tuple[str, list[int]]:
     """As `render_and_encode`, without holding up the event loop."""
-    given = await asyncio.to_thread(_mark, tokenizer, messages, tools, variables, special_tokens_in_content)
-    generation = add_generation_prompt and not continue_final_message
-    rendered = await template.render_async(
-        given.messages, tools=given.tools, add_generation_prompt=generation, **given.variables
-    )
-    options = add_special_tokens, continue_final_message, max_tokens
-    if given.marks is None and len(rendered) <= MAX_INLINE_CHARS:
-        return _encode(tokenizer, rendered, given, *options)
-    return await asyncio.to_thread(_encode, tokenizer, rendered, given, *options)
-
-
-class _Given(NamedTuple):
-    """What a template is given; users' special tokens are marked."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None
-    variables: Mapping[str, Any]
-    marks: Marks | None
-    """None: nobody has spelled a special token."""
+    chat, marks = await asyncio.to_thread(_mark, tokenizer, chat, special_tokens_in_content)
+    text = await template.render_chat_async(chat)
+    if marks is None and len(text) <= MAX_INLINE_CHARS:
+        return _encode(tokenizer, text, chat, marks, max_tokens)
+    return await asyncio.to_thread(_encode, tokenizer, text, chat, marks, max_tokens)
 
 
 def _mark(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] | None,
-    special_tokens_in_content: bool,
-) -> _Given:
+    tokenizer: Tokenizer, chat: Conversation, special_tokens_in_content: bool
+) -> tuple[Conversation, Marks | None]:
+    """The conversation with marks for special tokens; None: nobody has spelled one."""
     # Before the search: arguments of tool calls are JSON, in which a token can be spelled with escapes.
-    messages, variables = normalize_messages(messages), dict(variables or {})
-    marked = None if special_tokens_in_content else tokenizer.special.mark([messages, tools, variables])
+    chat = replace(chat, messages=normalize_messages(chat.messages))
+    given = [chat.messages, chat.tools, dict(chat.variables)]
+    marked = None if special_tokens_in_content else tokenizer.special.mark(given)
     if marked is None:
-        return _Given(messages, tools, variables, None)
+        return chat, None
     [messages, tools, variables], marks = marked
-    return _Given(messages, tools, variables, marks)
+    return replace(chat, messages=messages, tools=tools, variables=variables), marks
 
 
 def _encode(
-    tokenizer: Tokenizer,
-    rendered: str,
-    given: _Given,
-    add_special_tokens: bool,
-    continue_final_message: bool,
-    max_tokens: int | None,
+    tokenizer: Tokenizer, rendered: str, chat: Conversation, marks: Marks | None, max_tokens: int | None
 ) -> tuple[str, list[int]]:
     """The prompt as text and as ids, from what the template has written."""
-    if given.marks is not None:
-        rendered = given.marks.recover(rendered)
-    if continue_final_message:
-        rendered = _cut_after_content(rendered, given.messages[-1])
-    text = rendered if given.marks is None else given.marks.resolve(rendered)
+    if marks is not None:
+        rendered = marks.recover(rendered)
+    if chat.continue_final_message:
+        rendered = _cut_after_content(rendered, chat.messages[-1])
+    text = rendered if marks is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise ValueError(
             f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
             "the model's maximum length"
         )
-    if given.marks is None:
-        return text, tokenizer.encode_text(text, add_special_tokens)
-    return text, tokenizer.special.encode(rendered, given.marks, add_special_tokens)
+    if marks is None:
+        return text, tokenizer.encode_text(text, chat.add_special_tokens)
+    return text, tokenizer.special.encode(rendered, marks, chat.add_special_tokens)
 
 
 def _cut_after_content(text: str, message: Message) -> str:

@@ -30,6 +30,7 @@ class ByteTokens:
         self.texts: dict[int, str] = {}
         self._others: dict[int, bytes] = {}
         self._spell = spell
+        self._alphabet = byte_alphabet()
         self._special_token_ids = special_token_ids
 
     def decode(self, token_id: int) -> bytes:
@@ -39,7 +40,7 @@ class ByteTokens:
         if token_id in self._others:
             return self._others[token_id]
         spelling = self._spell(token_id) or ""
-        alphabet = byte_alphabet()
+        alphabet = self._alphabet
         in_alphabet = all(char in alphabet for char in spelling)
         raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
         try:
@@ -128,6 +129,9 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = (*eos_token_ids, *own)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        self.byte_tokens = ByteTokens(self.token, self.special_token_ids) if is_byte_level else None
+        """The bytes of tokens. None: a text is not just the bytes of its tokens."""
         named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
         self.special = SpecialTokens(backend, named)
         """Keeps special tokens that users spell apart from those of the chat template."""
@@ -213,13 +217,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one token. Bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
-
-    @cached_property
-    def byte_tokens(self) -> ByteTokens | None:
-        """The bytes of tokens. None: a text is not just the bytes of its tokens."""
-        if type(self._backend.decoder).__name__ != "ByteLevel":
-            return None
-        return ByteTokens(self.token, self.special_token_ids)
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.

@@ -87,7 +87,7 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
 def _conversations(text: ModelText) -> list[Document]:
     from shardline.checkpoints.hub import DEMO_FOLDER
     from shardline.runtime.scoring import Document
-    from shardline.text.chat_template import render_and_encode
+    from shardline.text.chat_template import Conversation, render_and_encode
 
     assert text.tokenizer is not None
     assert text.chat_template is not None
@@ -96,8 +96,9 @@ def _conversations(text: ModelText) -> list[Document]:
         known = json.loads(line)
         question = {"role": "user", "content": known["question"]}
         answer = {"role": "assistant", "content": known["answer"]}
-        _, prompt_ids = render_and_encode(text.chat_template, text.tokenizer, [question])
-        _, ids = render_and_encode(text.chat_template, text.tokenizer, [question, answer], add_generation_prompt=False)
+        answered = Conversation([question, answer], add_generation_prompt=False)
+        _, prompt_ids = render_and_encode(text.chat_template, text.tokenizer, Conversation([question]))
+        _, ids = render_and_encode(text.chat_template, text.tokenizer, answered)
         documents.append(Document(ids, len(prompt_ids)))
     return documents
 

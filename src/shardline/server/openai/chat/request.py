@@ -15,6 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
 from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
 from shardline.server.service import Service
+from shardline.text.chat_template import Conversation
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 
 MAX_TOOLS = 1024
@@ -240,16 +241,16 @@ class ConversationFields(RequestModel):
         for name, field in self._template_fields(messages, param):
             check_template_values(name, field)
         tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
-        text, ids = await service.encode_chat(
+        chat = Conversation(
             await _for_template(messages),
-            add_special_tokens=add_special_tokens,
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
-            tools=None if tool_use is None else tool_use.definitions,
-            variables=self.template_variables,
-            max_tokens=service.llm.max_model_len if max_tokens is None else max_tokens,
-            param=param,
+            None if tool_use is None else tool_use.definitions,
+            self.template_variables,
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
+            add_special_tokens,
         )
+        limit = service.llm.max_model_len if max_tokens is None else max_tokens
+        text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
         return EncodedChat(text, ids, tool_use)
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
