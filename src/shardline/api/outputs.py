@@ -17,6 +17,9 @@ from shardline.sampling_params import SamplingParams
 Decode = Callable[[int], str | None]
 """The text of a token id; None: it is not known."""
 
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+"""The parameters of a request that is embedded. No token is generated."""
+
 
 class Logprob(msgspec.Struct, frozen=True):
     """How likely the model found a token at one position."""
@@ -120,10 +123,6 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             return None
         pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
         return [None, *(logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)]
-
-
-EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-"""The parameters of a request that is embedded. No token is generated."""
 
 
 @dataclass(frozen=True)

@@ -17,213 +17,7 @@ from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, merge_stats
 from shardline.routing.router import Router
 
-
-class Quarantine:
-    """The suspects, and the replica that is kept free for them.
-
-    The owner calls `settle` after every change, and does what it asks for. Nothing may be sent to `replica` but what
-    `settle` returns, and all choices on it but `alone` must leave.
-    """
-
-    def __init__(self) -> None:
-        self.replica: int | None = None
-        """The replica in quarantine; None: there is none."""
-        self.alone: RunningChoice | None = None
-        """The suspect that runs there."""
-        self._suspects: dict[str, RunningChoice] = {}
-        """Those that wait for their turn, in their order."""
-
-    def __len__(self) -> int:
-        """How many suspects wait for their turn."""
-        return len(self._suspects)
-
-    def add(self, choice: RunningChoice) -> None:
-        """Let a suspect wait for its turn. It must not be on any replica."""
-        self._suspects[choice.request.request_id] = choice
-
-    def take_all(self) -> list[RunningChoice]:
-        """The suspects that wait, which do so no longer."""
-        taken = list(self._suspects.values())
-        self._suspects.clear()
-        return taken
-
-    def forget_request(self, request_id: str) -> None:
-        """Note that a choice has ended. Others are ignored."""
-        self._suspects.pop(request_id, None)
-        if self.alone is not None and self.alone.request.request_id == request_id:
-            self.alone = None
-
-    def lose_replica(self, index: int) -> RunningChoice | None:
-        """Note that a replica is lost; returns the suspect that was alone on it."""
-        if index != self.replica:
-            return None
-        lost, self.replica, self.alone = self.alone, None, None
-        return lost
-
-    def settle(self, replicas: Sequence[ReplicaState]) -> RunningChoice | None:
-        """Clear the suspect that has got on, choose a replica, and return the suspect that must now be sent to it."""
-        if self.alone is not None:
-            if not self.alone.try_to_clear():
-                return None
-            self.alone = None
-        if not self._suspects:
-            self.replica = None
-            return None
-        if self.replica is None:
-            self.replica = _choose_replica(replicas)
-        if self.replica is None or replicas[self.replica].num_choices:
-            return None
-        self.alone = self._suspects.pop(next(iter(self._suspects)))
-        return self.alone
-
-
-def _choose_replica(replicas: Sequence[ReplicaState]) -> int | None:
-    """One that is empty while another one serves everybody else. If none can become so soon, the emptiest one."""
-    running = [index for index, replica in enumerate(replicas) if replica.runs]
-    best = min(running, key=lambda index: replicas[index].num_choices, default=None)
-    if best is None or not any(replica.is_starting for replica in replicas):
-        return best
-    return best if len(running) > 1 and not replicas[best].num_choices else None
-
-
-_log = logging.getLogger(__name__)
-
-
-class Placement:
-    """The choices in flight, each on one of `replicas` or waiting.
-
-    Choices wait if no replica runs, or if only the one in quarantine does. The owner calls `settle` when a replica
-    runs again, and after it has let choices wait.
-    """
-
-    def __init__(self, replicas: Sequence[Replica], policy: str, max_running: int) -> None:
-        """`policy`: that of the router. `max_running`: sequences in a step of a replica."""
-        self.quarantine = Quarantine()
-        self._replicas = replicas
-        self._max_running = max_running
-        self._router = Router(policy)
-        self._replica_of: dict[str, int] = {}
-        self._unplaced: dict[str, RunningChoice] = {}
-        """Choices that wait and are no suspects."""
-
-    def __len__(self) -> int:
-        """Choices that have not finished."""
-        return len(self._replica_of) + self.num_unplaced
-
-    @property
-    def num_unplaced(self) -> int:
-        """Choices that are on no replica."""
-        return len(self._unplaced) + len(self.quarantine)
-
-    @property
-    def num_waiting(self) -> int:
-        """About how many choices wait, on all living replicas together, or for one."""
-        living = (replica for replica in self._replicas if not replica.failed)
-        return self.num_unplaced + sum(replica.estimate_waiting(self._max_running) for replica in living)
-
-    def open_replicas(self) -> list[int]:
-        """Those that run, and take choices that are no suspects."""
-        closed = self.quarantine.replica
-        return [index for index, replica in enumerate(self._replicas) if not replica.failed and index != closed]
-
-    def place(self, choices: Sequence[RunningChoice]) -> None:
-        """Hand choices of one prompt to the open replica that the router policy chooses. Without one, they wait.
-
-        Raises:
-            ValueError: they cannot be sent; none of them was.
-        """
-        loads = [self._replicas[index].load(index, self._max_running) for index in self.open_replicas()]
-        if not loads:
-            self._unplaced |= {choice.request.request_id: choice for choice in choices}
-            return
-        request = choices[0].request
-        self._send(choices, self._router.choose(request.prompt_token_ids, request.cache_salt, loads))
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop choices where they are. Unknown ids are ignored."""
-        by_replica: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            self._unplaced.pop(request_id, None)
-            self.quarantine.forget_request(request_id)
-            index = self._replica_of.pop(request_id, None)
-            if index is not None:
-                by_replica.setdefault(index, []).append(request_id)
-                self._replicas[index].drop_choice(request_id)
-        for index, ids in by_replica.items():
-            try:
-                self._replicas[index].client.abort(ids)
-            except OSError:
-                continue  # the replica has died, and its requests with it
-        self.settle()
-
-    def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
-        """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
-        replica = self._replicas[index]
-        outputs = replica.note_outputs(event.outputs)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._end(output.request_id)
-        for request_id in replica.leaving.intersection(event.aborted):
-            del self._replica_of[request_id]
-            self._unplaced[request_id] = replica.drop_choice(request_id)
-        self.settle()
-        return outputs
-
-    def lose_replica(self, index: int) -> tuple[list[RunningChoice], RunningChoice | None]:
-        """The choices of a replica that is lost, which are now nowhere, and the one of them that was alone on it."""
-        self._router.forget_replica(index)
-        lost = self._replicas[index].take_choices()
-        for choice in lost:
-            del self._replica_of[choice.request.request_id]
-        return lost, self.quarantine.lose_replica(index)
-
-    def let_wait(self, choices: Sequence[RunningChoice]) -> None:
-        """Let choices wait that are nowhere."""
-        for choice in choices:
-            if choice.is_suspect:
-                self.quarantine.add(choice)
-            else:
-                self._unplaced[choice.request.request_id] = choice
-
-    def take_unplaced(self) -> list[RunningChoice]:
-        """The choices that wait, which are now nowhere."""
-        unplaced, self._unplaced = [*self._unplaced.values(), *self.quarantine.take_all()], {}
-        return unplaced
-
-    def settle(self) -> None:
-        """Do what the quarantine asks for, and place the choices that wait for an open replica."""
-        quarantine = self.quarantine
-        if quarantine.replica is None and not self.num_unplaced:
-            return
-        suspect = quarantine.settle([replica.state() for replica in self._replicas])
-        if quarantine.replica is not None:
-            self._replicas[quarantine.replica].send_away(quarantine.alone)
-        if suspect is not None:
-            assert quarantine.replica is not None
-            name, left = suspect.request.request_id, len(quarantine)
-            _log.info("request %s goes on alone at replica %d; %d wait for that", name, quarantine.replica, left)
-            self._send([suspect], quarantine.replica)
-        if self._unplaced and self.open_replicas():
-            waiting, self._unplaced = self._unplaced, {}
-            for choice in waiting.values():
-                self.place([choice])
-
-    def _send(self, choices: Sequence[RunningChoice], index: int) -> None:
-        self._replica_of |= {choice.request.request_id: index for choice in choices}
-        try:
-            self._replicas[index].add_choices(choices)
-        except BaseException:  # the requests cannot be sent
-            for choice in choices:
-                self._end(choice.request.request_id)
-            raise
-
-    def _end(self, request_id: str) -> None:
-        self.quarantine.forget_request(request_id)
-        self._replicas[self._replica_of.pop(request_id)].drop_choice(request_id)
-
-
 _CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
-
 logger = logging.getLogger(__name__)
 
 
@@ -380,3 +174,204 @@ class Replicas:
 def _as_error(choice: RunningChoice, message: str) -> SequenceOutput:
     request = choice.request
     return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=message)
+
+
+class Placement:
+    """The choices in flight, each on one of `replicas` or waiting.
+
+    Choices wait if no replica runs, or if only the one in quarantine does. The owner calls `settle` when a replica
+    runs again, and after it has let choices wait.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], policy: str, max_running: int) -> None:
+        """`policy`: that of the router. `max_running`: sequences in a step of a replica."""
+        self.quarantine = Quarantine()
+        self._replicas = replicas
+        self._max_running = max_running
+        self._router = Router(policy)
+        self._replica_of: dict[str, int] = {}
+        self._unplaced: dict[str, RunningChoice] = {}
+        """Choices that wait and are no suspects."""
+
+    def __len__(self) -> int:
+        """Choices that have not finished."""
+        return len(self._replica_of) + self.num_unplaced
+
+    @property
+    def num_unplaced(self) -> int:
+        """Choices that are on no replica."""
+        return len(self._unplaced) + len(self.quarantine)
+
+    @property
+    def num_waiting(self) -> int:
+        """About how many choices wait, on all living replicas together, or for one."""
+        living = (replica for replica in self._replicas if not replica.failed)
+        return self.num_unplaced + sum(replica.estimate_waiting(self._max_running) for replica in living)
+
+    def open_replicas(self) -> list[int]:
+        """Those that run, and take choices that are no suspects."""
+        closed = self.quarantine.replica
+        return [index for index, replica in enumerate(self._replicas) if not replica.failed and index != closed]
+
+    def place(self, choices: Sequence[RunningChoice]) -> None:
+        """Hand choices of one prompt to the open replica that the router policy chooses. Without one, they wait.
+
+        Raises:
+            ValueError: they cannot be sent; none of them was.
+        """
+        loads = [self._replicas[index].load(index, self._max_running) for index in self.open_replicas()]
+        if not loads:
+            self._unplaced |= {choice.request.request_id: choice for choice in choices}
+            return
+        request = choices[0].request
+        self._send(choices, self._router.choose(request.prompt_token_ids, request.cache_salt, loads))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop choices where they are. Unknown ids are ignored."""
+        by_replica: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            self._unplaced.pop(request_id, None)
+            self.quarantine.forget_request(request_id)
+            index = self._replica_of.pop(request_id, None)
+            if index is not None:
+                by_replica.setdefault(index, []).append(request_id)
+                self._replicas[index].drop_choice(request_id)
+        for index, ids in by_replica.items():
+            try:
+                self._replicas[index].client.abort(ids)
+            except OSError:
+                continue  # the replica has died, and its requests with it
+        self.settle()
+
+    def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
+        """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
+        replica = self._replicas[index]
+        outputs = replica.note_outputs(event.outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output.request_id)
+        for request_id in replica.leaving.intersection(event.aborted):
+            del self._replica_of[request_id]
+            self._unplaced[request_id] = replica.drop_choice(request_id)
+        self.settle()
+        return outputs
+
+    def lose_replica(self, index: int) -> tuple[list[RunningChoice], RunningChoice | None]:
+        """The choices of a replica that is lost, which are now nowhere, and the one of them that was alone on it."""
+        self._router.forget_replica(index)
+        lost = self._replicas[index].take_choices()
+        for choice in lost:
+            del self._replica_of[choice.request.request_id]
+        return lost, self.quarantine.lose_replica(index)
+
+    def let_wait(self, choices: Sequence[RunningChoice]) -> None:
+        """Let choices wait that are nowhere."""
+        for choice in choices:
+            if choice.is_suspect:
+                self.quarantine.add(choice)
+            else:
+                self._unplaced[choice.request.request_id] = choice
+
+    def take_unplaced(self) -> list[RunningChoice]:
+        """The choices that wait, which are now nowhere."""
+        unplaced, self._unplaced = [*self._unplaced.values(), *self.quarantine.take_all()], {}
+        return unplaced
+
+    def settle(self) -> None:
+        """Do what the quarantine asks for, and place the choices that wait for an open replica."""
+        quarantine = self.quarantine
+        if quarantine.replica is None and not self.num_unplaced:
+            return
+        suspect = quarantine.settle([replica.state() for replica in self._replicas])
+        if quarantine.replica is not None:
+            self._replicas[quarantine.replica].send_away(quarantine.alone)
+        if suspect is not None:
+            assert quarantine.replica is not None
+            name, left = suspect.request.request_id, len(quarantine)
+            logger.info("request %s goes on alone at replica %d; %d wait for that", name, quarantine.replica, left)
+            self._send([suspect], quarantine.replica)
+        if self._unplaced and self.open_replicas():
+            waiting, self._unplaced = self._unplaced, {}
+            for choice in waiting.values():
+                self.place([choice])
+
+    def _send(self, choices: Sequence[RunningChoice], index: int) -> None:
+        self._replica_of |= {choice.request.request_id: index for choice in choices}
+        try:
+            self._replicas[index].add_choices(choices)
+        except BaseException:  # the requests cannot be sent
+            for choice in choices:
+                self._end(choice.request.request_id)
+            raise
+
+    def _end(self, request_id: str) -> None:
+        self.quarantine.forget_request(request_id)
+        self._replicas[self._replica_of.pop(request_id)].drop_choice(request_id)
+
+
+class Quarantine:
+    """The suspects, and the replica that is kept free for them.
+
+    The owner calls `settle` after every change, and does what it asks for. Nothing may be sent to `replica` but what
+    `settle` returns, and all choices on it but `alone` must leave.
+    """
+
+    def __init__(self) -> None:
+        self.replica: int | None = None
+        """The replica in quarantine; None: there is none."""
+        self.alone: RunningChoice | None = None
+        """The suspect that runs there."""
+        self._suspects: dict[str, RunningChoice] = {}
+        """Those that wait for their turn, in their order."""
+
+    def __len__(self) -> int:
+        """How many suspects wait for their turn."""
+        return len(self._suspects)
+
+    def add(self, choice: RunningChoice) -> None:
+        """Let a suspect wait for its turn. It must not be on any replica."""
+        self._suspects[choice.request.request_id] = choice
+
+    def take_all(self) -> list[RunningChoice]:
+        """The suspects that wait, which do so no longer."""
+        taken = list(self._suspects.values())
+        self._suspects.clear()
+        return taken
+
+    def forget_request(self, request_id: str) -> None:
+        """Note that a choice has ended. Others are ignored."""
+        self._suspects.pop(request_id, None)
+        if self.alone is not None and self.alone.request.request_id == request_id:
+            self.alone = None
+
+    def lose_replica(self, index: int) -> RunningChoice | None:
+        """Note that a replica is lost; returns the suspect that was alone on it."""
+        if index != self.replica:
+            return None
+        lost, self.replica, self.alone = self.alone, None, None
+        return lost
+
+    def settle(self, replicas: Sequence[ReplicaState]) -> RunningChoice | None:
+        """Clear the suspect that has got on, choose a replica, and return the suspect that must now be sent to it."""
+        if self.alone is not None:
+            if not self.alone.try_to_clear():
+                return None
+            self.alone = None
+        if not self._suspects:
+            self.replica = None
+            return None
+        if self.replica is None:
+            self.replica = _choose_replica(replicas)
+        if self.replica is None or replicas[self.replica].num_choices:
+            return None
+        self.alone = self._suspects.pop(next(iter(self._suspects)))
+        return self.alone
+
+
+def _choose_replica(replicas: Sequence[ReplicaState]) -> int | None:
+    """One that is empty while another one serves everybody else. If none can become so soon, the emptiest one."""
+    running = [index for index, replica in enumerate(replicas) if replica.runs]
+    best = min(running, key=lambda index: replicas[index].num_choices, default=None)
+    if best is None or not any(replica.is_starting for replica in replicas):
+        return best
+    return best if len(running) > 1 and not replicas[best].num_choices else None

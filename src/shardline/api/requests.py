@@ -14,6 +14,17 @@ from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
+MAX_CHOICES_PER_REQUEST = 1024
+"""Largest `n`: each choice is a request of its own in the engine. HTTP clients may ask for fewer."""
+MAX_STOP_STRINGS = 1024
+
+MAX_STOP_CHARS = 65_536
+"""The most characters of all stop strings together: every choice builds its own tables of them."""
+MAX_BAD_WORDS = 256
+MAX_SALT_CHARS = 1024
+_WIRE_ENCODER = msgspec.msgpack.Encoder()
+_WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
+
 
 class ContextLengthExceeded(ValueError):
     """The prompt leaves no room for output (HTTP 400, code context_length_exceeded)."""
@@ -47,19 +58,6 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: Sequence[int]
     prompt: str
 
-
-MAX_CHOICES_PER_REQUEST = 1024
-"""Largest `n`: each choice is a request of its own in the engine. HTTP clients may ask for fewer."""
-
-MAX_STOP_STRINGS = 1024
-MAX_STOP_CHARS = 65_536
-"""The most characters of all stop strings together: every choice builds its own tables of them."""
-
-MAX_BAD_WORDS = 256
-MAX_SALT_CHARS = 1024
-
-_WIRE_ENCODER = msgspec.msgpack.Encoder()
-_WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
 

@@ -16,39 +16,6 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 
-
-class FastHistogram:
-    """A Prometheus histogram with one label. Only one thread may observe."""
-
-    def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
-        """`bounds` are the upper bounds of the buckets, in order; the last bucket has none."""
-        self._name = name
-        self._text = text
-        self._label = label
-        self._bounds = list(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def describe(self) -> Iterable[Metric]:
-        """The family without samples."""
-        return [HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])]
-
-    def collect(self) -> Iterable[Metric]:
-        """The family."""
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
-        buckets, total = [], 0
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-        family.add_metric([self._label[1]], buckets, self._sum)
-        return [family]
-
-
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -64,6 +31,47 @@ _REQUEST_SECONDS = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _PARAMS_N = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+OWN = "shardline:"
+VLLM = "vllm:"
+
+SHARED_NAMES = frozenset(
+    {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_cached", "cache_config_info",
+        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+        "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+        "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
+        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+    }
+)  # fmt: skip
+"""Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""
+
+
+class ServerMetrics:
+    """Everything that /metrics shows: engine counters, request latencies, HTTP answers and the process."""
+
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Sequence[EngineStats]],
+        prefix: str = "shardline",
+        read_cache_config: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info."""
+        self.registry = CollectorRegistry()
+        self._shown = PrefixedRegistry(self.registry, prefix)
+        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config))
+        ProcessCollector(registry=self.registry)
+        self.requests = RequestHistograms(self.registry, model_name)
+        self.responses = ResponseMetrics(self.registry)
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """The body and the content type for a scrape with this Accept header."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._shown), content_type
 
 
 class RequestHistograms:
@@ -143,23 +151,36 @@ class ResponseMetrics:
         self._responses.labels(handler, method, str(status)).inc()
 
 
-OWN = "shardline:"
-VLLM = "vllm:"
+class FastHistogram:
+    """A Prometheus histogram with one label. Only one thread may observe."""
 
-SHARED_NAMES = frozenset(
-    {
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
-        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_cached", "cache_config_info",
-        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-        "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-        "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
-        "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
-        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-    }
-)  # fmt: skip
-"""Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""
+    def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
+        """`bounds` are the upper bounds of the buckets, in order; the last bucket has none."""
+        self._name = name
+        self._text = text
+        self._label = label
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        """The family without samples."""
+        return [HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])]
+
+    def collect(self) -> Iterable[Metric]:
+        """The family."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
+        buckets, total = [], 0
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        family.add_metric([self._label[1]], buckets, self._sum)
+        return [family]
 
 
 class PrefixedRegistry(CollectorRegistry):
@@ -186,27 +207,3 @@ def _renamed(family: Metric, name: str) -> Metric:
     other.name = name
     other.samples = [sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples]
     return other
-
-
-class ServerMetrics:
-    """Everything that /metrics shows: engine counters, request latencies, HTTP answers and the process."""
-
-    def __init__(
-        self,
-        model_name: str,
-        read_stats: Callable[[], Sequence[EngineStats]],
-        prefix: str = "shardline",
-        read_cache_config: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info."""
-        self.registry = CollectorRegistry()
-        self._shown = PrefixedRegistry(self.registry, prefix)
-        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config))
-        ProcessCollector(registry=self.registry)
-        self.requests = RequestHistograms(self.registry, model_name)
-        self.responses = ResponseMetrics(self.registry)
-
-    def expose(self, accept: str) -> tuple[bytes, str]:
-        """The body and the content type for a scrape with this Accept header."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._shown), content_type

@@ -14,6 +14,20 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RETRY_DRAINING_SECONDS = 5
 RETRY_CONNECTIONS_SECONDS = 2
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
+_PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
+Path = tuple[str | int, ...]
 
 
 class ApiError(HTTPException):
@@ -107,23 +121,6 @@ class ErrorResponse(BaseModel):
     """The answer to a request that failed."""
 
     error: ErrorBody
-
-
-_EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "a boolean",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
-_PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
-
-Path = tuple[str | int, ...]
 
 
 def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -20,6 +20,199 @@ from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import OPEN_PATHS, route_path
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 
+MOST_LARGE_BODIES = 16
+"""Bodies of the largest size that the server holds at a time, or more of smaller ones."""
+access_logger = logging.getLogger("shardline.access")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class AccessMiddleware:
+    """Gives each request an id, counts its answer and logs method, path, status and time, but no body and no query.
+
+    A stream that fails after its status was sent is logged with the error's code, or with "disconnected".
+
+    The id is the client's X-Request-Id if it is a plain word, else a new one; the answer has it as a header.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
+        self._app = app
+        self._count = count
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 0
+        complete = False
+        disconnected = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
+            try:
+                await send(message)
+            except (OSError, RuntimeError):  # event loops raise these for a closed connection
+                nonlocal disconnected
+                disconnected = True
+                raise
+
+        start = time.perf_counter()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # The framework's own answer would bypass this class and close the connection.
+            if disconnected:
+                return
+            access_logger.exception("request %s failed", request_id)
+            if status:
+                raise
+            await internal_error().response()(scope, receive, send_with_id)
+        finally:
+            ending = scope.get(STREAM_ERROR, "" if complete or not status else "disconnected")
+            self._record(scope, status, time.perf_counter() - start, request_id, ending)
+
+    def _record(self, scope: Scope, status: int, seconds: float, request_id: str, ending: str) -> None:
+        """`ending`: why the answer is not whole, although it had begun; empty: it is."""
+        # 499 is nginx's status for a client that disconnected before the answer began.
+        status = status or 499
+        route = scope.get("route")
+        handler = route.path if route is not None else "none"
+        if self._count is not None:
+            self._count(handler, scope["method"], status)
+        if self._log:
+            level = logging.DEBUG if handler in OPEN_PATHS else logging.INFO
+            client = scope["client"][0] if scope.get("client") else "-"
+            path = scope["path"].encode("unicode_escape").decode()
+            line = (client, scope["method"], path, status, seconds, request_id, f" {ending}" if ending else "")
+            access_logger.log(level, "%s %s %s %d %.3fs %s%s", *line)
+
+
+class SlashMiddleware:
+    """Takes a slash after a path as if it were not there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
+
+    All bodies of requests that are not answered yet may have MOST_LARGE_BODIES times as much together.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._num_held = 0
+        """Bytes of all bodies."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._limit:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            size = len(message.get("body", b""))
+            received += size
+            self._num_held += size
+            if received > self._limit:
+                raise self._too_large()
+            if size and self._num_held > MOST_LARGE_BODIES * self._limit:
+                raise ApiError(
+                    429,
+                    "The server holds too many large requests; try again later.",
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=2,
+                )
+            return message
+
+        try:
+            await self._app(scope, receive_limited, send)
+        finally:
+            self._num_held -= received
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
+            code="request_too_large",
+        )
+
+
+class InFlightMiddleware:
+    """Adds requests that may take long (POST) to `in_flight`."""
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._in_flight.run(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class InFlight:
+    """All exchanges of a server that have not ended."""
+
+    def __init__(self) -> None:
+        self._exchanges: set[Exchange] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request with `app`; it is in flight until then."""
+        exchange = Exchange(receive, send)
+        self._exchanges.add(exchange)
+        self._empty.clear()
+        try:
+            await exchange.run(app, scope)
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._empty.set()
+
+    async def wait_empty(self, timeout: float) -> bool:
+        """Wait until nothing is in flight. False: something still was after `timeout` seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        return not self._exchanges
+
+    def interrupt(self, error: ApiError) -> int:
+        """Stop everything in flight with `error`; returns the number of stopped requests."""
+        for exchange in self._exchanges:
+            exchange.interrupt(error)
+        return len(self._exchanges)
+
 
 class Exchange:
     """One request and its answer. It wraps the two ASGI callables and runs the application in a task of its own.
@@ -104,200 +297,3 @@ class Exchange:
 
 async def _call_app(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
-
-
-class InFlight:
-    """All exchanges of a server that have not ended."""
-
-    def __init__(self) -> None:
-        self._exchanges: set[Exchange] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def __len__(self) -> int:
-        return len(self._exchanges)
-
-    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with `app`; it is in flight until then."""
-        exchange = Exchange(receive, send)
-        self._exchanges.add(exchange)
-        self._empty.clear()
-        try:
-            await exchange.run(app, scope)
-        finally:
-            self._exchanges.discard(exchange)
-            if not self._exchanges:
-                self._empty.set()
-
-    async def wait_empty(self, timeout: float) -> bool:
-        """Wait until nothing is in flight. False: something still was after `timeout` seconds."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout)
-        return not self._exchanges
-
-    def interrupt(self, error: ApiError) -> int:
-        """Stop everything in flight with `error`; returns the number of stopped requests."""
-        for exchange in self._exchanges:
-            exchange.interrupt(error)
-        return len(self._exchanges)
-
-
-class InFlightMiddleware:
-    """Adds requests that may take long (POST) to `in_flight`."""
-
-    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
-        self._app = app
-        self._in_flight = in_flight
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._in_flight.run(self._app, scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-class SlashMiddleware:
-    """Takes a slash after a path as if it were not there."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
-            scope["path"] = scope["path"].rstrip("/") or "/"
-        await self._app(scope, receive, send)
-
-
-MOST_LARGE_BODIES = 16
-"""Bodies of the largest size that the server holds at a time, or more of smaller ones."""
-
-
-class BodyLimitMiddleware:
-    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
-
-    All bodies of requests that are not answered yet may have MOST_LARGE_BODIES times as much together.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-        self._num_held = 0
-        """Bytes of all bodies."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self._limit:
-            await self._too_large().response()(scope, receive, send)
-            return
-        received = 0
-
-        async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
-            size = len(message.get("body", b""))
-            received += size
-            self._num_held += size
-            if received > self._limit:
-                raise self._too_large()
-            if size and self._num_held > MOST_LARGE_BODIES * self._limit:
-                raise ApiError(
-                    429,
-                    "The server holds too many large requests; try again later.",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    retry_after=2,
-                )
-            return message
-
-        try:
-            await self._app(scope, receive_limited, send)
-        finally:
-            self._num_held -= received
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
-            code="request_too_large",
-        )
-
-
-access_logger = logging.getLogger("shardline.access")
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
-
-class AccessMiddleware:
-    """Gives each request an id, counts its answer and logs method, path, status and time, but no body and no query.
-
-    A stream that fails after its status was sent is logged with the error's code, or with "disconnected".
-
-    The id is the client's X-Request-Id if it is a plain word, else a new one; the answer has it as a header.
-    """
-
-    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
-        self._app = app
-        self._count = count
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = Headers(scope=scope).get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        status = 0
-        complete = False
-        disconnected = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            elif message["type"] == "http.response.body":
-                complete = not message.get("more_body", False)
-            try:
-                await send(message)
-            except (OSError, RuntimeError):  # event loops raise these for a closed connection
-                nonlocal disconnected
-                disconnected = True
-                raise
-
-        start = time.perf_counter()
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception:
-            # The framework's own answer would bypass this class and close the connection.
-            if disconnected:
-                return
-            access_logger.exception("request %s failed", request_id)
-            if status:
-                raise
-            await internal_error().response()(scope, receive, send_with_id)
-        finally:
-            ending = scope.get(STREAM_ERROR, "" if complete or not status else "disconnected")
-            self._record(scope, status, time.perf_counter() - start, request_id, ending)
-
-    def _record(self, scope: Scope, status: int, seconds: float, request_id: str, ending: str) -> None:
-        """`ending`: why the answer is not whole, although it had begun; empty: it is."""
-        # 499 is nginx's status for a client that disconnected before the answer began.
-        status = status or 499
-        route = scope.get("route")
-        handler = route.path if route is not None else "none"
-        if self._count is not None:
-            self._count(handler, scope["method"], status)
-        if self._log:
-            level = logging.DEBUG if handler in OPEN_PATHS else logging.INFO
-            client = scope["client"][0] if scope.get("client") else "-"
-            path = scope["path"].encode("unicode_escape").decode()
-            line = (client, scope["method"], path, status, seconds, request_id, f" {ending}" if ending else "")
-            access_logger.log(level, "%s %s %s %d %.3fs %s%s", *line)

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 Message = Mapping[str, Any]
-
 MAX_ARGUMENT_CHARS = 4 << 20
+
 MAX_ARGUMENT_VALUES = 131_072
 """The most values in the arguments of one tool call."""
-
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+MAX_RENDERED_CHARS = 16_000_000
+RENDERED, REFUSED = b"t", b"r"
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -85,10 +86,6 @@ def _parsed_call(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-MAX_RENDERED_CHARS = 16_000_000
-RENDERED, REFUSED = b"t", b"r"
 
 
 class Compile(msgspec.Struct, tag="compile"):

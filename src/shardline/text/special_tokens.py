@@ -20,31 +20,11 @@ from urllib.parse import quote
 
 import tokenizers
 
-
-class TokenizerError(ValueError):
-    """A tokenizer failed on a text or on ids. The fault is the tokenizer's or the client's, not the server's."""
-
-
-class _ForeignCode:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The library raises plain Exceptions. A panic of its Rust code is a BaseException, which no handler catches.
-        if kind is not None and (kind is Exception or kind.__name__ == "PanicException"):
-            raise TokenizerError(f"the tokenizer failed: {error}") from error
-
-
-FOREIGN_CODE = _ForeignCode()
-"""`with FOREIGN_CODE:` turns the library's own errors into TokenizerError."""
-
-
 _MARKS = range(0xF0000, 0xFFFFE)
 _ALIAS_CHARS = range(0x100000, 0x10FFFE)
 _SECRET_CHARS = 6
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
+
 _SEARCHED_CHARS = 65_536
 """So many characters are searched at a time, since nothing else runs meanwhile."""
 
@@ -299,3 +279,23 @@ def _as_alias_chars(number: int) -> str:
 
 def _random_mark() -> str:
     return chr(secrets.choice(_MARKS))
+
+
+class TokenizerError(ValueError):
+    """A tokenizer failed on a text or on ids. The fault is the tokenizer's or the client's, not the server's."""
+
+
+class _ForeignCode:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The library raises plain Exceptions. A panic of its Rust code is a BaseException, which no handler catches.
+        if kind is not None and (kind is Exception or kind.__name__ == "PanicException"):
+            raise TokenizerError(f"the tokenizer failed: {error}") from error
+
+
+FOREIGN_CODE = _ForeignCode()
+"""`with FOREIGN_CODE:` turns the library's own errors into TokenizerError."""

@@ -34,6 +34,9 @@ from shardline.text.chat_messages import (
     normalize_messages,
 )
 
+_MAX_REASON_CHARS = 2000
+_DECODER = msgspec.json.Decoder(Compile | Render)
+
 
 def compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
     """The templates of these jinja sources, by name.
@@ -140,10 +143,6 @@ def _tojson(
 ) -> str:
     # jinja's own filter escapes HTML characters, and models were not trained on the escapes.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-_MAX_REASON_CHARS = 2000
-_DECODER = msgspec.json.Decoder(Compile | Render)
 
 
 class _Templates:

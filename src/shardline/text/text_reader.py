@@ -13,10 +13,16 @@ from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
+
 Steps = Generator[None, None, T]
 """A computation that yields whenever it needs more text, and then returns a T."""
-
 _SPACE = re.compile(r"[ \t\r\n]+")
+_ONE = re.compile(".", re.DOTALL)
+_IN_STRING = re.compile(r'[^"\\]+|.', re.DOTALL)
+
+_OUTSIDE = re.compile(r'[^"{}\[\]<]+|["{}\[\]]')
+"""Between strings. No JSON has "<" there, but it begins the marks of most formats."""
+_SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 
 
 class TextReader:
@@ -174,13 +180,6 @@ def _overlap(text: str, marker: str, start: int) -> int:
             return len(text) - place
         place = text.find(marker[0], place + 1)
     return 0
-
-
-_ONE = re.compile(".", re.DOTALL)
-_IN_STRING = re.compile(r'[^"\\]+|.', re.DOTALL)
-_OUTSIDE = re.compile(r'[^"{}\[\]<]+|["{}\[\]]')
-"""Between strings. No JSON has "<" there, but it begins the marks of most formats."""
-_SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 
 
 def read_string(reader: TextReader) -> Steps[str | None]:

@@ -18,83 +18,11 @@ from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.text_growth import check_growth
 
-
-class ByteTokens:
-    """The bytes of tokens, each spelled once.
-
-    `texts` has the texts of the tokens that were asked for, if they are whole characters and not special.
-    """
-
-    def __init__(self, spell: Callable[[int], str | None], special_token_ids: frozenset[int]) -> None:
-        """`spell`: the token as the vocabulary spells it; None: the id is out of range."""
-        self.texts: dict[int, str] = {}
-        self._others: dict[int, bytes] = {}
-        self._spell = spell
-        self._alphabet = byte_alphabet()
-        self._special_token_ids = special_token_ids
-
-    def decode(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text; empty if the id is out of range."""
-        if token_id in self.texts:
-            return self.texts[token_id].encode()
-        if token_id in self._others:
-            return self._others[token_id]
-        spelling = self._spell(token_id) or ""
-        alphabet = self._alphabet
-        in_alphabet = all(char in alphabet for char in spelling)
-        raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            text = ""
-        if text and token_id not in self._special_token_ids:
-            self.texts[token_id] = text
-        else:
-            self._others[token_id] = raw
-        return raw
-
-
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing.
-
-    Raises:
-        ValueError: the file does not hold a JSON object, or exceeds a limit.
-    """
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_token_ids(read_json_if_there(folder / name).get("eos_token_id"), folder / name)
-        if ids:
-            return ids
-    return ()
-
-
-def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a configuration: each is a string or an object with "content"."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
-
 _PIECE_CHARS = 65_536
-
 _REPLACEMENT = "\ufffd"
 
 
@@ -273,3 +201,71 @@ class Tokenizer:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         with FOREIGN_CODE:
             return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+
+
+class ByteTokens:
+    """The bytes of tokens, each spelled once.
+
+    `texts` has the texts of the tokens that were asked for, if they are whole characters and not special.
+    """
+
+    def __init__(self, spell: Callable[[int], str | None], special_token_ids: frozenset[int]) -> None:
+        """`spell`: the token as the vocabulary spells it; None: the id is out of range."""
+        self.texts: dict[int, str] = {}
+        self._others: dict[int, bytes] = {}
+        self._spell = spell
+        self._alphabet = byte_alphabet()
+        self._special_token_ids = special_token_ids
+
+    def decode(self, token_id: int) -> bytes:
+        """What a token adds to the bytes of a text; empty if the id is out of range."""
+        if token_id in self.texts:
+            return self.texts[token_id].encode()
+        if token_id in self._others:
+            return self._others[token_id]
+        spelling = self._spell(token_id) or ""
+        alphabet = self._alphabet
+        in_alphabet = all(char in alphabet for char in spelling)
+        raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            text = ""
+        if text and token_id not in self._special_token_ids:
+            self.texts[token_id] = text
+        else:
+            self._others[token_id] = raw
+        return raw
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing.
+
+    Raises:
+        ValueError: the file does not hold a JSON object, or exceeds a limit.
+    """
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_token_ids(read_json_if_there(folder / name).get("eos_token_id"), folder / name)
+        if ids:
+            return ids
+    return ()
+
+
+def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens of a configuration: each is a string or an object with "content"."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens

@@ -21,6 +21,9 @@ from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers.base import CallRules
 
+_INLINE_CHARS = 4096
+"""The longest schemas and texts from which a grammar of calls is written on the event loop."""
+
 
 @dataclass(frozen=True)
 class AnswerFormat:
@@ -66,10 +69,6 @@ class AnswerFormat:
     def make_counter(self) -> ReasoningCounter | None:
         """A counter for one choice; None: there is no reasoning to count."""
         return None if self.reasoning is None else ReasoningCounter(self.reasoning(self.prompt), self.tokenizer)
-
-
-_INLINE_CHARS = 4096
-"""The longest schemas and texts from which a grammar of calls is written on the event loop."""
 
 
 async def make_answer_grammar(

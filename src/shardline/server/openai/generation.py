@@ -27,25 +27,6 @@ RETRY_QUEUE_FULL_SECONDS = 1
 RETRY_RECOVERING_SECONDS = 2
 
 
-def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
-    """The answer to a request that was not admitted. None: the error is not meant for clients."""
-    if isinstance(error, EngineDraining):
-        return draining()
-    if isinstance(error, EngineRecovering):
-        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
-    if isinstance(error, EngineDead):
-        return engine_dead(str(error))
-    if isinstance(error, QueueFull):
-        return ApiError(
-            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
-        )
-    if isinstance(error, ContextLengthExceeded):
-        return bad_request(str(error), prompt_param, "context_length_exceeded")
-    if isinstance(error, ValueError):
-        return bad_parameter(str(error))
-    return None
-
-
 class Generation:
     """The admitted requests of one API request.
 
@@ -254,3 +235,22 @@ class SentChoice:
             output.finish_reason,
             output.stop_reason,
         )
+
+
+def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
+    """The answer to a request that was not admitted. None: the error is not meant for clients."""
+    if isinstance(error, EngineDraining):
+        return draining()
+    if isinstance(error, EngineRecovering):
+        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
+    if isinstance(error, EngineDead):
+        return engine_dead(str(error))
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
+        )
+    if isinstance(error, ContextLengthExceeded):
+        return bad_request(str(error), prompt_param, "context_length_exceeded")
+    if isinstance(error, ValueError):
+        return bad_parameter(str(error))
+    return None

@@ -15,6 +15,9 @@ from shardline.server.openai.chat.request import ConversationFields, Messages
 from shardline.server.openai.protocol import RequestModel, TokenIds
 from shardline.server.service import Service
 
+_MOST_TOKENS = 65_536
+"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
+
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     """One name under which the model is served; `root` is the model as it was given."""
@@ -59,10 +62,6 @@ def model_routes(service: Service) -> APIRouter:
         return answer(card(model))
 
     return router
-
-
-_MOST_TOKENS = 65_536
-"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
 class TokenizeRequest(ConversationFields):

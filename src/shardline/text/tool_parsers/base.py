@@ -13,6 +13,9 @@ import msgspec
 from shardline.structured.grammar import lark_json, lark_text
 from shardline.text.text_reader import Steps, TextReader, copy_value, read_string
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
 
 class CallDelta(msgspec.Struct):
     """What is new in one tool call."""
@@ -44,9 +47,6 @@ class AnswerDelta(msgspec.Struct):
             self.calls[-1].arguments += text
         else:
             self.calls.append(CallDelta(index, None, text))
-
-
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,6 @@ class CallRules:
         if trigger in self.special_tokens:
             return f"{rule}: {terminal} {self.mark(trigger)}\n{terminal}: /(.|\\n)*/"
         return f"{rule}[lazy]: {terminal} {lark_text(trigger)}\n{terminal}: /(.|\\n)*/"
-
-
-_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class ToolParser(ABC):

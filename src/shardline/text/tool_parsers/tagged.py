@@ -15,8 +15,10 @@ from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolPar
 
 _MAX_DEPTH = 20
 """Nesting of alternatives and references that is followed to find a parameter's types."""
-
 ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""A function's name."""
 
 
 class ParameterSchemas:
@@ -127,10 +129,6 @@ def _parse_json(text: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""A function's name."""
 
 
 class TaggedParser(ToolParser):

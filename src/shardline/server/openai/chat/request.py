@@ -19,8 +19,14 @@ from shardline.text.chat_template import Conversation
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 
 MAX_TOOLS = 1024
-
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_MESSAGES = 4096
+
+MAX_PARTS = 4096
+"""The most parts of one message."""
+
+_INLINE_MESSAGES = 256
+"""The most messages that are converted on the event loop."""
 
 
 class FunctionDefinition(RequestModel):
@@ -141,13 +147,6 @@ def _named_function(
         if function.name == name:
             return function
     raise bad_request(f"Invalid value for 'tool_choice': 'tools' has no function '{name}'.", "tool_choice")
-
-
-MAX_MESSAGES = 4096
-MAX_PARTS = 4096
-"""The most parts of one message."""
-_INLINE_MESSAGES = 256
-"""The most messages that are converted on the event loop."""
 
 
 class ContentPart(RequestModel):

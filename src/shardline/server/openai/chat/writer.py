@@ -21,6 +21,11 @@ from shardline.server.sse import Events, make_event
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
+_encode_json = msgspec.json.Encoder().encode
+
+_MARK = uuid.uuid4().hex
+"""Stands for a text. No client knows it."""
+
 
 class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):
     """The called function; in a chunk, what is new in it."""
@@ -162,12 +167,6 @@ class ChatEnvelope:
                 metrics=answer_metrics(finished) if self._with_metrics and finished else msgspec.UNSET,
             )
         )
-
-
-_encode_json = msgspec.json.Encoder().encode
-
-_MARK = uuid.uuid4().hex
-"""Stands for a text. No client knows it."""
 
 
 class StreamedChoice(SentChoice):

@@ -19,9 +19,10 @@ from shardline.server.openai.chat.request import (
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
 
 T = TypeVar("T")
-
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _ROLES = ("user", "assistant", "system", "developer")
+LOGPROBS = "message.output_text.logprobs"
+_UNUSED_TOOL_FIELDS = frozenset({"type", "output_schema", "allowed_callers", "defer_loading", "async"})
 
 
 class InputPart(RequestModel):
@@ -173,10 +174,6 @@ def _text(given: str | list[InputPart] | None, name: str) -> str:
         refuse_if(text is None, name, message)
         texts.append(text or "")
     return "".join(texts)
-
-
-LOGPROBS = "message.output_text.logprobs"
-_UNUSED_TOOL_FIELDS = frozenset({"type", "output_schema", "allowed_callers", "defer_loading", "async"})
 
 
 class TextFormat(RequestModel):
