@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.bench.refused import _Refuse
-from shardline.cli.flags import Parser
+from shardline.cli.flags import Parser, _Refuse
 from shardline.cli.main import build_parser, main
 from tests.benchmark.stub_server import Script, stream, stub_server, whole
 

@@ -17,7 +17,7 @@ from shardline.config.server import ServerConfig
 from shardline.server import connections
 from shardline.server.connections import RefusedRequests
 from shardline.server.json_body import _StrictRequest
-from shardline.server.middleware import MOST_LARGE_BODIES
+from shardline.server.middleware import MAX_LARGE_BODIES
 from tests.server.conftest import Running, serve, wait_until
 
 
@@ -183,7 +183,7 @@ def test_the_bodies_under_way_are_bounded() -> None:
     """Those that came first go on, and their bytes count no longer when they have been answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 10000\r\n\r\n"
     with serve(ServerConfig(max_request_bytes="10Ki")) as running, contextlib.ExitStack() as stack:
-        for _ in range(MOST_LARGE_BODIES):
+        for _ in range(MAX_LARGE_BODIES):
             early = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
             early.sendall(head + b"x" * 9990)
         wait_until(lambda: error_of(talk(running, head, b"x" * 9990))[0] == 429)

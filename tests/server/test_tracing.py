@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from shardline.config.server import ServerConfig
 from tests.server.conftest import serve
-from tests.server.test_request_log import TIMELINE
+from tests.server.test_observer import TIMELINE
 
 
 @pytest.fixture

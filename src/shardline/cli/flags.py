@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardline.config.engine import EngineConfig
@@ -201,3 +201,21 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def add_refused_flags(parser: argparse.ArgumentParser, names_by_reason: Mapping[str, Sequence[str]]) -> None:
+    """Add hidden flags that end the command with their reason. Names have no dashes at the front."""
+    for reason, names in names_by_reason.items():
+        for name in names:
+            parser.add_argument(f"--{name}", action=_Refuse, reason=reason)
+
+
+class _Refuse(argparse.Action):
+    """A flag that is known but cannot be used."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, reason: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
+        self._reason = reason
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is not supported: {self._reason}")

@@ -1,4 +1,4 @@
-"""What every request passes before and behind its handler: the access log, keys, bounds of bodies, an early end.
+"""What every request passes before and behind its handler: the access log, bounds of bodies, and an early end.
 
 This is plain ASGI, so that streams are not buffered.
 """
@@ -20,7 +20,7 @@ from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import OPEN_PATHS, route_path
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 
-MOST_LARGE_BODIES = 16
+MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
 access_logger = logging.getLogger("shardline.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -112,7 +112,7 @@ class SlashMiddleware:
 class BodyLimitMiddleware:
     """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
 
-    All bodies of requests that are not answered yet may have MOST_LARGE_BODIES times as much together.
+    All bodies of requests that are not answered yet may have MAX_LARGE_BODIES times as much together.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -140,7 +140,7 @@ class BodyLimitMiddleware:
             self._num_held += size
             if received > self._limit:
                 raise self._too_large()
-            if size and self._num_held > MOST_LARGE_BODIES * self._limit:
+            if size and self._num_held > MAX_LARGE_BODIES * self._limit:
                 raise ApiError(
                     429,
                     "The server holds too many large requests; try again later.",

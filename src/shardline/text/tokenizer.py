@@ -165,7 +165,7 @@ class Tokenizer:
 
         May be called on a thread. The bounds of pieces may cut tokens, so a text that is little too long passes.
         """
-        if len(text) // self._most_chars > limit:
+        if len(text) // self._max_chars_per_token > limit:
             return True
         size = int(max(_PIECE_CHARS, limit) / self._growth)
         if len(text) <= 2 * size:
@@ -180,7 +180,7 @@ class Tokenizer:
         return False
 
     @cached_property
-    def _most_chars(self) -> int:
+    def _max_chars_per_token(self) -> int:
         """The most characters of a text that one token can stand for."""
         longest = max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
         # Normalizers may join characters.

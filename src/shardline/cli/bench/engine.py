@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.benchmark.workload import WORKLOADS, random_prompts
-from shardline.cli.bench.refused import add_refused_flags
-from shardline.cli.flags import add_engine_flags, engine_config
+from shardline.cli.flags import add_engine_flags, add_refused_flags, engine_config
 
 if TYPE_CHECKING:
     from shardline.api.batch import RequestTimes

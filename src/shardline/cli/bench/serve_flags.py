@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardline.benchmark.backends import BACKENDS
 from shardline.benchmark.datasets import dataset_names, find_dataset
-from shardline.cli.bench.refused import add_refused_flags
+from shardline.cli.flags import add_refused_flags
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "Shardline's benchmark sends text only": (

@@ -15,7 +15,7 @@ from shardline.server.openai.chat.request import ConversationFields, Messages
 from shardline.server.openai.protocol import RequestModel, TokenIds
 from shardline.server.service import Service
 
-_MOST_TOKENS = 65_536
+_MAX_TOKENS = 65_536
 """Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
@@ -105,7 +105,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
-        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
+        limit = max(_MAX_TOKENS, 4 * service.llm.max_model_len)
         if body.prompt is not None and body.messages is None:
             ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         elif body.messages is not None and body.prompt is None:
@@ -138,7 +138,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
-        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
+        limit = max(_MAX_TOKENS, 4 * service.llm.max_model_len)
         if len(body.tokens) > limit:
             raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
         text = service.decode_tokens(body.tokens, skip_special_tokens=False)
