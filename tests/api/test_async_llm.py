@@ -69,7 +69,7 @@ async def test_an_event_that_fails_does_not_hold_up_the_others() -> None:
 @on_loop
 async def test_a_stream_grows_one_object() -> None:
     async with engine(FakeCluster()) as llm:
-        assert llm.tokenizer is not None
+        assert llm.model.tokenizer is not None
         lengths, seen = [], set()
         async for output in llm.generate("the dog", SamplingParams(n=2, max_tokens=8, logprobs=0)):
             lengths.append(sum(len(choice.token_ids) for choice in output.outputs))
@@ -79,11 +79,11 @@ async def test_a_stream_grows_one_object() -> None:
         for child in output.outputs:
             assert child.finish_reason == "length"
             assert len(child.logprobs or []) == 8
-            assert llm.tokenizer.decode(output.prompt_token_ids + child.token_ids) == "the dog" + child.text
+            assert llm.model.tokenizer.decode(output.prompt_token_ids + child.token_ids) == "the dog" + child.text
         assert output.outputs[0].token_ids != output.outputs[1].token_ids
         assert output.prompt == "the dog"
         assert output.num_cached_tokens == 16
-        assert len(llm._require_ready().streams) == 0
+        assert len(llm.model.streams) == 0
 
 
 @on_loop
@@ -98,9 +98,9 @@ async def test_what_is_known_once_ready() -> None:
     await llm.wait_ready()
     await llm.wait_ready()
     assert llm.state() == "ready"
-    assert (llm.max_model_len, llm.fingerprint) == (MAX_MODEL_LEN, "fake")
-    assert llm.report == ["replica 0 is up", "replica 1 is up"]
-    assert llm.chat_template is not None
+    assert (llm.model.max_model_len, llm.model.fingerprint) == (MAX_MODEL_LEN, "fake")
+    assert llm.model.report == ["replica 0 is up", "replica 1 is up"]
+    assert llm.model.chat_template is not None
     await llm.close()
     assert llm.state() == "dead"
 
@@ -164,7 +164,7 @@ async def test_leaving_early_aborts() -> None:
             await task
         assert len(client.aborted) == 3
         assert client.running == {}
-        assert len(llm._require_ready().streams) == 0
+        assert len(llm.model.streams) == 0
 
 
 @on_loop
@@ -187,7 +187,7 @@ async def test_bad_requests_are_refused_before_any_output() -> None:
             await llm.submit("dog " * 20_000, SamplingParams())
         with pytest.raises(ValueError, match="out of range"):
             await llm.generate([999], SamplingParams()).__anext__()
-        assert len(llm._require_ready().streams) == 0
+        assert len(llm.model.streams) == 0
 
 
 @on_loop

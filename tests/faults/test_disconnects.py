@@ -56,7 +56,7 @@ class Usage:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._pids = [os.getpid(), *map(int, re.findall(r"pid (\d+)", "\n".join(llm.report)))]
+        self._pids = [os.getpid(), *map(int, re.findall(r"pid (\d+)", "\n".join(llm.model.report)))]
 
     def held(self) -> dict[str, int]:
         """What must be as before."""

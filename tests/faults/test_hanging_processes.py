@@ -82,7 +82,7 @@ def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: p
         llm = AsyncLLM(EngineConfig.from_options(model="demo", data_parallel_size=2, step_timeout=1.0))
         try:
             await llm.wait_ready()
-            pids = [int(pid) for pid in re.findall(r"rank 0: .*pid (\d+)", "\n".join(llm.report))]
+            pids = [int(pid) for pid in re.findall(r"rank 0: .*pid (\d+)", "\n".join(llm.model.report))]
             stream = await llm.submit("Once", params)
             await anext(stream)
             for pid in pids:

@@ -60,7 +60,7 @@ def test_a_request_that_hangs_its_engine_ends_alone(
         llm = AsyncLLM(config)
         try:
             await llm.wait_ready()
-            pids = [int(pid) for pid in re.findall(r"pid (\d+)", "\n".join(llm.report))]
+            pids = [int(pid) for pid in re.findall(r"pid (\d+)", "\n".join(llm.model.report))]
             undisturbed = await asyncio.gather(*(collect(llm, first, params) for first in range(4)))
             assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
             outputs = await asyncio.gather(*(collect(llm, first, params) for first in (0, 1, HOSTILE, 2, 3)))

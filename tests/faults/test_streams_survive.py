@@ -51,7 +51,7 @@ async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object
     llm = AsyncLLM(EngineConfig.from_options(model="demo", seed=3, **options))
     try:
         await llm.wait_ready()
-        pids = [int(pid) for pid in re.findall(r"pid (\d+)", "\n".join(llm.report))]
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", "\n".join(llm.model.report))]
         flows = [asyncio.Event() for _ in REQUESTS]
         tasks = [
             asyncio.create_task(collect(llm, prompt, params, flow))

@@ -53,7 +53,7 @@ def test_takes_its_own_answer_back(client: openai.OpenAI) -> None:
 
 def test_runs_up_to_the_models_length_by_default(shared: Running, http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HI, "ignore_eos": True}).json()
-    assert answer["usage"]["total_tokens"] == shared.llm.max_model_len
+    assert answer["usage"]["total_tokens"] == shared.llm.model.max_model_len
     assert answer["choices"][0]["finish_reason"] == "length"
 
 

@@ -26,22 +26,29 @@ State = Literal["starting", "ready", "recovering", "draining", "dead"]
 
 
 @dataclass(frozen=True)
-class _ReadyEngine:
+class ReadyModel:
     """What there is once every replica accepts requests."""
 
-    text: ModelText
+    tokenizer: Tokenizer | None
+    """None: prompts must be token ids."""
+    chat_template: ChatTemplate | None
+    """None: the model does not support chats."""
+    max_model_len: int
+    """The longest prompt with its answer, in tokens."""
+    block_size: int
+    """Tokens in a block of the KV cache."""
+    fingerprint: str
+    """Equal fingerprints mean equal answers."""
+    report: list[str]
+    """The lines of the engines about their start."""
     builder: RequestBuilder
     streams: Streams
-    max_model_len: int
-    block_size: int
-    fingerprint: str
-    report: list[str]
 
 
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-    Its properties may be read once the engine is ready. `grammars` writes and checks grammars. `dead_reason` says why
+    `grammars` writes and checks grammars. `dead_reason` says why
     the state is "dead".
     """
 
@@ -62,40 +69,21 @@ class AsyncLLM:
         self.dead_reason = ""
         self._dead = asyncio.Event()
         self._load_text = load_text
-        self._ready: _ReadyEngine | None = None
+        self._ready: ReadyModel | None = None
         self._draining = False
         self._inbox = Inbox(self._on_event)
         self._replicas = Replicas(config, self._inbox.put_event, connect)
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer. None: prompts must be token ids."""
-        return self._require_ready().text.tokenizer
+    def model(self) -> ReadyModel:
+        """What the engine serves.
 
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The model's chat template. None: it does not support chats."""
-        return self._require_ready().text.chat_template
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest prompt with its answer, in tokens."""
-        return self._require_ready().max_model_len
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block of the KV cache."""
-        return self._require_ready().block_size
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal fingerprints mean equal answers."""
-        return self._require_ready().fingerprint
-
-    @property
-    def report(self) -> list[str]:
-        """The lines that the engines said at their start."""
-        return self._require_ready().report
+        Raises:
+            EngineDead: the engine is still starting.
+        """
+        if self._ready is None:
+            raise EngineDead("the engine is still starting")
+        return self._ready
 
     async def wait_ready(self) -> None:
         """Wait until the engine accepts requests. If this fails, the engine is closed.
@@ -116,14 +104,15 @@ class AsyncLLM:
             await asyncio.gather(engines, reading, return_exceptions=True)
             raise
         max_model_len = min(replica.max_model_len for replica in ready)
-        self._ready = _ReadyEngine(
-            text,
-            text.request_builder(self.config, max_model_len),
-            Streams(self._replicas, text.tokenizer),
+        self._ready = ReadyModel(
+            text.tokenizer,
+            text.chat_template,
             max_model_len,
             ready[0].block_size,
             ready[0].fingerprint,
             [line for replica in ready for line in replica.report],
+            text.request_builder(self.config, max_model_len),
+            Streams(self._replicas, text.tokenizer),
         )
         self._inbox.open(loop)
 
@@ -154,20 +143,20 @@ class AsyncLLM:
             QueueFull: too many requests are waiting (429).
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
-        engine = self._require_open()
+        model = self._require_open()
         text, ids = split_prompt(prompt)
         if ids is None:
             assert text is not None
-            ids = await engine.builder.require_tokenizer().encode_text_async(text)
+            ids = await model.builder.require_tokenizer().encode_text_async(text)
             self._require_open()
         if request_id is None:
             request_id = secrets.token_hex(12)
-        if request_id in engine.streams:
+        if request_id in model.streams:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
         if params.structured_outputs is not None and not grammar:
             grammar = await self.grammars.write_grammar(params.structured_outputs)
             self._require_open()
-        request = engine.builder.build_from_ids(
+        request = model.builder.build_from_ids(
             request_id,
             text,
             ids,
@@ -177,7 +166,7 @@ class AsyncLLM:
             shown_token_ids=shown_token_ids,
             grammar=grammar,
         )
-        return engine.streams.open(request)
+        return model.streams.open(request)
 
     async def generate(
         self,
@@ -231,21 +220,16 @@ class AsyncLLM:
         self.grammars.close()
         if self._ready is not None:
             self._ready.streams.abort_all()
-            if self._ready.text.chat_template is not None:
-                self._ready.text.chat_template.close()
+            if self._ready.chat_template is not None:
+                self._ready.chat_template.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
-    def _require_ready(self) -> _ReadyEngine:
-        if self._ready is None:
-            raise EngineDead("the engine is still starting")
-        return self._ready
-
-    def _require_open(self) -> _ReadyEngine:
+    def _require_open(self) -> ReadyModel:
         if self.dead_reason:
             raise EngineDead(self.dead_reason)
         if self._draining:
             raise EngineDraining("the server is shutting down and takes no new requests")
-        return self._require_ready()
+        return self.model
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
         assert self._ready is not None  # the inbox delivers from then on

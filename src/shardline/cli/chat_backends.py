@@ -53,7 +53,7 @@ class LocalBackend:
         self._llm = llm or AsyncLLM(config)
         try:
             self._loop.run_until_complete(self._llm.wait_ready())
-            if self._llm.chat_template is None or self._llm.tokenizer is None:
+            if self._llm.model.chat_template is None or self._llm.model.tokenizer is None:
                 raise ValueError(f"{self.model} has no chat template")
         except BaseException:
             self.close()
@@ -61,7 +61,7 @@ class LocalBackend:
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """See ChatBackend."""
-        template, tokenizer = self._llm.chat_template, self._llm.tokenizer
+        template, tokenizer = self._llm.model.chat_template, self._llm.model.tokenizer
         assert template is not None
         assert tokenizer is not None
         _, ids = render_and_encode(template, tokenizer, Conversation(messages))

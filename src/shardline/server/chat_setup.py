@@ -56,9 +56,9 @@ def check_chat_config(config: ServerConfig) -> ChatTemplate | None:
 
 def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplate | None) -> ChatSetup:
     """The setup of an engine that is ready; `configured`: the configured template."""
-    template = configured or llm.chat_template
-    if configured is not None and llm.tokenizer is not None:
-        configured.special_tokens = llm.tokenizer.special_tokens
+    template = configured or llm.model.chat_template
+    if configured is not None and llm.model.tokenizer is not None:
+        configured.special_tokens = llm.model.tokenizer.special_tokens
     text = "" if template is None else "\n".join(template.sources.values())
 
     tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser

@@ -11,6 +11,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 
 import httptools
 import uvicorn
@@ -42,12 +43,6 @@ REFUSAL_SECONDS = 1.0
 _PROBES = (b"/live", b"/ready", b"/health", b"/ping", b"/metrics")
 """Paths that answer on refused connections, too: a server is not dead because it has many clients."""
 
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 _CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
 """What precedes a chunk of each length."""
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
@@ -266,7 +261,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 def last_answer(error: ApiError) -> bytes:
     """The bytes of an error after which the connection ends."""
     lines = [
-        f"HTTP/1.1 {error.status_code} {_REASONS[error.status_code]}",
+        f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}",
         "content-type: application/json",
         f"content-length: {len(error.body)}",
         *(f"{name.lower()}: {value}" for name, value in (error.headers or {}).items()),

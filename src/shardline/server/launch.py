@@ -206,7 +206,7 @@ def _tune_collector() -> None:
 
 
 def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, seconds: float) -> None:
-    for line in llm.report:
+    for line in llm.model.report:
         logger.info("%s", line)
     parser = service.chat.tool_parser
     if service.config.tool_call_parser == "auto" and parser is not None:

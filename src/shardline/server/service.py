@@ -51,7 +51,7 @@ class Service:
     @property
     def ambiguous_special_tokens(self) -> list[str]:
         """Special tokens that become tokens in chats although they should stay text."""
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.llm.model.tokenizer
         if tokenizer is None or self.chat.template is None or self.config.special_tokens_in_content:
             return []
         return tokenizer.special.find_ambiguous()
@@ -108,9 +108,9 @@ class Service:
         Raises:
             ApiError: 400, the model has no tokenizer.
         """
-        if self.llm.tokenizer is None:
+        if self.llm.model.tokenizer is None:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
-        return self.llm.tokenizer
+        return self.llm.model.tokenizer
 
     async def encode_prompt(self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None) -> list[int]:
         """The token ids of a prompt; `max_tokens`: see `ConversationFields.encode_messages`.
@@ -119,7 +119,7 @@ class Service:
             ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
         """
         tokenizer = self.require_tokenizer()
-        await self._check_length(text, tokenizer, self.llm.max_model_len if max_tokens is None else max_tokens)
+        await self._check_length(text, tokenizer, self.llm.model.max_model_len if max_tokens is None else max_tokens)
         return await tokenizer.encode_text_async(text, add_special_tokens)
 
     async def _check_length(self, text: str, tokenizer: Tokenizer, limit: int) -> None:
@@ -172,7 +172,7 @@ def cache_config(llm: AsyncLLM) -> dict[str, str]:
         return {}
     cache = llm.config.cache
     return {
-        "block_size": str(llm.block_size),
+        "block_size": str(llm.model.block_size),
         "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
         "cache_dtype": cache.kv_cache_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),

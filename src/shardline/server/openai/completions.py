@@ -185,11 +185,11 @@ class CompletionWriter:
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
-        self._fingerprint = service.llm.fingerprint
+        self._fingerprint = service.llm.model.fingerprint
         self._choices_per_prompt = body.n or 1
         self._texts = texts
         """For each prompt, the text to repeat before the output; empty without `echo`."""
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = service.llm.model.tokenizer
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -335,7 +335,7 @@ async def _encode_prompts(
             echoes.append("")
         elif isinstance(prompt, str):
             echoes.append(prompt)
-        elif len(prompt) > service.llm.max_model_len:
+        elif len(prompt) > service.llm.model.max_model_len:
             echoes.append("")  # the request is refused below
         else:
             echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))

@@ -44,7 +44,9 @@ def model_routes(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         llm = service.llm
-        return ModelCard(id=name, created=service.created, root=llm.config.model.model, max_model_len=llm.max_model_len)
+        return ModelCard(
+            id=name, created=service.created, root=llm.config.model.model, max_model_len=llm.model.max_model_len
+        )
 
     def answer(body: ModelCard | ModelList) -> Response:
         return Response(msgspec.json.encode(body), media_type="application/json")
@@ -105,7 +107,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
-        limit = max(_MAX_TOKENS, 4 * service.llm.max_model_len)
+        limit = max(_MAX_TOKENS, 4 * service.llm.model.max_model_len)
         if body.prompt is not None and body.messages is None:
             ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         elif body.messages is not None and body.prompt is None:
@@ -117,7 +119,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         if body.return_token_strs:
             tokenizer = service.require_tokenizer()
             strings = [tokenizer.token(token_id) for token_id in ids]
-        answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
+        answer = TokenizeResponse(len(ids), service.llm.model.max_model_len, ids, strings)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @router.get("/tokenizer_info", responses=json_answers(dict[str, Any]))
@@ -129,7 +131,7 @@ def tokenize_routes(service: Service) -> APIRouter:
             **tokenizer.special_tokens,
             "tokenizer_class": "TokenizersBackend",
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": service.llm.max_model_len,
+            "model_max_length": service.llm.model.max_model_len,
             "chat_template": next(iter(sources.values()), None),
         }
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -138,7 +140,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
-        limit = max(_MAX_TOKENS, 4 * service.llm.max_model_len)
+        limit = max(_MAX_TOKENS, 4 * service.llm.model.max_model_len)
         if len(body.tokens) > limit:
             raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
         text = service.decode_tokens(body.tokens, skip_special_tokens=False)

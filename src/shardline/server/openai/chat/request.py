@@ -248,7 +248,7 @@ class ConversationFields(RequestModel):
             bool(self.continue_final_message),
             add_special_tokens,
         )
-        limit = service.llm.max_model_len if max_tokens is None else max_tokens
+        limit = service.llm.model.max_model_len if max_tokens is None else max_tokens
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
         return EncodedChat(text, ids, tool_use)
 

@@ -102,7 +102,7 @@ class ChatEnvelope:
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
-        self._fingerprint = service.llm.fingerprint
+        self._fingerprint = service.llm.model.fingerprint
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_metrics = bool(body.return_metrics)
@@ -195,7 +195,7 @@ class ChatWriter:
         """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = service.llm.model.tokenizer
         self._format = answer_format
         self._num_choices = body.n or 1
 

@@ -247,7 +247,7 @@ def _begin_response(service: Service, body: ResponsesRequest) -> ResponseObject:
         id=new_id("resp"),
         created_at=int(time.time()),
         model=service.model_names[0],
-        system_fingerprint=service.llm.fingerprint,
+        system_fingerprint=service.llm.model.fingerprint,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
