@@ -56,8 +56,8 @@ WaitStatus SocketGroup::barrier(double timeout_s, bool (*interrupted)()) {
   return finish(limits(timeout_s, interrupted));
 }
 
-WaitStatus SocketGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out,
-                                   double timeout_s, bool (*interrupted)()) {
+WaitStatus SocketGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
+                                   bool (*interrupted)()) {
   begin();
   const GatherPart& own = parts[static_cast<size_t>(rank_)];
   for (int r = 0; r < size_; ++r) {
