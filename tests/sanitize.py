@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
 TESTS = {
     "address": ["tests/ops", "tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/backends/host"],
-    "thread": ["tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/ops/test_threads.py"],
+    "thread": ["tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/ops/moe/test_routing.py"],
 }
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:use_sigaltstack=0",

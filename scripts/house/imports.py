@@ -39,7 +39,7 @@ def parse_file(path: Path) -> ast.Module:
 
 
 def runtime_imports(tree: ast.Module, module: str, is_package: bool, with_types: bool = False) -> list[Import]:
-    """The imports that run, at the top or in a function. Those under `if TYPE_CHECKING` do not: `with_types` adds them."""
+    """The imports that run, at the top or in a function; `with_types`: also those under `if TYPE_CHECKING`."""
     found: list[Import] = []
 
     def visit(nodes: list[ast.stmt], is_lazy: bool) -> None:
