@@ -37,6 +37,9 @@ MARKED_FOLDERS = {
     "runtime": pytest.mark.e2e,
     "sandbox": pytest.mark.e2e,
     "backends": pytest.mark.slow,
+    "loader": pytest.mark.slow,
+    "ops": pytest.mark.slow,
+    "weights": pytest.mark.slow,
 }
 """Folders below tests/ whose tests are no unit tests."""
 

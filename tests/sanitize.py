@@ -19,7 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
 TESTS = {
-    "address": ["tests/ops", "tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/backends/host"],
+    "address": [
+        "tests/ops",
+        "tests/parallel/test_exchange.py",
+        "tests/parallel/test_sockets.py",
+        "tests/backends/host",
+    ],
     "thread": ["tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/ops/moe/test_routing.py"],
 }
 OPTIONS = {
@@ -33,7 +38,9 @@ def link_package(folder: Path) -> Path:
     """A folder like src/, of links, but for the extension of the build in `folder`."""
     source = folder / "src"
     shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(ROOT / "src", source, copy_function=os.symlink, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src", source, copy_function=os.symlink, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
     (extension,) = folder.glob("_cpu*.so")
     (source / "shardline" / extension.name).symlink_to(extension)
     return source
