@@ -3,8 +3,8 @@
     python -m tests.sanitize address   # ASAN and UBSAN: kernels, thread pool, exchanges
     python -m tests.sanitize thread    # TSAN: thread pool and exchanges; of kernels, the portable ones
 
-Python itself is not instrumented, so the sanitizer's library is loaded before it. Leaks are not looked for: Python's own
-would hide ours.
+Python itself is not instrumented, so the sanitizer's library is loaded before it. Leaks are not looked for: Python's
+own would hide ours.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
         "PYTHONPATH": str(link_package(ROOT / "build/sanitize" / arguments.build)),
     }
     tests = arguments.tests or TESTS[arguments.build]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=0", "-x", *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=0", "-x", "-s", *tests]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -41,6 +41,7 @@ void quantize_joined(const QuantizeRowsArgs& args, const std::vector<int64_t>& r
     some.num_rows = end - begin;
     for (int64_t row = begin; row < end; ++row) {
       for (size_t r = 0; r < pieces.size(); ++r) {
+        if (row_bytes[r] == 0) continue;  // this rank has no columns, and perhaps no memory
         std::memcpy(joined, pieces[r] + row * row_bytes[r], static_cast<size_t>(row_bytes[r]));
         joined += row_bytes[r];
       }

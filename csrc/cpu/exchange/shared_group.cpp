@@ -179,7 +179,7 @@ WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts
       const int64_t bytes = counts[from * size_ + rank_] * row_bytes;
       check_announced(from, stream.bytes);
       if (from == rank_) {
-        if (begin == 0) std::memcpy(to, rows + own.start, static_cast<size_t>(bytes));
+        if (begin == 0 && bytes > 0) std::memcpy(to, rows + own.start, static_cast<size_t>(bytes));
       } else {
         const int64_t first = std::max(begin, stream.mine), last = std::min(begin + slab_bytes_, stream.mine + bytes);
         if (first < last) {
