@@ -5,36 +5,68 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 CLIENTS := build/clients-venv
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
+KERNELS = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
+CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
+CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test check exact chaos fuzz ray clients claims bench dev clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients wheel exact chaos fuzz ray claims bench dev build clean compiler
 
-serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
+serve: build ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
 
-test: $(VENV)/.tested ## Install, and run the whole suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: dev ## Install, and run the whole suite, or a part of it: T=engine, T="api text/test_tokenizer.py"
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(T))
 
-check: $(VENV)/.tested ## Lint, types, storeys
+quick: dev ## Unit tests only: a minute at most
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not e2e"
+
+check: dev ## Lint, types, storeys; figures of the source tree
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/measure_house.py --summary
 
-clients: $(VENV)/.tested $(CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
+fix: dev ## What ruff can mend by itself
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lint-cpp: dev $(VENV)/.cpp ## Format of the C++ sources, and what clang-tidy finds in them
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	printf '%s\n' $(filter %.cpp,$(CPP)) | xargs -P 2 -n 4 $(BIN)/clang-tidy --quiet -p $(KERNELS)
+
+sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread pool and exchanges under TSAN
+	$(CONFIGURE) -B build/sanitize/address -DSHARDLINE_SANITIZE=address,undefined
+	$(BIN)/ninja -C build/sanitize/address
+	$(BIN)/python -m tests.sanitize address
+	$(CONFIGURE) -B build/sanitize/thread -DSHARDLINE_SANITIZE=thread -DSHARDLINE_PORTABLE_ONLY=ON
+	$(BIN)/ninja -C build/sanitize/thread
+	$(BIN)/python -m tests.sanitize thread
+
+clients: dev $(CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
 	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=. tests/clients
 
-exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
+# The server's folder has no source tree: all that it can import is the wheel.
+wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve the demo model from it
+	rm -rf build/wheel
+	$(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt build/wheel/*.whl
+	SHARDLINE_PYTHON=$(abspath build/wheel)/venv/bin/python $(CLIENTS)/bin/python -m pytest \
+	  -c tests/clients/pytest.ini --rootdir=. tests/clients/test_openai.py
+
+exact: dev ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
 
-chaos: $(VENV)/.tested ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
+chaos: dev ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
 	$(BIN)/python -m tests.faults.chaos --product --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.faults.chaos --faults 20 --only kill --layout "-pp 2" --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.faults.chaos_pairs --pairs $(or $(PAIRS),120) --seed $(or $(SEED),0)
 	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
 	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 
-fuzz: $(VENV)/.tested ## Hostile requests and model folders: CASES=10000 SEED=0; random frames on every listener: FRAMES=1000000
+fuzz: dev ## Hostile requests and model folders: CASES=10000 SEED=0; random frames on every listener: FRAMES=1000000
 	$(BIN)/python -m tests.hostile.run --cases $(or $(CASES),10000) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.hostile.library --cases $$(( $(or $(CASES),10000) / 10 )) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.faults.fuzz --frames $(or $(FRAMES),1000000)
@@ -44,19 +76,19 @@ ray: compiler ## Servers on real Ray clusters (needs root), in an environment of
 	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt '.[test,ray]'
 	$(RAY_VENV)/bin/python -m pytest --timeout=0 tests/faults/real_ray.py
 
-claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
+claims: dev ## Write docs/claims.md and docs/planner-validation.md
 	$(BIN)/python -m scripts.claims
 	$(BIN)/python -m scripts.published page
 
-bench: $(VENV)/.installed ## Throughput, latency and engine overhead on the demo model
+bench: build ## Throughput, latency and engine overhead on the demo model
 	$(BIN)/shardline bench throughput
 	$(BIN)/shardline bench latency
 
-dev: $(VENV)/.tested ## Build the kernels into src/, for work without reinstalling (PYTHONPATH=src)
-	$(PIP) install -c constraints.txt nanobind ninja
-	cmake -S . -B build/dev -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DPython_EXECUTABLE=$(abspath $(BIN))/python
-	cmake --build build/dev
+dev: $(VENV)/.tested build ## Install what tests and checks need; edits of Python need no more, `make build` compiles C++
+
+build: $(VENV)/.installed | compiler ## Compile the kernels that changed, into src/
+	@test -f $(KERNELS)/build.ninja || $(CONFIGURE) -B $(KERNELS) -DSHARDLINE_IN_PLACE=ON
+	@$(BIN)/ninja --quiet -C $(KERNELS)
 
 # The list is complete, so pip need not resolve anything. No client needs torch.
 $(CLIENTS)/.installed: tests/clients/requirements.txt
@@ -74,10 +106,17 @@ $(VENV)/bin/python:
 compiler:
 	@command -v $${CXX:-c++} >/dev/null || { echo "Shardline needs a C++ compiler: install g++ or clang++, or set CXX" >&2; exit 1; }
 
-$(VENV)/.installed: $(VENV)/bin/python $(SOURCES) | compiler
-	$(PIP) install -c constraints.txt .
+# Everything but the code, which Python finds in src/, so that an edit installs nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python compiler
+	$(PIP) install -c constraints.txt scikit-build-core nanobind ninja $(if $(shell command -v cmake),,cmake)
+	SHARDLINE_IN_PLACE=1 $(PIP) install -c constraints.txt --no-build-isolation .
+	echo "$(abspath src)" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shardline.pth"
 	touch $@
 
-$(VENV)/.tested: $(VENV)/bin/python $(SOURCES) | compiler
-	$(PIP) install -c constraints.txt '.[test,check]'
-	touch $(VENV)/.installed $@
+$(VENV)/.tested: $(VENV)/.installed
+	SHARDLINE_IN_PLACE=1 $(PIP) install -c constraints.txt --no-build-isolation '.[test,check]'
+	touch $@
+
+$(VENV)/.cpp: constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt clang-format clang-tidy
+	touch $@

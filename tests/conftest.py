@@ -1,35 +1,47 @@
-"""Options of the suite, fixtures of the tests of kernels, and Triton's interpreter.
+"""Options of the suite, its marks by folder, and fixtures of the tests of kernels.
 
-Triton decides as it is imported, and as kernels are, whether they run in its interpreter; others import it too
-(transformers does), so it comes first. Children decide anew.
+Torch is imported by those who use it, and Triton by the tests of its kernels, so that a unit test loads neither. Triton
+decides as it is imported, and as kernels are, whether they run in its interpreter; other packages import it too
+(transformers does), so the variable is set while tests are collected. Children decide anew.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
-import triton.experimental.gluon
-import triton.language  # noqa: F401
-
-import shardline.runtime.machines.cuda.machine  # noqa: F401
-
-del os.environ["TRITON_INTERPRET"]
-
-import torch
-
 from shardline import _cpu, lifeline
 from tests.forks import ForkServer
 
+if TYPE_CHECKING:
+    import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no mistake
 hypothesis.settings.load_profile("suite")
-torch.set_num_threads(1)  # the oracles are small, and workers of the suite share the cores
 BEST_ISA = _cpu.isa()
+
+MARKED_FOLDERS = {
+    "e2e": pytest.mark.e2e,
+    "exactness": pytest.mark.e2e,
+    "faults": pytest.mark.e2e,
+    "hostile": pytest.mark.e2e,
+    "parallel": pytest.mark.e2e,
+    "runtime": pytest.mark.e2e,
+    "sandbox": pytest.mark.e2e,
+    "backends": pytest.mark.slow,
+    "loader": pytest.mark.slow,
+    "ops": pytest.mark.slow,
+    "weights": pytest.mark.slow,
+}
+"""Folders below tests/ whose tests are no unit tests."""
 
 collect_ignore = ["clients"]  # they have an environment of their own, see `make clients`
 
@@ -47,10 +59,28 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in MARKED_FOLDERS:
+            item.add_marker(MARKED_FOLDERS[folder])
+        elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.e2e)
+
+
 def pytest_collection_finish() -> None:
     """What has been imported stays: the garbage collector need not look at it again and again."""
+    os.environ.pop("TRITON_INTERPRET", None)
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """The oracles are small, and workers of the suite share the cores."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(params=_cpu.available_isas())
@@ -61,13 +91,18 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _cpu.set_isa(BEST_ISA)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(params=["float32", "bfloat16"], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+    import torch
+
+    dtype: torch.dtype = getattr(torch, request.param)
+    return dtype
 
 
 @pytest.fixture
 def rng() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(0)
 
 

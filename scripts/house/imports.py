@@ -1,4 +1,4 @@
-"""The imports between modules at run time, and the modules that are in cycles."""
+"""The imports between modules, and the modules that are in cycles."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def runtime_imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
-    """The imports that run, at the top or in a function. Those under `if TYPE_CHECKING` do not run."""
+def runtime_imports(tree: ast.Module, module: str, is_package: bool, with_types: bool = False) -> list[Import]:
+    """The imports that run, at the top or in a function; `with_types`: also those under `if TYPE_CHECKING`."""
     found: list[Import] = []
 
     def visit(nodes: list[ast.stmt], is_lazy: bool) -> None:
@@ -49,7 +49,7 @@ def runtime_imports(tree: ast.Module, module: str, is_package: bool) -> list[Imp
             elif isinstance(node, ast.ImportFrom):
                 target = _absolute(node, module, is_package)
                 found.extend(Import(node.lineno, target, alias.name, is_lazy) for alias in node.names)
-            elif isinstance(node, ast.If) and _is_type_checking(node.test):
+            elif isinstance(node, ast.If) and _is_type_checking(node.test) and not with_types:
                 visit(node.orelse, is_lazy)
             else:
                 inner = is_lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -81,8 +81,8 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def import_graph(source: Path = SOURCE) -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports by name, at any time.
+def import_graph(source: Path = SOURCE, with_types: bool = False) -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports by name, at any time; `with_types`: also for type checkers only.
 
     A package's `__init__` runs before its modules, but this is not an edge here: otherwise a package that imports its
     modules would be in a cycle with each of them.
@@ -91,7 +91,7 @@ def import_graph(source: Path = SOURCE) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         edges = set()
-        for one in runtime_imports(parse_file(path), module, path.stem == "__init__"):
+        for one in runtime_imports(parse_file(path), module, path.stem == "__init__", with_types):
             whole = f"{one.target}.{one.name}"
             target = whole if one.name and whole in files else one.target
             if target in files and target != module:

@@ -1,4 +1,4 @@
-"""What has grown too large to be read at one sitting: files, functions and classes."""
+"""How large the tree is, and what in it is too large to be read at one sitting, or too small to be a file."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from pathlib import Path
 from scripts.house.imports import PACKAGE, SOURCE, parse_file
 
 
+def tree_size(source: Path = SOURCE) -> tuple[int, int]:
+    """Files, and their lines."""
+    counts = line_counts(source)
+    return len(counts), sum(counts.values())
+
+
+def line_counts(source: Path = SOURCE) -> dict[str, int]:
+    """Lines of every file."""
+    return {_name(path, source): len(path.read_text().splitlines()) for path in _files(source)}
+
+
+def short_files(fewest: int, source: Path = SOURCE) -> list[str]:
+    """Files with fewer lines than `fewest`."""
+    return [name for name, count in line_counts(source).items() if count < fewest]
+
+
 def long_files(most: int, source: Path = SOURCE) -> dict[str, int]:
     """Files with more lines than `most`, and their lines."""
-    counts = {_name(path, source): len(path.read_text().splitlines()) for path in _files(source)}
-    return {name: count for name, count in counts.items() if count > most}
-
-
-def long_functions(most: int, source: Path = SOURCE) -> dict[str, int]:
-    """Functions with more lines than `most` as "file:function", and their lines."""
-    found = {}
-    for path in _files(source):
-        for node in ast.walk(parse_file(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                count = (node.end_lineno or node.lineno) - node.lineno + 1
-                if count > most:
-                    found[f"{_name(path, source)}:{node.name}"] = count
-    return found
+    return {name: count for name, count in line_counts(source).items() if count > most}
 
 
 def wide_classes(most: int, source: Path = SOURCE) -> dict[str, int]:

@@ -17,6 +17,8 @@ from shardline.benchmark.record import Record
 from shardline.cli.main import main
 from tests.benchmark.stub_server import CLOSE, HEAD, Script, event, stream, stub_server, whole
 
+pytestmark = pytest.mark.slow
+
 
 def bench(url: str, words: str, tmp_path: Path, code: int = 0) -> dict[str, Any]:
     """The result of a run on the demo's tokenizer."""

@@ -60,14 +60,15 @@ def _tool(parameters: Any, index: int = 0) -> Fields:
 
 def usual(path: str) -> Fields:
     """A harmless request."""
-    return {
+    requests: dict[str, Fields] = {
         CHAT: {"messages": _user(), "max_tokens": 4},
         COMPLETION: {"prompt": "The first", "max_tokens": 4},
         RESPONSE: {"input": "Hi", "max_output_tokens": 4},
         EMBEDDING: {"input": "Hi"},
         TOKENIZE: {"prompt": "Hi"},
         DETOKENIZE: {"tokens": [5, 6]},
-    }[path]
+    }
+    return requests[path]
 
 
 def _with_schema(schema: Any, way: int) -> tuple[str, Fields]:

@@ -56,7 +56,7 @@ def describe(arguments: ast.arguments) -> tuple[list[tuple[str, str, bool]], str
         union = [] if argument.annotation is None else ast.unparse(argument.annotation).split(" | ")
         kept = sorted(name if name in SCALARS | {"None"} else "object" for name in set(union) or {"object"})
         described.append((argument.arg, " | ".join(dict.fromkeys(kept)), place >= first_default))
-    return described, arguments.vararg and arguments.vararg.arg
+    return described, arguments.vararg.arg if arguments.vararg else None
 
 
 def test_generated_files_are_up_to_date(generator: ModuleType) -> None:

@@ -1,5 +1,5 @@
-// Causal attention over a paged KV cache or over latents, for prefill and decode alike. This file decides which rows meet which splits,
-// and on which thread.
+// Causal attention over a paged KV cache or over latents, for prefill and decode alike. This file decides which rows
+// meet which splits, and on which thread.
 #include "attention/attention_sharing.h"
 #include "attention/attention_tile.h"
 #include "attention/tile_tasks.h"
@@ -43,9 +43,8 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index, const NextPa
   }
   for (int64_t split = max64(tile.first_split(), num_shared); split < tile.end_split(); ++split) {
     const NextPanels after = split + 1 < tile.end_split() ? tile.first_panels(split + 1) : next;
-    tile.attend(split, after, [&](int64_t first_row, int count, const Row* rows) {
-      take(split, first_row, count, rows);
-    });
+    tile.attend(split, after,
+                [&](int64_t first_row, int count, const Row* rows) { take(split, first_row, count, rows); });
   }
 }
 
@@ -69,8 +68,8 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
     const int64_t first_row = task / num_heads * tile_rows;
     // A position that sees the whole split, as every row here does.
     const int64_t position = (run.split + 1) * kSplitKeys - 1;
-    Tile tile(args, {run.first_sequence, task % num_heads, first_row, min64(tile_rows, num_rows - first_row),
-                     position});
+    Tile tile(args,
+              {run.first_sequence, task % num_heads, first_row, min64(tile_rows, num_rows - first_row), position});
     tile.prepare();
     tile.attend(run.split, tile.first_panels(run.split), [&](int64_t first, int count, const Row* rows) {
       for (int r = 0; r < count; ++r) {

@@ -177,8 +177,7 @@ void add_masked_step(Row* rows, int num_rows, const Split& split, JoinedValues& 
     finish_stores(values);
     const AmxRows weights = {reinterpret_cast<char*>(rows[r].scores), kAmxRowBytes};
     const AmxRows output = {reinterpret_cast<char*>(rows[r].partial.output), kAmxRowBytes};
-    add_in_tiles<false>(weights, output, split.value_dim(), {step, step + 1},
-                        [&](int64_t, int64_t) { return values; });
+    add_in_tiles<false>(weights, output, split.value_dim(), {step, step + 1}, [&](int64_t, int64_t) { return values; });
   }
   configure_tiles(num_rows);
 }

@@ -71,12 +71,12 @@ struct AttentionArgs {
   int64_t window;  // 0 for none
   bool chunked;    // a token sees the keys of its own chunk of `window` positions, not the last `window` keys
   float scale;
-  float softcap;  // 0 for none
+  float softcap;       // 0 for none
   const float* sinks;  // [num_heads] scores of a key without a value, which every token sees; null for none
   DType stored;        // in the caches, as in WriteKvArgs
   const float *key_scales, *value_scales;  // [num_blocks, num_kv_heads, block_size]; null if there are none
   const bf16* rope_cache;                  // as in WriteLatentArgs
-  const void* query_rope;  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null
+  const void* query_rope;                  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null
   int64_t query_rope_stride, query_rope_head_stride;
 };
 

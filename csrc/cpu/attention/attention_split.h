@@ -343,9 +343,7 @@ void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& ar
     weigh_scores<W>(rows[r], split, args);
     for (int64_t d = 0; d < split.value_dim(); d += kLanes) store(rows[r].partial.output + d, F32{});
   }
-  const auto words_seen = [](const Row& row) {
-    return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
-  };
+  const auto words_seen = [](const Row& row) { return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)}; };
   Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // words that every row sees in full
   if (whole.empty()) {
     for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, words_seen(rows[r]));

@@ -31,8 +31,8 @@ class RowTile {
     const size_t split_words = Split::scratch_words(args_) + JoinedValues::scratch_words(args_);
     // One more row than there are: queries over latents are joined there.
     const int64_t num_words = (num_rows + 1) * query_width(args_) + kBlockRows * row_words + extra;
-    auto* memory = static_cast<int32_t*>(
-        thread_scratch((static_cast<size_t>(num_words) + split_words) * sizeof(int32_t)));
+    auto* memory =
+        static_cast<int32_t*>(thread_scratch((static_cast<size_t>(num_words) + split_words) * sizeof(int32_t)));
     queries_ = memory;
     memory += (num_rows + 1) * query_width(args_);
     for (int r = 0; r < kBlockRows; ++r, memory += row_words) {

@@ -129,9 +129,7 @@ class KvSplit {
   }
 
   // The keys from the split's key `first` on, a multiple of kLanes: words at a distance of kPanelTokens.
-  const int32_t* keys(int64_t first) {
-    return key_panel(first / kPanelTokens) + first % kPanelTokens;
-  }
+  const int32_t* keys(int64_t first) { return key_panel(first / kPanelTokens) + first % kPanelTokens; }
   // The values of a panel: [kPanelTokens / kPerWord][value_stride] from each column's value_offset() on. They must be
   // held. No call may interrupt products, whose sums fill the registers.
   const int32_t* values(int64_t panel) const {
@@ -204,7 +202,7 @@ class KvSplit {
   bool decodes_bytes() const { return kDecodesBytes && pass_once_ && key_dim_ % 4 == 0 && value_dim_ % 32 == 0; }
 
  private:
-  static constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;  // of one column
+  static constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;          // of one column
   static constexpr int64_t kPlaces = kLatents ? kGroupPanels : kSplitPanels;  // rows always pass once over latents
   // Values of latents are [blocks of columns][panels][words of tokens][columns of the block], so that the products of
   // a block read memory in order.
@@ -325,7 +323,7 @@ class KvSplit {
   int64_t first_, end_;  // panels
   bool pass_once_;
   int64_t held_keys_[kSplitPanels], held_values_[kSplitPanels];  // the panels whose words are in memory
-  const char* reads_[2 * kSplitPanels + kAheadPanels];  // the panels of keys, of values, and of the next split
+  const char* reads_[2 * kSplitPanels + kAheadPanels];           // the panels of keys, of values, and of the next split
   const bf16* ropes_[kScaledLatents ? kSplitPanels : 1];
   const float *key_scales_[kSplitPanels], *value_scales_[kSplitPanels];
 };

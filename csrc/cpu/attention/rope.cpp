@@ -19,8 +19,6 @@ void rope_tokens(const RopeArgs& args) {
 
 }  // namespace
 
-void rope(const RopeArgs& args) {
-  args.dtype == DType::kFloat32 ? rope_tokens<float>(args) : rope_tokens<bf16>(args);
-}
+void rope(const RopeArgs& args) { args.dtype == DType::kFloat32 ? rope_tokens<float>(args) : rope_tokens<bf16>(args); }
 
 }  // namespace shardline::SHARDLINE_ISA

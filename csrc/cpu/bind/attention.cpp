@@ -23,8 +23,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   const DType stored = stored_type(key_cache, query.dtype(), scaled);
   value_cache.same_dtype(key_cache);
   key_cache.has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
-  value_cache.has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
-      .is_contiguous();
+  value_cache.has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1}).is_contiguous();
   check_page_size(key_cache.size(2), key_cache.size(3), has_pairs(query.dtype()));
   check_page_size(value_cache.size(2), value_cache.size(3), has_pairs(query.dtype()));
   out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();

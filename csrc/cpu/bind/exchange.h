@@ -64,8 +64,8 @@ inline int spin_iterations_for(std::optional<int> wanted, int size) {
   throw nb::python_error();
 }
 
-// If there are more threads than cores, spinning threads take cores from the others: spin only briefly. Here a turn is a
-// system call.
+// If there are more threads than cores, spinning threads take cores from the others: spin only briefly. Here a turn is
+// a system call.
 inline int socket_spin_iterations_for(std::optional<int> wanted) {
   return wanted.value_or(allowed_cpus() > 1 ? 2000 : 16);
 }

@@ -151,8 +151,7 @@ const void* biases_of(nb::handle bias_object, DType dtype, int64_t num_experts, 
 }
 
 void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool compact, nb::handle panels,
-               nb::handle scales, const std::string& activation, bool gated, nb::handle out_object,
-               nb::handle bias) {
+               nb::handle scales, const std::string& activation, bool gated, nb::handle out_object, nb::handle bias) {
   const Tensor x(x_object, "x"), ids(ids_object, "ids"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows();
   out.same_dtype(x).has_shape({-1, -1}).is_contiguous();
@@ -300,9 +299,8 @@ void bind_pack_dispatch(nb::handle x_object, nb::handle ids_object, nb::handle e
   check_rows(out.size(0), x.size(0) * std::min(ids.size(1), ranks.num_ranks), "out");
   const int64_t item = static_cast<int64_t>(element_size(x.dtype()));
   perform([ranks, chosen = ids.as<int32_t>(), num_tokens = ids.size(0), per_token = ids.size(1), from = x.as<char>(),
-           stride = x.row_stride() * item, row_bytes = x.size(1) * item, to = out.as<char>()] {
-    pack_dispatch(ranks, chosen, num_tokens, per_token, from, stride, row_bytes, to);
-  });
+           stride = x.row_stride() * item, row_bytes = x.size(1) * item,
+           to = out.as<char>()] { pack_dispatch(ranks, chosen, num_tokens, per_token, from, stride, row_bytes, to); });
 }
 
 }  // namespace
@@ -311,12 +309,14 @@ void bind_experts(nb::module_& m) {
   m.def("route_experts", &route_experts, "logits"_a, "bias"_a.none(), "ids"_a, "weights"_a, "shared_scale"_a.none(),
         "counts"_a.none(), "sigmoid"_a, "normalized"_a, "scale"_a, "num_experts"_a, "num_groups"_a, "top_groups"_a,
         "top2_sum"_a);
-  m.def("expert_up", static_cast<void (*)(nb::handle, nb::handle, int64_t, bool, nb::handle, nb::handle,
-                                          const std::string&, bool, nb::handle, nb::handle)>(&expert_up),
+  m.def("expert_up",
+        static_cast<void (*)(nb::handle, nb::handle, int64_t, bool, nb::handle, nb::handle, const std::string&, bool,
+                             nb::handle, nb::handle)>(&expert_up),
         "x"_a, "ids"_a, "first_expert"_a, "compact"_a, "panels"_a, "scales"_a.none(), "activation"_a, "gated"_a,
         "out"_a, "bias"_a.none());
-  m.def("expert_down", static_cast<void (*)(nb::handle, nb::handle, nb::handle, int64_t, nb::handle, nb::handle,
-                                            nb::handle, nb::handle, nb::handle, nb::handle)>(&expert_down),
+  m.def("expert_down",
+        static_cast<void (*)(nb::handle, nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle,
+                             nb::handle, nb::handle, nb::handle)>(&expert_down),
         "x"_a, "ids"_a, "weights"_a, "first_expert"_a, "panels"_a, "scales"_a.none(), "shared"_a.none(),
         "shared_scale"_a.none(), "out"_a, "bias"_a.none());
   m.def("expert_slots", &expert_slots, "x"_a, "ids"_a, "first_expert"_a, "panels"_a, "scales"_a.none(), "out"_a,

@@ -61,8 +61,12 @@ void packed_rows_of(nb::handle panels_object, nb::handle indices_object, nb::han
     const int64_t index = indices.as<int64_t>()[row];
     if (index < 0 || index >= num_panels * kPanelColumns) raise_value_error("an index is outside the weight");
   }
-  const PackedRowsArgs args = {panels.data(),   indices.as<int64_t>(),                 out.data(),
-                               indices.size(0), panels.size(1) * element_bytes / 4, out.size(1) * element_bytes};
+  const PackedRowsArgs args = {panels.data(),
+                               indices.as<int64_t>(),
+                               out.data(),
+                               indices.size(0),
+                               panels.size(1) * element_bytes / 4,
+                               out.size(1) * element_bytes};
   nb::gil_scoped_release release;
   packed_rows(args);
 }
@@ -150,7 +154,9 @@ double product_seconds(int64_t num_rows, int64_t num_columns, int64_t depth, boo
   args.out_stride = args.num_columns = num_columns;
   args.num_rows = num_rows;
   using Clock = std::chrono::steady_clock;
-  const auto since = [](Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  const auto since = [](Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
   const auto began = Clock::now();
   double best = 0.0;
   do {
@@ -169,8 +175,7 @@ void bind_gemm(nb::module_& m) {
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("packed_rows", &packed_rows_of, "panels"_a, "indices"_a, "out"_a);
-  m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a,
-        "allowed"_a.none(), "best"_a);
+  m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a, "allowed"_a.none(), "best"_a);
 }
 
 }  // namespace shardline

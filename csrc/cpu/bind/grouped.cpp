@@ -27,9 +27,8 @@ int64_t bits_of_octet(int64_t bytes, int64_t depth) {
   for (const int64_t bits : {4, 6, 8}) {
     if (bytes == octet_bytes(bits)) return bits;
   }
-  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + ", " +
-                    std::to_string(octet_bytes(6)) + " or " + std::to_string(octet_bytes(8)) + " bytes, not " +
-                    std::to_string(bytes));
+  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + ", " + std::to_string(octet_bytes(6)) +
+                    " or " + std::to_string(octet_bytes(8)) + " bytes, not " + std::to_string(bytes));
 }
 
 // Checks panels [num_panels, octets, bytes of an octet] and returns the bits of a code; num_panels -1 stands for any
@@ -43,8 +42,12 @@ void pack_codes_of(nb::handle codes_object, nb::handle panels_object, int64_t fi
   const Tensor codes(codes_object, "codes"), panels(panels_object, "panels");
   codes.is(DType::kUInt8).has_shape({-1, -1}).has_rows();
   const int64_t bits = check_code_panels(panels, -1, codes.size(1));
-  const PackCodesArgs args = {codes.as<uint8_t>(), codes.row_stride(), panels.as<uint8_t>(),
-                              bits,                codes.size(0),      codes.size(1),
+  const PackCodesArgs args = {codes.as<uint8_t>(),
+                              codes.row_stride(),
+                              panels.as<uint8_t>(),
+                              bits,
+                              codes.size(0),
+                              codes.size(1),
                               panel_columns(panels, codes.size(0), first, half)};
   nb::gil_scoped_release release;
   pack_codes(args);
@@ -64,9 +67,9 @@ void unpack_words_of(nb::handle words_object, nb::handle codes_object, int64_t b
   const int64_t unpacked = words.size(dim) * in_word, lines = words.size(1 - dim);
   codes.is(DType::kUInt8).is_contiguous();
   codes.has_shape({along_rows ? unpacked : lines, along_rows ? lines : unpacked});
-  UnpackWordsArgs args = {words.as<uint8_t>(), strides[dim], strides[1 - dim], words.size(dim), lines, word_bytes, bits,
-                          {},                  static_cast<uint8_t>(offset), along_rows, codes.as<uint8_t>(),
-                          codes.size(1)};
+  UnpackWordsArgs args = {
+      words.as<uint8_t>(),          strides[dim], strides[1 - dim],    words.size(dim), lines, word_bytes, bits, {},
+      static_cast<uint8_t>(offset), along_rows,   codes.as<uint8_t>(), codes.size(1)};
   std::vector<int64_t> places(static_cast<size_t>(in_word));
   std::iota(places.begin(), places.end(), 0);
   if (!order.empty() && !std::is_permutation(order.begin(), order.end(), places.begin(), places.end())) {
@@ -121,16 +124,15 @@ bool pack_blocks_of(nb::handle blocks_object, int64_t kind, nb::handle panels_ob
     numbers.has_shape({panels.size(0), row_blocks, levels ? (2 + shape.num_scales) * kPanelColumns : kPanelColumns});
     return numbers.as<uint8_t>();
   };
-  const PackBlocksArgs args = {
-      static_cast<BlockKind>(kind),
-      blocks.as<uint8_t>(),
-      blocks.row_stride(),
-      blocks.size(0),
-      row_blocks,
-      panels.as<uint8_t>(),
-      numbers(scales_object, "scales", shape.scale_at < 0 ? DType::kFloat32 : DType::kFloat16),
-      shape.min_at < 0 ? nullptr : numbers(mins_object, "mins", DType::kFloat32),
-      panel_columns(panels, blocks.size(0), first, half)};
+  const PackBlocksArgs args = {static_cast<BlockKind>(kind),
+                               blocks.as<uint8_t>(),
+                               blocks.row_stride(),
+                               blocks.size(0),
+                               row_blocks,
+                               panels.as<uint8_t>(),
+                               numbers(scales_object, "scales", shape.scale_at < 0 ? DType::kFloat32 : DType::kFloat16),
+                               shape.min_at < 0 ? nullptr : numbers(mins_object, "mins", DType::kFloat32),
+                               panel_columns(panels, blocks.size(0), first, half)};
   nb::gil_scoped_release release;
   return pack_blocks(args);
 }
@@ -145,8 +147,7 @@ void packed_codes_of(nb::handle panels_object, nb::handle indices_object, nb::ha
                   [&](int64_t row) { return row < 0 || row >= panels.size(0) * kPanelColumns; })) {
     raise_value_error("an index is outside the weight");
   }
-  const PackedCodesArgs args = {panels.as<uint8_t>(), rows,          codes.as<uint8_t>(),
-                                indices.size(0),      codes.size(1), bits};
+  const PackedCodesArgs args = {panels.as<uint8_t>(), rows, codes.as<uint8_t>(), indices.size(0), codes.size(1), bits};
   nb::gil_scoped_release release;
   packed_codes(args);
 }
@@ -186,9 +187,8 @@ void linear_grouped(nb::handle x, nb::handle x_groups, nb::handle panels, nb::ha
                     const std::optional<std::string>& gate) {
   const Tensor out(out_object, "out");
   out.is_floating().has_shape({-1, -1}).has_rows();
-  GroupedLinearArgs args = linear_args(
-      x, x_groups, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size}, bias, out.size(1),
-      gate.has_value());
+  GroupedLinearArgs args = linear_args(x, x_groups, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size},
+                                       bias, out.size(1), gate.has_value());
   out.has_shape({args.num_rows, -1});
   args.out_dtype = out.dtype();
   args.out = out.data();
@@ -218,8 +218,7 @@ void sum_groups(nb::handle x_object, int64_t group_size, nb::handle sums_object)
   x.is_floating().has_shape({-1, -1}).has_rows();
   if (group_size < 1) raise_value_error("a group has at least one column");
   sums.is(DType::kFloat32).has_shape({x.size(0), ceil_div(x.size(1), group_size)}).is_contiguous();
-  const SumGroupsArgs args = {x.dtype(), x.data(),  x.row_stride(), sums.as<float>(),
-                              x.size(0), x.size(1), group_size};
+  const SumGroupsArgs args = {x.dtype(), x.data(), x.row_stride(), sums.as<float>(), x.size(0), x.size(1), group_size};
   perform([args] { kernels().sum_groups(args); });
 }
 

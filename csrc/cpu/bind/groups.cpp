@@ -41,6 +41,7 @@ void quantize_joined(const QuantizeRowsArgs& args, const std::vector<int64_t>& r
     some.num_rows = end - begin;
     for (int64_t row = begin; row < end; ++row) {
       for (size_t r = 0; r < pieces.size(); ++r) {
+        if (row_bytes[r] == 0) continue;  // this rank has no columns, and perhaps no memory
         std::memcpy(joined, pieces[r] + row * row_bytes[r], static_cast<size_t>(row_bytes[r]));
         joined += row_bytes[r];
       }
@@ -83,8 +84,8 @@ class PyGroup {
     check_quantized_rows(values, scales, sums, num_rows, depth);
     std::vector<int64_t> row_bytes;
     for (int64_t width : widths) row_bytes.push_back(width * item_size(local));
-    const QuantizeRowsArgs to = {local.dtype(), nullptr, depth, values.as<int8_t>(), scales.as<float>(),
-                                 sums.as<int32_t>(), 0, depth};
+    const QuantizeRowsArgs to = {local.dtype(),      nullptr, depth, values.as<int8_t>(), scales.as<float>(),
+                                 sums.as<int32_t>(), 0,       depth};
     exchange(timeout_s, [this, timeout_s, row_bytes, to, num_rows, from = local.data()] {
       const auto take = [&](int64_t first, int64_t count, const std::vector<const char*>& pieces) {
         quantize_joined(to, row_bytes, first, count, pieces);
@@ -118,12 +119,12 @@ class PyGroup {
     local.has_shape({-1, -1}).is_contiguous();
     out.same_dtype(local).has_shape({-1, local.size(1)}).is_contiguous();
     if (group_->rank() < 0) raise_value_error("an observer takes no part in collectives");
-    exchange(timeout_s, [this, timeout_s, counts = counts_tensor.as<int64_t>(), from = local.data(), to = out.data(),
-                         local_rows = local.size(0), out_rows = out.size(0),
-                         row_bytes = local.size(1) * item_size(local)] {
-      check_exchange(counts, local_rows, out_rows);
-      return group_->all_to_all_rows(from, counts, row_bytes, to, seconds(timeout_s), interrupted);
-    });
+    exchange(timeout_s,
+             [this, timeout_s, counts = counts_tensor.as<int64_t>(), from = local.data(), to = out.data(),
+              local_rows = local.size(0), out_rows = out.size(0), row_bytes = local.size(1) * item_size(local)] {
+               check_exchange(counts, local_rows, out_rows);
+               return group_->all_to_all_rows(from, counts, row_bytes, to, seconds(timeout_s), interrupted);
+             });
   }
 
   void all_reduce_sum(nb::handle x_object, std::optional<double> timeout_s) {

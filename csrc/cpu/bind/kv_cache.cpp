@@ -36,8 +36,9 @@ Rotation rotation_of(const Tensor& x, const Tensor& positions, const Tensor& tab
 void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
   const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
   x.is_floating().has_shape({-1, -1, -1}).has_heads();
-  const RopeArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(),
-                         rotation_of(x, positions, table, interleaved), x.size(0), x.size(1)};
+  const RopeArgs args = {
+      x.dtype(), x.data(), x.row_stride(), x.head_stride(), rotation_of(x, positions, table, interleaved),
+      x.size(0), x.size(1)};
   perform([args, num_positions = table.size(0)] {
     check_positions(args.rotation, args.num_tokens, num_positions);
     kernels().rope(args);

@@ -48,8 +48,8 @@ class PyMailbox {
     const Memory out(out_object, true);
     const int64_t num_bytes = next_size(timeout_s);
     if (num_bytes > out.size()) {
-      raise(PyExc_ValueError, "the next message has " + std::to_string(num_bytes) + " bytes, the buffer " +
-                                  std::to_string(out.size()));
+      raise(PyExc_ValueError,
+            "the next message has " + std::to_string(num_bytes) + " bytes, the buffer " + std::to_string(out.size()));
     }
     receive(out.data(), num_bytes, timeout_s);
     return num_bytes;

@@ -17,8 +17,9 @@ void linear_heads(nb::handle x_object, nb::handle panels_object, nb::handle out_
   const int64_t num_panels = (out.size(2) + kPanelColumns - 1) / kPanelColumns;
   panels.has_shape({x.size(1), num_panels, padded_depth, kPanelColumns}).is_contiguous();
   if (x.size(2) < 1) raise_value_error("a weight needs at least one input feature");
-  const HeadLinearArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), panels.data(), out.data(),
-                               out.row_stride(), out.head_stride(), x.size(0), x.size(1), out.size(2), x.size(2)};
+  const HeadLinearArgs args = {x.dtype(),     x.data(),   x.row_stride(),   x.head_stride(),
+                               panels.data(), out.data(), out.row_stride(), out.head_stride(),
+                               x.size(0),     x.size(1),  out.size(2),      x.size(2)};
   perform([args] { linear_heads(args); });
 }
 
@@ -38,17 +39,18 @@ void check_latents(const Tensor& cache, nb::handle rope_object, nb::handle scale
   check_page_size(rope.size(1), rope_dim, has_pairs(dtype));
 }
 
-void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::handle cache_object,
-                  nb::handle rope_cache, nb::handle scales, nb::handle slots_object) {
+void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::handle cache_object, nb::handle rope_cache,
+                  nb::handle scales, nb::handle slots_object) {
   const Tensor latent(latent_object, "latent"), rope_key(rope_key_object, "rope_key");
   const Tensor cache(cache_object, "cache"), slots(slots_object, "slots");
   latent.is_floating().has_shape({-1, -1}).has_rows();
   rope_key.same_dtype(latent).has_shape({latent.size(0), -1}).has_rows();
   check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(1), rope_key.size(1));
   slots.is(DType::kInt64).has_shape({latent.size(0)}).is_contiguous();
-  WriteLatentArgs args = {latent.dtype(), latent.data(), rope_key.data(), latent.row_stride(),
-                          rope_key.row_stride(), cache.dtype(), cache.data(), nullptr, nullptr,
-                          slots.as<int64_t>(), latent.size(0), latent.size(1), rope_key.size(1)};
+  WriteLatentArgs args = {
+      latent.dtype(),  latent.data(), rope_key.data(), latent.row_stride(), rope_key.row_stride(), cache.dtype(),
+      cache.data(),    nullptr,       nullptr,         slots.as<int64_t>(), latent.size(0),        latent.size(1),
+      rope_key.size(1)};
   if (!scales.is_none()) {
     args.rope_cache = Tensor(rope_cache, "rope_cache").as<bf16>();
     args.scales = Tensor(scales, "scales").as<float>();
@@ -61,8 +63,7 @@ void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::hand
 
 void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
                    nb::handle rope_cache, nb::handle scales, nb::handle block_tables_object,
-                   nb::handle query_starts_object, nb::handle context_lens_object, nb::handle out_object,
-                   float scale) {
+                   nb::handle query_starts_object, nb::handle context_lens_object, nb::handle out_object, float scale) {
   const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
   const Tensor cache(cache_object, "cache"), out(out_object, "out");
   const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);

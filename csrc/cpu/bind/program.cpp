@@ -22,9 +22,12 @@ struct DTypeEntry {
 };
 
 constexpr DTypeEntry kDTypes[] = {
-    {"bfloat16", DType::kBFloat16, {kDLBfloat, 16, 1}}, {"float32", DType::kFloat32, {kDLFloat, 32, 1}},
-    {"int8", DType::kInt8, {kDLInt, 8, 1}},             {"int32", DType::kInt32, {kDLInt, 32, 1}},
-    {"int64", DType::kInt64, {kDLInt, 64, 1}},          {"uint8", DType::kUInt8, {kDLUInt, 8, 1}},
+    {"bfloat16", DType::kBFloat16, {kDLBfloat, 16, 1}},
+    {"float32", DType::kFloat32, {kDLFloat, 32, 1}},
+    {"int8", DType::kInt8, {kDLInt, 8, 1}},
+    {"int32", DType::kInt32, {kDLInt, 32, 1}},
+    {"int64", DType::kInt64, {kDLInt, 64, 1}},
+    {"uint8", DType::kUInt8, {kDLUInt, 8, 1}},
     {"float64", DType::kFloat64, {kDLFloat, 64, 1}},
 };
 constexpr int kNumDTypes = sizeof kDTypes / sizeof kDTypes[0];
@@ -83,8 +86,8 @@ nb::object tensor_over(const std::shared_ptr<Arena>& arena, void* block, const s
   owner->managed.major = 1;
   owner->managed.owner = owner;
   owner->managed.deleter = &ArenaTensor::release;
-  owner->managed.tensor = {block,    {kDLCpu, 0}, static_cast<int32_t>(shape.size()), entry.dl, owner->shape.data(),
-                           owner->strides.data(), 0};
+  owner->managed.tensor = {
+      block, {kDLCpu, 0}, static_cast<int32_t>(shape.size()), entry.dl, owner->shape.data(), owner->strides.data(), 0};
   void* object = nullptr;
   if (torch_api().managed_tensor_to_py_object(&owner->managed, &object) != 0) {
     ArenaTensor::release(&owner->managed);
@@ -135,7 +138,6 @@ class PyProgram {
     if (!done || !arena_->take_at(output_, num_bytes_of(shape_, *entry_))) return nb::none();
     return tensor_over(arena_, output_, shape_, *entry_);
   }
-
 
  private:
   Program program_;

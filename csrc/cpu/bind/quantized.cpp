@@ -66,7 +66,7 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   const Tensor sums(sums_object, "sums");
   x.is_floating().has_shape({-1, -1}).has_rows();
   check_quantized_rows(values, scales, sums, x.size(0), x.size(1));
-  const QuantizeRowsArgs args = {x.dtype(),          x.data(),          x.row_stride(), values.as<int8_t>(),
+  const QuantizeRowsArgs args = {x.dtype(),          x.data(),           x.row_stride(), values.as<int8_t>(),
                                  scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
   perform([args] { kernels().quantize_rows(args); });
 }

@@ -101,8 +101,8 @@ void scale_rows(nb::handle x_object, nb::handle factors_object, nb::handle posit
   x.is_floating().has_shape({-1, -1}).has_rows();
   out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
   factors.is(DType::kFloat32).has_shape({-1}).is_contiguous();
-  ScaleRowsArgs args = {x.dtype(), x.data(), x.row_stride(), factors.as<float>(), factors.size(0), nullptr, false,
-                        out.data(), x.size(0), x.size(1)};
+  ScaleRowsArgs args = {x.dtype(), x.data(), x.row_stride(), factors.as<float>(), factors.size(0),
+                        nullptr,   false,    out.data(),     x.size(0),           x.size(1)};
   if (!positions_object.is_none()) {
     const Tensor positions(positions_object, "positions");
     args.positions_are_int64 = positions.dtype() == DType::kInt64;
@@ -126,8 +126,8 @@ void activation(nb::handle x_object, nb::handle out_object, const std::string& n
   x.is_floating().has_shape({-1, -1}).has_rows();
   out.same_dtype(x).has_shape({x.size(0), gated ? x.size(1) / 2 : x.size(1)}).is_contiguous();
   if (gated && x.size(1) % 2 != 0) raise_value_error("gate_up must have an even width");
-  const ActivationArgs args = {x.dtype(), activation_named(name), x.data(), x.row_stride(), out.data(),
-                               x.size(0), out.size(1), gated};
+  const ActivationArgs args = {
+      x.dtype(), activation_named(name), x.data(), x.row_stride(), out.data(), x.size(0), out.size(1), gated};
   perform([args] { kernels().activation(args); });
 }
 

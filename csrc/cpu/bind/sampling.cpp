@@ -108,8 +108,7 @@ void logprobs(nb::handle logits_object, nb::handle chosen_object, int64_t top_n,
   args.chosen_logprobs = per_row<float>(chosen_logprobs, "chosen_logprobs", DType::kFloat32, logits);
   args.chosen_ranks = per_row<int64_t>(chosen_ranks, "chosen_ranks", DType::kInt64, logits);
   args.top_ids = top_ids.is(DType::kInt64).has_shape({logits.size(0), top_n}).is_contiguous().as<int64_t>();
-  args.top_logprobs =
-      top_logprobs.is(DType::kFloat32).has_shape({logits.size(0), top_n}).is_contiguous().as<float>();
+  args.top_logprobs = top_logprobs.is(DType::kFloat32).has_shape({logits.size(0), top_n}).is_contiguous().as<float>();
   for (int64_t r = 0; r < args.num_rows; ++r) {
     if (args.chosen[r] < 0 || args.chosen[r] >= args.vocab_size) {
       raise_value_error("a chosen id is outside the vocabulary");
@@ -193,12 +192,12 @@ void bind_sampling(nb::module_& m) {
   m.def("penalize",
         static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle,
                              nb::handle, nb::handle)>(&penalize),
-        "logits"_a, "repetition"_a, "presence"_a, "frequency"_a, "offsets"_a, "ids"_a, "output_counts"_a,
-        "in_prompt"_a, "bias"_a);
-  m.def("logprobs",
-        static_cast<void (*)(nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle, nb::handle)>(
-            &logprobs),
-        "logits"_a, "chosen"_a, "top_n"_a, "chosen_logprobs"_a, "chosen_ranks"_a, "top_ids"_a, "top_logprobs"_a);
+        "logits"_a, "repetition"_a, "presence"_a, "frequency"_a, "offsets"_a, "ids"_a, "output_counts"_a, "in_prompt"_a,
+        "bias"_a);
+  m.def(
+      "logprobs",
+      static_cast<void (*)(nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle, nb::handle)>(&logprobs),
+      "logits"_a, "chosen"_a, "top_n"_a, "chosen_logprobs"_a, "chosen_ranks"_a, "top_ids"_a, "top_logprobs"_a);
   m.def("mask_tokens", &mask_tokens, "logits"_a, "rows"_a, "bits"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);
   m.def("choose_best", &choose_best, "best"_a, "pairs"_a);

@@ -20,8 +20,8 @@ DType dtype_of(DLDataType type) {
 }
 
 const DLPackExchangeApi* find_exchange_api(PyTypeObject* type) {
-  nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__",
-                                   nb::none());
+  nb::object capsule =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
   if (capsule.is_none()) return nullptr;
   auto* api = static_cast<const DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) {
@@ -102,7 +102,7 @@ const Tensor& Tensor::is_floating() const {
 const Tensor& Tensor::same_dtype(const Tensor& other) const {
   if (dtype_ != other.dtype_) {
     raise_type_error(std::string(name_) + " is " + dtype_name(dtype_) + " but " + other.name_ + " is " +
-                          dtype_name(other.dtype_));
+                     dtype_name(other.dtype_));
   }
   return *this;
 }
@@ -158,9 +158,7 @@ int64_t Tensor::num_elements() const {
   return count;
 }
 
-int64_t Tensor::row_stride() const {
-  return shape_[0] <= 1 || strides_ == nullptr ? row_elements() : strides_[0];
-}
+int64_t Tensor::row_stride() const { return shape_[0] <= 1 || strides_ == nullptr ? row_elements() : strides_[0]; }
 
 int64_t Tensor::head_stride() const {
   return shape_[1] <= 1 || strides_ == nullptr ? row_elements() / (shape_[1] > 0 ? shape_[1] : 1) : strides_[1];

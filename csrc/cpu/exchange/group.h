@@ -44,8 +44,8 @@ class Group {
   virtual WaitStatus all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)()) = 0;
 
   virtual void abort() = 0;
-  virtual uint32_t aborted() const = 0;           // 0, or 2 + the rank that gave up
-  virtual std::vector<int> missing() const = 0;   // ranks that have not arrived where this one waits
+  virtual uint32_t aborted() const = 0;          // 0, or 2 + the rank that gave up
+  virtual std::vector<int> missing() const = 0;  // ranks that have not arrived where this one waits
   virtual std::string name_ranks(const std::vector<int>& ranks) const;
 
   int rank() const { return rank_; }

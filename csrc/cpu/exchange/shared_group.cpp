@@ -87,8 +87,8 @@ void SharedGroup::check_announced(int rank, int64_t bytes) const {
   }
 }
 
-WaitStatus SharedGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out,
-                                   double timeout_s, bool (*interrupted)()) {
+WaitStatus SharedGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
+                                   bool (*interrupted)()) {
   const WaitLimits limits = this->limits(timeout_s, interrupted);
   int64_t longest = 0;
   for (const GatherPart& part : parts) longest = std::max(longest, part.total_bytes());
@@ -179,7 +179,7 @@ WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts
       const int64_t bytes = counts[from * size_ + rank_] * row_bytes;
       check_announced(from, stream.bytes);
       if (from == rank_) {
-        if (begin == 0) std::memcpy(to, rows + own.start, static_cast<size_t>(bytes));
+        if (begin == 0 && bytes > 0) std::memcpy(to, rows + own.start, static_cast<size_t>(bytes));
       } else {
         const int64_t first = std::max(begin, stream.mine), last = std::min(begin + slab_bytes_, stream.mine + bytes);
         if (first < last) {
@@ -193,8 +193,7 @@ WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts
   return WaitStatus::kDone;
 }
 
-WaitStatus SharedGroup::all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s,
-                                       bool (*interrupted)()) {
+WaitStatus SharedGroup::all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)()) {
   const WaitLimits limits = this->limits(timeout_s, interrupted);
   const int64_t total = count * static_cast<int64_t>(element_size(dtype));
   for (int64_t begin = 0; begin < total; begin += slab_bytes_) {

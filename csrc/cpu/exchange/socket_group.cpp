@@ -56,8 +56,8 @@ WaitStatus SocketGroup::barrier(double timeout_s, bool (*interrupted)()) {
   return finish(limits(timeout_s, interrupted));
 }
 
-WaitStatus SocketGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out,
-                                   double timeout_s, bool (*interrupted)()) {
+WaitStatus SocketGroup::all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
+                                   bool (*interrupted)()) {
   begin();
   const GatherPart& own = parts[static_cast<size_t>(rank_)];
   for (int r = 0; r < size_; ++r) {
@@ -121,7 +121,8 @@ WaitStatus SocketGroup::all_to_all_rows(const void* local, const int64_t* counts
     from += leaving;
     to += arriving;
   }
-  std::memcpy(own_place, own, static_cast<size_t>(counts[rank_ * size_ + rank_] * row_bytes));
+  const auto own_bytes = static_cast<size_t>(counts[rank_ * size_ + rank_] * row_bytes);
+  if (own_bytes > 0) std::memcpy(own_place, own, own_bytes);
   return finish(limits(timeout_s, interrupted));
 }
 

@@ -26,7 +26,8 @@ class SocketGroup final : public Group {
                              bool (*interrupted)()) override;
   WaitStatus all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)()) override;
 
-  // Ends the exchange that runs, on this rank and, since the sockets are shut down, on its peers. Any thread may call it.
+  // Ends the exchange that runs, on this rank and, since the sockets are shut down, on its peers. Any thread may call
+  // it.
   void abort() override;
   uint32_t aborted() const override { return aborted_.load(); }
   std::vector<int> missing() const override;

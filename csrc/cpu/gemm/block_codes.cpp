@@ -43,21 +43,14 @@ struct Outputs {
 
 inline void unpack_block(BlockKind kind, const uint8_t* block, const Outputs& out) {
   switch (kind) {
-    case BlockKind::kQ4_0:
-      return split_nibbles<16>(block + 2, out.codes);
-    case BlockKind::kQ4_1:
-      return split_nibbles<16>(block + 4, out.codes);
-    case BlockKind::kQ5_0:
-      split_nibbles<16>(block + 6, out.codes);
-      return add_fifth_bits(block + 2, out.codes);
-    case BlockKind::kQ5_1:
-      split_nibbles<16>(block + 8, out.codes);
-      return add_fifth_bits(block + 4, out.codes);
+    case BlockKind::kQ4_0: return split_nibbles<16>(block + 2, out.codes);
+    case BlockKind::kQ4_1: return split_nibbles<16>(block + 4, out.codes);
+    case BlockKind::kQ5_0: split_nibbles<16>(block + 6, out.codes); return add_fifth_bits(block + 2, out.codes);
+    case BlockKind::kQ5_1: split_nibbles<16>(block + 8, out.codes); return add_fifth_bits(block + 4, out.codes);
     case BlockKind::kQ8_0:
       for (int j = 0; j < 32; ++j) out.codes[j] = block[2 + j] ^ 128;
       return;
-    case BlockKind::kMXFP4:
-      return split_nibbles<16>(block + 1, out.codes);
+    case BlockKind::kMXFP4: return split_nibbles<16>(block + 1, out.codes);
     case BlockKind::kQ4_K:
       unpack_scales(block + 4, out.scales, out.mins);
       for (int i = 0; i < 4; ++i) split_nibbles<32>(block + 16 + i * 32, out.codes + i * 64);

@@ -54,8 +54,8 @@ class NibbleDecoder {
   __m512i tables_[kParts];
 };
 
-// 6-bit codes without zero points. Two columns have 24 bits for each pair of k, somewhere in a word of 64 bits, which is
-// read as if its end were followed by its beginning.
+// 6-bit codes without zero points. Two columns have 24 bits for each pair of k, somewhere in a word of 64 bits, which
+// is read as if its end were followed by its beginning.
 class SixBitDecoder {
  public:
   static constexpr int64_t kBits = 6;

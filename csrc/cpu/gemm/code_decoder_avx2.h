@@ -71,8 +71,7 @@ class NibbleDecoder {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       const __m256i low = entries(low_[part], index), high = entries(high_[part], index);
-      pairs[step * kParts + part] =
-          (I32)_mm256_or_si256(_mm256_and_si256(low, even_bytes), _mm256_slli_epi16(high, 8));
+      pairs[step * kParts + part] = (I32)_mm256_or_si256(_mm256_and_si256(low, even_bytes), _mm256_slli_epi16(high, 8));
       pairs[(step + 2) * kParts + part] =
           (I32)_mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(even_bytes, high));
     }

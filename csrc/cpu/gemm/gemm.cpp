@@ -9,7 +9,9 @@ namespace {
 
 // Rows of a tile. Sums and operands must fit the registers; bf16 without a dot instruction needs more operands.
 template <class T>
-constexpr int kTileRows = sizeof(T) == 4 || kHasBf16Dot ? 6 : kLanes == 16 ? 5 : 4;
+constexpr int kTileRows = sizeof(T) == 4 || kHasBf16Dot ? 6
+                          : kLanes == 16                ? 5
+                                                        : 4;
 
 // The numbers of rows whose tile is wide, see gemm_tiles.h.
 constexpr int kWideMin = 7, kWideMax = kLanes == 16 ? 10 : 0;
@@ -64,7 +66,8 @@ template <class T>
 void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
-  for_each_tile<ConstantTiles<kTileRows<T>, kWideMin, kWideMax>>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
+  for_each_tile<ConstantTiles<kTileRows<T>, kWideMin, kWideMax>>(args, layout, add,
+                                                                 finish_of<FloatSums<LinearArgs>>(args));
 }
 
 }  // namespace

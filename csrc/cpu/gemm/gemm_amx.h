@@ -1,7 +1,8 @@
 // Rows times a panel in the tile registers of AMX (Sapphire Rapids and later), for bf16 and for bytes.
 //
 // A tile register holds 16 rows of 64 bytes. Panels lie in memory as AMX reads weights: a row of 16 columns with 4
-// bytes each, which are 2 neighbours along K of bf16 or 4 bytes. So a step has 32 bf16 or 64 bytes of K. A step of bf16 adds
+// bytes each, which are 2 neighbours along K of bf16 or 4 bytes. So a step has 32 bf16 or 64 bytes of K. A step of
+// bf16 adds
 //
 //   sum += (x0 w0 + x2 w2 + ... + x30 w30) + (x1 w1 + x3 w3 + ... + x31 w31)
 //
@@ -123,8 +124,9 @@ struct AmxLastStep {
 // The sums of up to 32 rows and 32 columns, or of up to 16 rows and all columns of a panel, in tiles 0 to 3.
 struct AmxSums {
   AmxSums(char* data, int64_t stride, bool is_tall)
-      : stride(stride), at{data, data + kAmxRowBytes, is_tall ? data + kAmxRows * stride : data + 2 * kAmxRowBytes,
-                           is_tall ? data + kAmxRows * stride + kAmxRowBytes : data + 3 * kAmxRowBytes} {}
+      : stride(stride),
+        at{data, data + kAmxRowBytes, is_tall ? data + kAmxRows * stride : data + 2 * kAmxRowBytes,
+           is_tall ? data + kAmxRows * stride + kAmxRowBytes : data + 3 * kAmxRowBytes} {}
 
   void begin(bool from_zero) const {
     if (from_zero) {

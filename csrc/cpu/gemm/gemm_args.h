@@ -44,8 +44,8 @@ struct LinearArgs {
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
   bool gated;
-  Activation activation;  // of the gate
-  bool best;              // out [num_rows][2][num_panels]: the largest output of each panel; its column, as int32
+  Activation activation;    // of the gate
+  bool best;                // out [num_rows][2][num_panels]: the largest output of each panel; its column, as int32
   const uint64_t* allowed;  // of `best`: bits of the columns that may win, [num_rows][num_panels]; null: all
 };
 
@@ -106,13 +106,14 @@ struct QuantizedLinearArgs {
   const uint64_t* allowed;
 };
 
-// Weights of codes of 4, 6 or 8 bits, whose columns along K share scales in groups of group_size neighbours, a multiple of 8;
-// the last group may be smaller. Codes are packed in panels of 64 columns: [panel][k / 8][kOctetBytes<bits>].
+// Weights of codes of 4, 6 or 8 bits, whose columns along K share scales in groups of group_size neighbours, a multiple
+// of 8; the last group may be smaller. Codes are packed in panels of 64 columns: [panel][k / 8][kOctetBytes<bits>].
 // With 4 bits, an octet of k has 32 bits per column: even k in the lower half, odd k in the upper half, each four codes
 // from the lowest bits on. With 8 bits, it has [half of the octet][16 columns][4 columns][pair of k][column][k % 2].
-// With 6 bits, two neighbouring columns have twelve bytes, three for each pair of k: [column][k % 2] from the lowest bits
-// on. Each 32 columns have three vectors of eight words of 64 bits, a word for two columns. The first vector has eight of
-// the twelve bytes of 16 columns, the second has those of the next 16, and the third has the other four of both.
+// With 6 bits, two neighbouring columns have twelve bytes, three for each pair of k: [column][k % 2] from the lowest
+// bits on. Each 32 columns have three vectors of eight words of 64 bits, a word for two columns. The first vector has
+// eight of the twelve bytes of 16 columns, the second has those of the next 16, and the third has the other four of
+// both.
 constexpr int64_t kOctet = 8;
 constexpr int64_t octet_bytes(int64_t bits) { return kOctet * kPanelColumns * bits / 8; }
 
@@ -123,8 +124,8 @@ constexpr int64_t six_bit_byte(int64_t c, int64_t i) {
   return word + (i < 4 ? 128 + 4 + i : 64 + i - 4);
 }
 
-// Writes the codes of the columns c and c + 1 into an octet of 6-bit codes. Each argument has the eight codes of a column, a
-// byte each.
+// Writes the codes of the columns c and c + 1 into an octet of 6-bit codes. Each argument has the eight codes of a
+// column, a byte each.
 static inline void write_six_bit_pair(uint64_t first, uint64_t second, int64_t c, uint8_t* octet) {
   // Twelve bits of each pair of k in a word of 16 bits, then 24 bits with those of the next column.
   const uint64_t mask = 0x003f003f003f003f, next = mask << 6;
@@ -166,8 +167,8 @@ void pack_codes(const PackCodesArgs& args);
 // The same for one panel, on the calling thread.
 void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index);
 
-// Unpacks words of one or four bytes, each with several numbers of 4 or 8 bits that are neighbours in a row or in a column
-// of the output. A line is a row of the output, or with `along_rows` a column.
+// Unpacks words of one or four bytes, each with several numbers of 4 or 8 bits that are neighbours in a row or in a
+// column of the output. A line is a row of the output, or with `along_rows` a column.
 struct UnpackWordsArgs {
   const uint8_t* words;  // num_lines of num_words each, with these strides in bytes
   int64_t word_stride, line_stride;
@@ -183,10 +184,18 @@ void unpack_words(const UnpackWordsArgs& args);
 
 // The packed types of GGUF, by the numbers that its files have for them.
 enum class BlockKind : int64_t {
-  kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kMXFP4 = 39
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ5_0 = 6,
+  kQ5_1 = 7,
+  kQ8_0 = 8,
+  kQ4_K = 12,
+  kQ5_K = 13,
+  kQ6_K = 14,
+  kMXFP4 = 39
 };
-// Neighbours in a block, its bytes, its small scales, the bits of a code in memory, and the bytes at which the scale and
-// the min of the block begin, in half precision. `elements` 0: an unknown type.
+// Neighbours in a block, its bytes, its small scales, the bits of a code in memory, and the bytes at which the scale
+// and the min of the block begin, in half precision. `elements` 0: an unknown type.
 struct BlockShape {
   int64_t elements, bytes, num_scales, bits, scale_at, min_at = -1;
 };
@@ -216,12 +225,12 @@ struct UnpackBlocksArgs {
   uint8_t* mins;    // those of Q4_K and Q5_K
 };
 
-// Packs the rows of a weight from blocks. Scales and mins are those of GroupNumbers: of two levels if the type has small
-// scales. Otherwise scales are halves, or floats for MXFP4, and mins are floats.
+// Packs the rows of a weight from blocks. Scales and mins are those of GroupNumbers: of two levels if the type has
+// small scales. Otherwise scales are halves, or floats for MXFP4, and mins are floats.
 struct PackBlocksArgs {
   BlockKind kind;
   const uint8_t* blocks;
-  int64_t row_stride;  // in bytes
+  int64_t row_stride;               // in bytes
   int64_t num_columns, row_blocks;  // rows in the file are columns of panels
   uint8_t* panels;
   uint8_t *scales, *mins;
@@ -233,8 +242,8 @@ bool pack_blocks(const PackBlocksArgs& args);
 // The value of each byte in float8_e4m3fn: a sign, 4 bits of exponent, 3 bits of mantissa; no infinity.
 const float* e4m3_table();
 
-// The scales or the mins of groups: [num_panels, num_groups, 64], or in kInt8 two levels. Then 2^outer_shift groups of a
-// panel share an outer level: [num_panels, num_groups >> outer_shift], each 64 halves, and a byte for every group and
+// The scales or the mins of groups: [num_panels, num_groups, 64], or in kInt8 two levels. Then 2^outer_shift groups of
+// a panel share an outer level: [num_panels, num_groups >> outer_shift], each 64 halves, and a byte for every group and
 // column. The product of byte and half is exact in fp32.
 struct GroupNumbers {
   const void* data;  // null for none

@@ -60,9 +60,9 @@ class Columns {
     if constexpr (kBias) {
       const int64_t left = num_columns_ - place;
       const void* at = bias + place * bias_bytes();
-      return Biased<decltype(values_.at(c))>{
-          values_.at(c), bias_dtype_ == DType::kFloat32 ? load_n(static_cast<const float*>(at), left)
-                                                        : load_n(static_cast<const bf16*>(at), left)};
+      return Biased<decltype(values_.at(c))>{values_.at(c), bias_dtype_ == DType::kFloat32
+                                                                ? load_n(static_cast<const float*>(at), left)
+                                                                : load_n(static_cast<const bf16*>(at), left)};
     } else {
       return values_.at(c);
     }
@@ -174,8 +174,8 @@ void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   }
 }
 
-// Whether no row [row, row + rows) allows any column of a panel. Then this writes what `write_best_of_tile` would write,
-// and the panel need not be multiplied.
+// Whether no row [row, row + rows) allows any column of a panel. Then this writes what `write_best_of_tile` would
+// write, and the panel need not be multiplied.
 template <class Args>
 bool write_excluded_panel(const Args& args, int64_t row, int64_t rows, int64_t panel) {
   if (!args.best || args.allowed == nullptr) return false;
@@ -195,8 +195,7 @@ template <class Values, class T, bool kBias, class Args>
 Finish<Args> finish_as(const Args& args) {
   if (!args.gated) return write_tile<Values, T, kBias, Args>;
   Finish<Args> finish = nullptr;
-  with_activation(args.activation,
-                  [&](auto act) { finish = write_gated_tile<Values, T, decltype(act), kBias, Args>; });
+  with_activation(args.activation, [&](auto act) { finish = write_gated_tile<Values, T, decltype(act), kBias, Args>; });
   return finish;
 }
 

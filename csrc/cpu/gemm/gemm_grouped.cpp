@@ -4,8 +4,8 @@
 //
 // The sum of a group is one chain of multiply-adds in the order of K, from zero. Its product with the scale is added
 // with one rounding, and so is that with the min. All of it is in fp32. Values of codes are exact in bf16; those that
-// are not are the sum of two bf16, which follow each other in the chain. If x is rounded to e4m3, a group's sum is first
-// multiplied by the scale that the row of x has in this group. A few rows multiply codes that are decoded in
+// are not are the sum of two bf16, which follow each other in the chain. If x is rounded to e4m3, a group's sum is
+// first multiplied by the scale that the row of x has in this group. A few rows multiply codes that are decoded in
 // registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
 // With AMX, groups of whole steps are summed as gemm_grouped_amx.h says.
 #include "gemm/code_decoder.h"
@@ -205,8 +205,8 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
 
 #endif
 
-// The scales of a weight that is unpacked: as they are stored, expanded for a block of K, or one a row. The last need no
-// registers for sums of groups, so a tile is wider.
+// The scales of a weight that is unpacked: as they are stored, expanded for a block of K, or one a row. The last need
+// no registers for sums of groups, so a tile is wider.
 enum class Numbers { kStored, kExpanded, kOfRows };
 
 template <class T, int kParts, Numbers kNumbers, int kRows>
@@ -255,7 +255,8 @@ void multiply_blocks(const GroupedLinearArgs& args, const Unpacker& unpacker) {
     if (tile.unpacked != nullptr) return add_first_tile<Unpacker, kNumbers, rows.kValue>(args, unpacker, tile);
     add_unpacked_tile<T, kParts, kNumbers, rows.kValue>(args, tile);
   };
-  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
+  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add,
+                                                finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
 
 // Two levels of scales are expanded once a block, since many tiles would multiply them again.
@@ -295,7 +296,8 @@ void multiply_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
   const auto add = [&](const Tile& tile, auto rows, auto) {
     add_decoded_tile<false, false, direct_vectors<Decoder>(rows.kValue), rows.kValue>(args, decoder, tile);
   };
-  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
+  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add,
+                                                finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
 
 #endif

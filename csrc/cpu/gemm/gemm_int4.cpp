@@ -15,8 +15,8 @@ constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2, kQuadsOfGroup = kGroupDepth / kQuad;
 constexpr float kMaxScale = 15.0f;
 
-// From this many rows on a panel is unpacked: unpacking costs as much as about 50 rows save, or few with AMX. Without the
-// dot instruction, bytes of at most 15 are multiplied faster than others.
+// From this many rows on a panel is unpacked: unpacking costs as much as about 50 rows save, or few with AMX. Without
+// the dot instruction, bytes of at most 15 are multiplied faster than others.
 #if defined(__AMX_INT8__)
 constexpr int64_t kUnpackRows = 16;
 #else
@@ -37,8 +37,7 @@ constexpr int tile_vectors(int rows) {
 }
 
 template <bool kAsk, int kRows, int kVectors>
-inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, Ahead& ahead,
-                      I32 (&sum)[kRows][kVectors]) {
+inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, Ahead& ahead, I32 (&sum)[kRows][kVectors]) {
 #pragma GCC unroll kPairUnroll
   for (int pair = 0; pair < 4; ++pair) {
     if (kAsk) ahead.request();

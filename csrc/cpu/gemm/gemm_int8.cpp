@@ -53,13 +53,11 @@ void linear_int8(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
 #if defined(__AMX_INT8__)
   if (args.num_rows >= kAmxInt8Rows) {
-    return for_each_tile<AmxTiles<>>(args, layout, [&](const Tile& tile) { add_int8_amx_tile(args, tile); },
-                                   finish_of<Int8Sums>(args));
+    return for_each_tile<AmxTiles<>>(
+        args, layout, [&](const Tile& tile) { add_int8_amx_tile(args, tile); }, finish_of<Int8Sums>(args));
   }
 #endif
-  const auto add = [&](const Tile& tile, auto rows, auto wide) {
-    add_int8_tile<rows.kValue, wide.kValue>(args, tile);
-  };
+  const auto add = [&](const Tile& tile, auto rows, auto wide) { add_int8_tile<rows.kValue, wide.kValue>(args, tile); };
   for_each_tile<ConstantTiles<kInt8TileRows, kInt8WideMin, kInt8WideMax>>(args, layout, add, finish_of<Int8Sums>(args));
 }
 

@@ -21,9 +21,9 @@ struct PanelLayout {
 };
 
 // Rows [row, row + rows) of x times the steps [begin, end) of a panel; `steps` points to step `begin`. The sums
-// [rows][row_sums], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a later
-// tile reads, and that this tile prefetches step by step. A tile with `unpacked` reads packed steps, and also unpacks
-// them to there.
+// [rows][row_sums], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a
+// later tile reads, and that this tile prefetches step by step. A tile with `unpacked` reads packed steps, and also
+// unpacks them to there.
 struct Tile {
   int64_t row;
   int rows;
@@ -112,12 +112,13 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
   const bool cut = tiles.asks() || layout.unpacked_bytes > 0;
   const int64_t num_units = ceil_div(layout.num_steps, Tiles::kStepsTogether);
-  const int64_t num_blocks =
-      cut ? min64(num_units, ceil_div(layout.num_steps * block_step_bytes, tiles.block_bytes(layout.unpacked_bytes > 0))) : 1;
+  const int64_t num_blocks = cut ? min64(num_units, ceil_div(layout.num_steps * block_step_bytes,
+                                                             tiles.block_bytes(layout.unpacked_bytes > 0)))
+                                 : 1;
   const int64_t unpacked_bytes = ceil_div(num_units, num_blocks) * Tiles::kStepsTogether * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
-  float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +
-                                                   static_cast<size_t>(unpacked_bytes)));
+  float* sums = static_cast<float*>(
+      thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) + static_cast<size_t>(unpacked_bytes)));
   const auto step_at = [&](int64_t b) {
     return min64(layout.num_steps, num_units * b / num_blocks * Tiles::kStepsTogether);
   };
@@ -132,9 +133,17 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
       const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
       const bool unpacks = layout.tiles_unpack && t == 0;
       const char* steps = unpacked == nullptr || unpacks ? packed : unpacked;
-      const Tile tile = {row_begin + first, static_cast<int>(last - first), tiles.wide, steps, begin, end,
-                         sums + first * layout.row_sums, panel + end * layout.step_bytes + t * share, stride,
-                         panel_index, unpacks ? unpacked : nullptr};
+      const Tile tile = {row_begin + first,
+                         static_cast<int>(last - first),
+                         tiles.wide,
+                         steps,
+                         begin,
+                         end,
+                         sums + first * layout.row_sums,
+                         panel + end * layout.step_bytes + t * share,
+                         stride,
+                         panel_index,
+                         unpacks ? unpacked : nullptr};
       tiles.call(tile, add);
       if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }
@@ -151,7 +160,8 @@ void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, 
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
   const int64_t num_panels = ceil_div(args.num_columns, args.gated ? kGatedColumns : kPanelColumns);
-  // At most so many rows that their slice of x stays in L2 while a panel passes, and so many that all threads have tasks.
+  // At most so many rows that their slice of x stays in L2 while a panel passes, and so many that all threads have
+  // tasks.
   const auto are_too_many = [&](int64_t rows) {
     return num_panels * ceil_div(args.num_rows, rows) < 2 * num_threads() || rows * args.depth > Tiles::kTaskElements;
   };

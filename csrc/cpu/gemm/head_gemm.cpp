@@ -1,7 +1,7 @@
 // The absorbed products of MLA: a small GEMM for every head, each with its own weight. Every piece is a call of
 // `linear`, whose bits do not depend on its shape. So every output is one chain of multiply-adds in the order of K.
-#include "dispatch/kernels.h"
 #include "gemm/head_gemm.h"
+#include "dispatch/kernels.h"
 #include "runtime/thread_pool.h"
 
 namespace shardline {
@@ -22,8 +22,7 @@ void linear_heads(const HeadLinearArgs& args) {
     piece.x = static_cast<const char*>(args.x) + (begin * args.x_stride + head * args.x_head_stride) * size;
     piece.x_stride = args.x_stride;
     piece.panels = static_cast<const char*>(args.panels) + weight_panel * padded_depth * kPanelColumns * size;
-    piece.out =
-        static_cast<char*>(args.out) + (begin * args.out_stride + head * args.out_head_stride + column) * size;
+    piece.out = static_cast<char*>(args.out) + (begin * args.out_stride + head * args.out_head_stride + column) * size;
     piece.out_stride = args.out_stride;
     piece.num_rows = end - begin;
     piece.num_columns = args.num_columns - column < kPanelColumns ? args.num_columns - column : kPanelColumns;

@@ -1,5 +1,5 @@
-// Packs blocks of GGUF into panels of codes, and their scales and mins beside them; see gemm_args.h. A thread unpacks some
-// columns of K of a panel's rows and packs them at once, so the codes in between stay in its cache.
+// Packs blocks of GGUF into panels of codes, and their scales and mins beside them; see gemm_args.h. A thread unpacks
+// some columns of K of a panel's rows and packs them at once, so the codes in between stay in its cache.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,8 +10,8 @@
 namespace shardline {
 namespace {
 
-// How many columns of K are unpacked at once. The codes of a panel's rows then fit L2, and a row's blocks are read in one
-// piece. A cache line more between rows keeps them from evicting each other.
+// How many columns of K are unpacked at once. The codes of a panel's rows then fit L2, and a row's blocks are read in
+// one piece. A cache line more between rows keeps them from evicting each other.
 constexpr int64_t kChunk = 2048, kCodesStride = kChunk + 64;
 constexpr int64_t kLeastGroup = 16;
 
@@ -117,7 +117,8 @@ bool write_numbers(const PackBlocksArgs& args, const BlockShape& shape, const Pa
   if (shape.min_at < 0) return finite;
   uint8_t* mins = of_panel(args.mins, 4);
   return (inner != 0 ? write_levels(rows, shape.min_at, scratch.mins, inner, mins)
-                     : write_mins(rows, shape.min_at, mins)) && finite;
+                     : write_mins(rows, shape.min_at, mins)) &&
+         finite;
 }
 
 bool pack_panel(const PackBlocksArgs& args, int64_t panel) {
@@ -132,11 +133,17 @@ bool pack_panel(const PackBlocksArgs& args, int64_t panel) {
   for (int64_t first = 0, blocks; first < args.row_blocks; first += blocks) {
     blocks = std::min(kChunk / shape.elements, args.row_blocks - first);
     const uint8_t* from = args.blocks + (first_column + begin) * args.row_stride + first * shape.bytes;
-    kernels().unpack_blocks({args.kind, from, args.row_stride, count, blocks, scratch.codes, kCodesStride,
-                             scratch.scales, scratch.mins});
+    kernels().unpack_blocks(
+        {args.kind, from, args.row_stride, count, blocks, scratch.codes, kCodesStride, scratch.scales, scratch.mins});
     uint8_t* to = args.panels + (panel * octets + first * shape.elements / kOctet) * octet_bytes(shape.bits);
-    pack_codes_panel({scratch.codes, kCodesStride, to, shape.bits, count, blocks * shape.elements,
-                      {begin, place.begin, place.width}}, 0);
+    pack_codes_panel({scratch.codes,
+                      kCodesStride,
+                      to,
+                      shape.bits,
+                      count,
+                      blocks * shape.elements,
+                      {begin, place.begin, place.width}},
+                     0);
     const PanelBlocks rows = {from, args.row_stride, shape.bytes, first, blocks, place.begin + begin, count};
     finite = write_numbers(args, shape, rows, panel, scratch) && finite;
   }

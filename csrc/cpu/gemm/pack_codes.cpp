@@ -103,9 +103,8 @@ void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index) {
 
 void pack_codes(const PackCodesArgs& args) {
   const int64_t first = args.place.first_panel();
-  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
-    pack_codes_panel(args, first + task);
-  });
+  parallel_for(args.place.end_panel(args.num_columns) - first,
+               [&](int64_t task) { pack_codes_panel(args, first + task); });
 }
 
 }  // namespace shardline

@@ -1,6 +1,6 @@
-// Packs the codes of whole panels of a grouped weight; see gemm_args.h. A word is what one column contributes to an octet
-// of 4-bit codes, or to half an octet of 8-bit codes. These words move in square blocks, so that cache lines are read and
-// written whole.
+// Packs the codes of whole panels of a grouped weight; see gemm_args.h. A word is what one column contributes to an
+// octet of 4-bit codes, or to half an octet of 8-bit codes. These words move in square blocks, so that cache lines are
+// read and written whole.
 #include "dispatch/kernels.h"
 #include "dispatch/variant.h"
 #include "simd/transpose.h"

@@ -105,9 +105,8 @@ struct Unpacker {
   void unpack() const {
     constexpr int64_t kStep = kLineBytes / kWordBytes;
     if (args.along_rows) {
-      parallel_for(ceil_div(args.num_words, kStep), [&](int64_t task) {
-        fill_columns({task * kStep, std::min((task + 1) * kStep, args.num_words)});
-      });
+      parallel_for(ceil_div(args.num_words, kStep),
+                   [&](int64_t task) { fill_columns({task * kStep, std::min((task + 1) * kStep, args.num_words)}); });
       return;
     }
     bool in_order = true;

@@ -143,7 +143,8 @@ ExpertRows with_rounded_rows(ExpertRows rows, const ExpertStack& weight, int64_t
                                scales + begin * groups, end - begin, depth, weight.grouped.group_size, fixed_scale,
                                weight.input_bound});
   };
-  for (size_t e = 0; e + 1 < slots.begins.size(); ++e) round(slots.begins[e], slots.begins[e + 1], weight.input_scales[e]);
+  for (size_t e = 0; e + 1 < slots.begins.size(); ++e)
+    round(slots.begins[e], slots.begins[e + 1], weight.input_scales[e]);
   rows.x = out;
   rows.stride = depth;
   rows.group_sums = scales;
@@ -289,14 +290,9 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   rows = with_ordered_columns(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, slots);
   rows = with_group_sums(rows, args.weight, args.depth, count);
   rows = with_rounded_rows(rows, args.weight, args.depth, slots);
-  const GroupedLinear job = {rows,
-                             args.weight,
-                             static_cast<const char*>(args.bias),
-                             args.dtype,
-                             args.dtype,
-                             static_cast<char*>(products),
-                             args.depth,
-                             columns};
+  const GroupedLinear job = {rows,       args.weight, static_cast<const char*>(args.bias),
+                             args.dtype, args.dtype,  static_cast<char*>(products),
+                             args.depth, columns};
   grouped_linear(job, slots.begins);
   kernels().activation({args.dtype, args.activation, products, columns, args.out, count, args.width, args.gated});
 }

@@ -17,8 +17,8 @@ struct RouteArgs {
   int64_t logits_stride;
   const float* bias;  // [num_experts] or null; added to the scores for the choice only
   int64_t num_tokens, num_experts, experts_per_token, num_groups, top_groups;
-  bool sigmoid;    // else softmax
-  bool top2_sum;   // a group's score is the sum of its two best scores; else its best score
+  bool sigmoid;   // else softmax
+  bool top2_sum;  // a group's score is the sum of its two best scores; else its best score
   bool normalized;
   float scale;
   int32_t* ids;         // [num_tokens, experts_per_token], best first

@@ -61,9 +61,7 @@ void scale(const ScaleRowsArgs& args) {
 
 }  // namespace
 
-void scale_rows(const ScaleRowsArgs& args) {
-  args.dtype == DType::kFloat32 ? scale<float>(args) : scale<bf16>(args);
-}
+void scale_rows(const ScaleRowsArgs& args) { args.dtype == DType::kFloat32 ? scale<float>(args) : scale<bf16>(args); }
 
 void activation(const ActivationArgs& args) {
   with_activation(args.activation, [&](auto act) {

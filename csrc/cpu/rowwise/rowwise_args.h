@@ -39,9 +39,9 @@ struct ScaleRowsArgs {
   DType dtype;
   const void* x;
   int64_t x_stride;
-  const float* factors;    // of rows, or of positions
-  int64_t num_factors;     // one factor is for all rows
-  const void* positions;   // [num_rows] or null
+  const float* factors;   // of rows, or of positions
+  int64_t num_factors;    // one factor is for all rows
+  const void* positions;  // [num_rows] or null
   bool positions_are_int64;
   void* out;
   int64_t num_rows, width;

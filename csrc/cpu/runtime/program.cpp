@@ -1,11 +1,7 @@
 #include "runtime/program.h"
 
 namespace shardline {
-namespace {
-
-thread_local Program* recording_program = nullptr;
-
-}  // namespace
+namespace { thread_local Program* recording_program = nullptr; }  // namespace
 
 Program* Program::recording() { return recording_program; }
 

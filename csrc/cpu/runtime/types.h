@@ -10,7 +10,16 @@ struct bf16 {
 };
 
 enum class DType : uint8_t {
-  kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4m3, kUInt8, kInt8, kInt32, kInt64, kOther
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kFloat64,
+  kFloat8E4m3,
+  kUInt8,
+  kInt8,
+  kInt32,
+  kInt64,
+  kOther
 };
 
 inline size_t element_size(DType dtype) {

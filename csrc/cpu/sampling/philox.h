@@ -20,9 +20,9 @@ inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::
 
 // A double in [0, 1) with 53 random bits.
 inline double uniform(uint64_t seed, uint32_t choice, uint64_t position, uint32_t purpose) {
-  const auto words = philox4x32(
-      {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, purpose},
-      {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  const auto words =
+      philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, purpose},
+                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
   return static_cast<double>((uint64_t{words[0]} << 32 | words[1]) >> 11) * 0x1.0p-53;
 }
 

@@ -109,9 +109,12 @@ int64_t sample_row(const float* logits, int64_t vocab_size, const SamplingRow& r
 
 void sample(const SampleArgs& args) {
   parallel_for(args.num_rows, [&](int64_t r) {
-    const SamplingRow row = {args.temperature[r], args.top_k[r],
-                             args.top_p[r],       args.min_p[r],
-                             static_cast<uint64_t>(args.seeds[r]), static_cast<uint32_t>(args.choices[r]),
+    const SamplingRow row = {args.temperature[r],
+                             args.top_k[r],
+                             args.top_p[r],
+                             args.min_p[r],
+                             static_cast<uint64_t>(args.seeds[r]),
+                             static_cast<uint32_t>(args.choices[r]),
                              static_cast<uint64_t>(args.positions[r])};
     args.tokens[r] = sample_row(args.logits + r * args.logits_stride, args.vocab_size, row, args.purpose);
   });

@@ -30,9 +30,7 @@ inline I32 broadcast_quad(const int8_t* p) {
   return broadcast_int(quad);
 }
 
-inline F32 to_float(I32 v) {
-  return __builtin_convertvector(v, F32);
-}
+inline F32 to_float(I32 v) { return __builtin_convertvector(v, F32); }
 
 #if !defined(__AVX512VNNI__) && defined(__SSE2__)
 // Products of 16-bit lanes; the two products of each pair are added.
@@ -189,8 +187,9 @@ inline float largest_magnitude(const bf16* row, int64_t width) {
   return to_float(bf16{static_cast<uint16_t>(largest_bits<HalfLanes, int16_t>(row, width, 0x7fff))});
 }
 
-// How a row becomes bytes: value = scale * byte. The largest magnitude becomes `largest`. A row that is not finite gets a scale of NaN, so that everything
-// computed from it is NaN too. A row so small that its reciprocal overflows counts as zero.
+// How a row becomes bytes: value = scale * byte. The largest magnitude becomes `largest`. A row that is not finite gets
+// a scale of NaN, so that everything computed from it is NaN too. A row so small that its reciprocal overflows counts
+// as zero.
 constexpr float kLargestInt8 = 127.0f;
 struct ByteScale {
   float scale, inverse;

@@ -21,8 +21,8 @@ inline F32 exp(F32 x) {
   const F32 n = shifted - magic;
   F32 r = fma(n, broadcast(-0.693145751953125f), clamped);
   r = fma(n, broadcast(-1.42860677e-6f), r);
-  const F32 tail = polynomial(r, broadcast(1.381459837e-3f), 8.368716898e-3f, 4.166838805e-2f, 1.666652063e-1f,
-                              4.999999345e-1f);
+  const F32 tail =
+      polynomial(r, broadcast(1.381459837e-3f), 8.368716898e-3f, 4.166838805e-2f, 1.666652063e-1f, 4.999999345e-1f);
   const F32 mantissa = fma(r * r, tail, r) + 1.0f;
   // 2^(n-1), then doubled: 2^128 has no exponent field.
   const I32 exponent = (I32)shifted - (I32)magic + 126;
@@ -55,8 +55,8 @@ inline F32 times_power_of_2(F32 x, F32 n) {
 inline F32 tanh(F32 x) {
   const F32 a = absolute(x);
   const F32 square = x * x;
-  const F32 series = polynomial(square, broadcast(-5.717044511e-3f), 2.065058678e-2f, -5.374349792e-2f,
-                                1.333149128e-1f, -3.333328393e-1f);
+  const F32 series = polynomial(square, broadcast(-5.717044511e-3f), 2.065058678e-2f, -5.374349792e-2f, 1.333149128e-1f,
+                                -3.333328393e-1f);
   const F32 small = fma(square * x, series, x);
   const F32 large = 1.0f - 2.0f / (exp(a + a) + 1.0f);
   const F32 signed_large = (F32)((U32)large | ((U32)x & 0x80000000u));

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton.experimental.gluon  # noqa: F401 (torch imports it later)
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+import shardline.runtime.machines.cuda.machine  # noqa: F401 (its kernels, while the interpreter is chosen)
 from shardline.runtime.machines.host import machine as host_backend
 from tests.backends.cuda.helpers import InterpretedBackend
 

@@ -168,7 +168,7 @@ def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path,
         assert isinstance(executor, UniExecutor)
         executor._overlaps_steps, executor.max_in_flight = max_in_flight > 1, max_in_flight
         for scheduler in engine._schedulers:
-            scheduler._max_in_flight = max_in_flight
+            scheduler.max_in_flight = max_in_flight
 
         def counted(self: PendingStep) -> Any:
             nonlocal most
