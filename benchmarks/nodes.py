@@ -60,7 +60,6 @@ from shardline.runtime.parallel.rendezvous import EngineListener, Meeting, conne
 from shardline.runtime.worker import Worker
 from shardline.runtime.worker_process import read_line
 from shardline.sampling_params import SamplingParams
-from shardline.seal import Seal
 from shardline.segment.expert_load import Counts
 
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
@@ -298,8 +297,8 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
         return []
     listener = EngineListener(ADDRESSES[0], nonce, [1])
     store.set("engine", listener.address.encode())
-    connection = listener.finish(PATIENCE_S)[1]
-    line: Channel[StepReply] = Channel(connection.socket, StepReply, Seal(connection.key, is_listener=True))  # type: ignore[arg-type]
+    sock, seal = listener.finish(PATIENCE_S)[1]
+    line: Channel[StepReply] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
     steps = [SequenceStep(number, 500, 1, [[]], -1, sample=True) for number in range(PLAN_SEQUENCES)]
     sent, answered = [], []
     for number in range(PLANS):
@@ -316,8 +315,8 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
 
 def answer_plans(address: str, nonce: bytes) -> list[float]:
     """Play a rank that answers plans at once; returns when each plan had come."""
-    connection = connect_to_engine(address, nonce, 1, PATIENCE_S)
-    line: Channel[StepRequest] = Channel(connection.socket, StepRequest, Seal(connection.key, is_listener=False))  # type: ignore[arg-type]
+    sock, seal = connect_to_engine(address, nonce, 1, PATIENCE_S)
+    line: Channel[StepRequest] = Channel(sock, StepRequest, seal)  # type: ignore[arg-type]
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=read_line, args=(line, events), daemon=True).start()
     tokens = [SequenceResult(number, [number]) for number in range(PLAN_SEQUENCES)]

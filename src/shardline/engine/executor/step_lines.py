@@ -49,13 +49,9 @@ class StepLines:
         """
         if self._listener is None:
             return
-        from shardline.seal import Seal
-
-        for rank, connection in self._listener.finish(_CONNECT_SECONDS).items():
-            sock = connection.socket
+        for rank, (sock, seal) in self._listener.finish(_CONNECT_SECONDS).items():
             # A rank reads its plans at once, whatever it does. One that does not must not stop the engine.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(FRAME_TIMEOUT), 0))
-            seal = Seal(connection.key, is_listener=True)
             self._lines[rank] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
         if missing := set(self._ranks) - set(self._lines):
             raise ExecutorFailure(f"ranks {sorted(missing)} are ready, but have no connection for steps")
