@@ -242,7 +242,8 @@ class FrameSocket:
         self._max_bytes = max_bytes + (_SEAL_BYTES if seal else 0)
         self._received = bytearray()
         self._unsent: deque[memoryview] = deque()
-        self._closing = self._is_closed = False
+        self._closing = False
+        self.is_closed = False
         self._events = selectors.EVENT_READ
         selector.register(sock, self._events, self._handle)
 
@@ -264,8 +265,8 @@ class FrameSocket:
 
     def drop(self) -> None:
         """Close this end at once."""
-        if not self._is_closed:
-            self._closing = self._is_closed = True
+        if not self.is_closed:
+            self._closing = self.is_closed = True
             self._selector.unregister(self._socket)
             self._socket.close()
 
@@ -274,7 +275,7 @@ class FrameSocket:
 
         The end waits for the other one: the kernel forgets what it has not sent yet if data comes after a close.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         with contextlib.suppress(OSError):
             while self._unsent:
@@ -287,9 +288,9 @@ class FrameSocket:
 
     def _handle(self, events: int) -> None:
         # An event of the same turn may have closed this end.
-        if events & selectors.EVENT_WRITE and not self._is_closed:
+        if events & selectors.EVENT_WRITE and not self.is_closed:
             self._flush()
-        if events & selectors.EVENT_READ and not self._is_closed:
+        if events & selectors.EVENT_READ and not self.is_closed:
             self._read()
 
     def _read(self) -> None:
@@ -308,7 +309,7 @@ class FrameSocket:
             data = b""
         if frames and not self._closing:
             self._on_frames(frames)
-        if not data and not self._is_closed:
+        if not data and not self.is_closed:
             was_closing = self._closing
             self.drop()
             if not was_closing:

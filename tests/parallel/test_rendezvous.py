@@ -65,8 +65,8 @@ def test_a_rank_of_another_launch_is_refused() -> None:
     store = LocalStore()
 
     def meet(rank: int) -> str:
+        nonce, timeout = (NONCE, 0.4) if rank else (b"x" * 32, 0.8)
         with pytest.raises(TimeoutError) as error:
-            nonce, timeout = (NONCE, 0.4) if rank else (b"x" * 32, 0.8)
             connect_ranks(meeting(store, timeout, nonce), rank, {"tensor": (0, 1)})
         return str(error.value)
 

@@ -16,7 +16,7 @@ import msgspec
 from shardline.channel import Channel
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.head_process import HeadProcess
-from shardline.cluster.survey import describe_links, used_links
+from shardline.cluster.links import describe_links, used_links
 from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment

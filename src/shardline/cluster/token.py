@@ -1,17 +1,11 @@
-"""The secret that all nodes of a cluster share, and the keys that follow from it."""
+"""The join token: the secret that all nodes of a cluster share, and where it is found."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import os
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
-
-import zmq
-import zmq.utils.z85
 
 from shardline import env
 from shardline.config.cluster import ClusterConfig
@@ -19,14 +13,6 @@ from shardline.config.cluster import ClusterConfig
 _LEAST_CHARS = 22
 """128 bits in base64."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CurveKeys:
-    """A CURVE key pair, each key as 40 characters of Z85."""
-
-    public: bytes
-    secret: bytes
 
 
 def own_token_file() -> Path:
@@ -61,22 +47,6 @@ def find_token(config: ClusterConfig) -> str:
             file,
         )
     return _check_token(_read_file(file), str(file))
-
-
-def head_keys(token: str) -> CurveKeys:
-    """The keys of the head."""
-    return _derive_keys(token, b"shardline head")
-
-
-def node_keys(token: str) -> CurveKeys:
-    """The keys of all other nodes."""
-    return _derive_keys(token, b"shardline node")
-
-
-def _derive_keys(token: str, label: bytes) -> CurveKeys:
-    digest = hmac.new(token.encode(), label, hashlib.sha256).digest()
-    secret: bytes = zmq.utils.z85.encode(digest)  # type: ignore[no-untyped-call]
-    return CurveKeys(zmq.curve_public(secret), secret)
 
 
 def _read_file(file: Path) -> str:

@@ -93,10 +93,10 @@ class StartStream(msgspec.Struct, frozen=True, tag=True):
 
 
 class StreamData(msgspec.Struct, frozen=True, tag=True):
-    """Whole frames of a stream."""
+    """Frames of a stream."""
 
     stream: Stream
-    data: bytes
+    bodies: list[bytes]
 
 
 class StreamEnded(msgspec.Struct, frozen=True, tag=True):

@@ -188,9 +188,7 @@ class Arrivals:
         self._found[purpose] = connection
 
 
-def _meet(
-    meeting: Meeting, peer: int, purpose: str, deadline: float, problems: dict[int, str]
-) -> Connection | None:
+def _meet(meeting: Meeting, peer: int, purpose: str, deadline: float, problems: dict[int, str]) -> Connection | None:
     """A connection to a lower rank. None: there is none in time, and `problems` says why."""
     problems[peer] = "it has not published an address"
     try:
