@@ -24,7 +24,12 @@ class GpuGather:
     def collect(self, timeout: float) -> tuple[float, str]:
         """Bytes per second that a GPU receives, 0 if nothing was measured; and what went wrong, empty: nothing."""
         deadline = time.monotonic() + timeout
-        results = [await_output(process, max(1.0, deadline - time.monotonic())) for process in self._ranks]
+        results = []
+        for process in self._ranks:
+            try:
+                results.append(await_output(process, max(1.0, deadline - time.monotonic())))
+            except TimeoutError as error:  # NCCL hangs if GPUs cannot reach each other
+                results.append(("", str(error)))
         self._folder.cleanup()
         problems = [f"GPU {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem]
         if problems or not results:

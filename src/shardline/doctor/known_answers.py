@@ -16,6 +16,9 @@ class KnownAnswers:
         self._process = start_main(_MODULE)
 
     def collect(self, timeout: float) -> tuple[dict[str, str], str]:
-        """A digest for each kernel path, and what went wrong; an empty text: nothing."""
-        output, problem = await_output(self._process, timeout)
+        """A digest for each kernel path, none if that takes too long; and what went wrong, an empty text: nothing."""
+        try:
+            output, problem = await_output(self._process, timeout)
+        except TimeoutError:
+            return {}, ""
         return (json.loads(output), "") if not problem else ({}, f"the kernels: {problem}")

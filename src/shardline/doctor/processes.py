@@ -18,13 +18,17 @@ def start_main(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def await_output(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
-    """What the process has printed, and what went wrong (empty: nothing). It is killed after `timeout` seconds."""
+    """What the process has printed, and what went wrong (empty: nothing).
+
+    Raises:
+        TimeoutError: it takes longer than `timeout` seconds. It is killed.
+    """
     with process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            return "", f"no answer within {timeout:.0f} s"
+            raise TimeoutError(f"no answer within {timeout:.0f} s") from None
     if process.returncode:
         return "", (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     return output, ""
