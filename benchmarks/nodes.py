@@ -56,7 +56,7 @@ from shardline.messages.worker import (
 from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.exchange import SocketGroup
 from shardline.runtime.parallel.groups import connect_host_memory
-from shardline.runtime.parallel.rendezvous import EngineListener, Meeting, connect_ranks, connect_to_engine
+from shardline.runtime.parallel.rendezvous import Arrivals, Meeting, connect_ranks, connect_to_engine, steps_of
 from shardline.runtime.worker import Worker
 from shardline.runtime.worker_process import read_line
 from shardline.sampling_params import SamplingParams
@@ -295,9 +295,9 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
         received = answer_plans(store.get("engine", PATIENCE_S).decode(), nonce)
         store.set("received", json.dumps(received).encode())
         return []
-    listener = EngineListener(ADDRESSES[0], nonce, [1])
-    store.set("engine", listener.address.encode())
-    sock, seal = listener.finish(PATIENCE_S)[1]
+    arrivals = Arrivals(ADDRESSES[0], nonce, [steps_of(1)])
+    store.set("engine", arrivals.address.encode())
+    sock, seal = arrivals.finish(time.monotonic() + PATIENCE_S)[steps_of(1)]
     line: Channel[StepReply] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
     steps = [SequenceStep(number, 500, 1, [[]], -1, sample=True) for number in range(PLAN_SEQUENCES)]
     sent, answered = [], []

@@ -353,7 +353,7 @@ class FrameSocket:
             self._selector.modify(self._socket, events, self._handle)
 
 
-class Refused(ConnectionError):
+class HandshakeRefused(ConnectionError):
     """A program listens there, but it ends the handshake, or it speaks another protocol."""
 
 
@@ -399,7 +399,7 @@ def connect(address: str, port: int, secret: bytes, purpose: str, timeout: float
     """Connect to a `Listener`, within `timeout` seconds. A purpose has at most 96 bytes.
 
     Raises:
-        Refused: a program listens there, but it does not have the secret, or does not await this connection.
+        HandshakeRefused: a program listens there, but it does not have the secret, or does not await this connection.
         OSError: nothing listens there, or nobody answers in time.
     """
     deadline = time.monotonic() + timeout
@@ -413,11 +413,11 @@ def connect(address: str, port: int, secret: bytes, purpose: str, timeout: float
         handshake = _Handshake(secret, name, public, theirs)
         sock.sendall(handshake.proof(b"connect"))
         if not hmac.compare_digest(_read(sock, _PROOF_BYTES, deadline), handshake.proof(b"listen")):
-            raise Refused("it does not have the secret")
+            raise HandshakeRefused("it does not have the secret")
         return Connection(sock, handshake.seal(private, is_listener=False))
     except (ConnectionError, ValueError) as error:
         sock.close()
-        raise error if isinstance(error, Refused) else Refused("it closed the connection") from error
+        raise error if isinstance(error, HandshakeRefused) else HandshakeRefused("it closed the connection") from error
     except BaseException:
         sock.close()
         raise
@@ -569,8 +569,8 @@ def _read(sock: socket.socket, size: int, deadline: float, beginning: bytes = b"
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         part = sock.recv(size - len(data))
         if not part:
-            raise Refused("it closed the connection")
+            raise HandshakeRefused("it closed the connection")
         data += part
         if not data.startswith(beginning[: len(data)]):
-            raise Refused("another program listens there")
+            raise HandshakeRefused("another program listens there")
     return data

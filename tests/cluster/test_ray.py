@@ -18,12 +18,12 @@ from shardline.channel import encode_message
 from shardline.cluster.ray import driver as ray_driver
 from shardline.cluster.ray.cluster import RayCluster, Unreachable
 from shardline.cluster.ray.driver import Driver
-from shardline.cluster.ray.messages import DriverFailed, StartDriver, StartNode, config_of_node
 from shardline.cluster.ray.node import NodeStarter
 from shardline.cluster.ray.nodes import RayNodes
-from shardline.cluster.ray.placing import Demand, RayHost, demand_of, share_groups
+from shardline.cluster.ray.placing import Demand, RayHost, config_of_node, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Machine
+from shardline.messages.node import DriverFailed, StartDriver, StartNode
 from tests.deployment.machines import GIB, gpu, host, resolve_on
 
 TOKEN = "the-token-of-this-test-1"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cluster.token import find_token
+from shardline.cluster.wire import find_token
 from shardline.config.cluster import ClusterConfig
 
 HEAD = ClusterConfig(nnodes=2, master_addr="10.0.0.1")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from shardline import channel
-from shardline.channel import FrameSocket, Refused, connect
+from shardline.channel import FrameSocket, HandshakeRefused, connect
 from shardline.cluster import wire
 from shardline.cluster.wire import NodeSocket, connect_to_head
 from tests.cluster.heads import FakeHead
@@ -93,7 +93,7 @@ def test_another_token_is_refused_within_seconds_and_named_once(
     head: FakeHead, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 5.0
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         connect_to_head("another-token-of-this-test", "127.0.0.1", port, lambda: time.monotonic() < deadline)
     assert time.monotonic() < deadline
     assert becomes_true(lambda: "is refused" in caplog.text)
@@ -123,7 +123,7 @@ def test_a_program_of_another_protocol_is_refused(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as other:
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(Refused, match="another program"):
+        with pytest.raises(HandshakeRefused, match="another program"):
             connect_to_head(TOKEN, "127.0.0.1", port, lambda: True)
         thread.join(5)
         for connection in connections:
@@ -146,7 +146,7 @@ def test_a_program_that_plays_the_head_learns_and_gets_nothing(port: int) -> Non
 
         thread = threading.Thread(target=play)
         thread.start()
-        with pytest.raises(Refused, match="does not have the secret"):
+        with pytest.raises(HandshakeRefused, match="does not have the secret"):
             NodeSocket(TOKEN, "127.0.0.1", port)
         thread.join(5)
     assert len(received) == 176
@@ -155,7 +155,7 @@ def test_a_program_that_plays_the_head_learns_and_gets_nothing(port: int) -> Non
 
 def test_a_node_is_no_rank(head: FakeHead, port: int) -> None:
     """The proof covers what a connection is for."""
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         connect("127.0.0.1", port, wire._secret(TOKEN), "tensor: 1 to 0", 2.0)
     assert head.received.empty()
 

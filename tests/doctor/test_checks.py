@@ -14,9 +14,8 @@ from shardline.deployment.machine import Device, Host
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, ModelFacts, NodeFacts, Port
 from shardline.doctor.gather import gather
-from shardline.doctor.gpu_gather import GpuGather
-from shardline.doctor.known_answers import KnownAnswers
 from shardline.doctor.node_checks import check_node
+from shardline.doctor.processes import GpuGather, KnownAnswers
 
 GIB = 1 << 30
 

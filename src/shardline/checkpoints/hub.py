@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardline.checkpoints.folder_files import read_json, read_token_ids, require_regular_files
+from shardline.checkpoints.folder_files import read_json, read_token_ids, require_regular_files, weight_files
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
 from shardline.checkpoints.lookup import family, language_model_type
-from shardline.checkpoints.stored_beside import BESIDE, with_quantization
-from shardline.checkpoints.weight_files import weight_files
+from shardline.checkpoints.quantization import BESIDE, with_quantization
 from shardline.checkpoints.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"

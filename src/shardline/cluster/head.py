@@ -16,7 +16,6 @@ import msgspec
 
 from shardline.channel import Channel, FrameSocket, readable, run_callbacks
 from shardline.cluster.links import Survey
-from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.members import Member, Members, name_difference
 from shardline.cluster.streams import Relay
 from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket, send
@@ -47,7 +46,7 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL, start_pulse
+from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch, start_pulse
 
 _NOTICE_SECONDS = 30.0
 _REJOIN_SECONDS = 4.0

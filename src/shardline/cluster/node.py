@@ -15,15 +15,12 @@ from collections.abc import Callable
 import msgspec
 
 from shardline import __version__, env
-from shardline.channel import Refused as HandshakeRefused
-from shardline.channel import run_callbacks
+from shardline.channel import HandshakeRefused, run_callbacks
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.links import answer
-from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.node_processes import NodeProcesses, last_words
 from shardline.cluster.streams import Streams
-from shardline.cluster.token import find_token
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, connect_to_head
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, connect_to_head, find_token
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -52,7 +49,7 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch
 from shardline.stop_signals import stop_signals
 
 _NOTICE_SECONDS = 30.0

@@ -11,25 +11,45 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shardline.channel import FrameSocket, run_callbacks
-from shardline.channel import Refused as HandshakeRefused
+from shardline.channel import FrameSocket, HandshakeRefused, run_callbacks
 from shardline.cluster.links import answer
-from shardline.cluster.token import find_token
-from shardline.cluster.wire import HeadSocket, connect_to_head, send
+from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
-from shardline.doctor.messages import Command, FromHead, FromNode, Hello, Ping, Pong, Refused, Rejoin
 from shardline.doctor.node_checks import check_node
-from shardline.messages.node import Connect, Listen, Listening, Measured
+from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
 
 _LINKS_SECONDS = 7.0
 """Seconds in which links are measured once all nodes are there."""
 _SEND_SECONDS = 0.4
 _ANSWER_SECONDS = 4.0
 _NUM_PINGS = 5
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first message."""
+
+    facts: NodeFacts
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: what is the time?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Node to head."""
+
+    time: float
+    """Seconds since 1970, by the node's clock."""
+
+
+Command = Ping | Listen | Connect
+FromHead = Ping | Listen | Connect | Refused | Rejoin | Report
+"""A head that serves answers with Rejoin: it does not know the doctor's messages."""
+FromNode = Hello | Pong | Listening | Measured
 
 
 def examine(config: EngineConfig, server: ServerConfig, wait: float) -> Report:

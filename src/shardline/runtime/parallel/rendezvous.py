@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardline.channel import Connection, Listener, Refused, connect, run_callbacks
+from shardline.channel import Connection, HandshakeRefused, Listener, connect, run_callbacks
 
 _MAX_NAME_BYTES = 64
 _RETRY_SECONDS = 0.1
@@ -118,36 +118,21 @@ def connect_ranks(
     return result
 
 
+def steps_of(rank: int) -> str:
+    """The purpose of a rank's connection to its engine."""
+    return f"steps of {rank}"
+
+
 def connect_to_engine(address: str, nonce: bytes, rank: int, timeout: float) -> Connection:
-    """Connect a rank to the `EngineListener` at `address` ("host:port").
+    """Connect a rank to its engine, which awaits `steps_of(rank)` at `address` ("host:port").
 
     Raises:
         TimeoutError: the engine could not be reached within `timeout` seconds. The message says why.
     """
     try:
-        return _reach(address, nonce, f"steps of {rank}", time.monotonic() + timeout)
+        return _reach(address, nonce, steps_of(rank), time.monotonic() + timeout)
     except TimeoutError as error:
         raise TimeoutError(f"rank {rank} cannot connect to its engine within {timeout:g} s: {error}") from None
-
-
-class EngineListener:
-    """Awaits the connections of an engine's ranks on other hosts."""
-
-    def __init__(self, address: str, nonce: bytes, ranks: Collection[int]) -> None:
-        """Listen on the IP address `address`, until all of `ranks` have connected.
-
-        Raises:
-            OSError: this host does not have the address.
-        """
-        self._purposes = {f"steps of {rank}": rank for rank in ranks}
-        self._arrivals = Arrivals(address, nonce, self._purposes)
-        self.address = self._arrivals.address
-        """Where ranks connect: "host:port"."""
-
-    def finish(self, timeout: float) -> dict[int, Connection]:
-        """Wait up to `timeout` seconds for all ranks, and stop listening; returns the connection of each rank."""
-        found = self._arrivals.finish(time.monotonic() + timeout)
-        return {self._purposes[purpose]: connection for purpose, connection in found.items()}
 
 
 class Arrivals:
@@ -164,6 +149,7 @@ class Arrivals:
         self._selector = selectors.DefaultSelector()
         self._listener = Listener(self._selector, address, 0, nonce, frozenset(purposes).__contains__, self._take)
         self.address = f"{address}:{self._listener.port}"
+        """Where to connect: "host:port"."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rank-listener", daemon=True)
         self._thread.start()
@@ -213,7 +199,7 @@ def _reach(address: str, nonce: bytes, purpose: str, deadline: float) -> Connect
     while (left := deadline - time.monotonic()) > 0:
         try:
             return connect(host, int(port), nonce, purpose, left)
-        except Refused as error:
+        except HandshakeRefused as error:
             problem = f"{address} refused the connection: {error}"
         except OSError as error:
             problem = f"{address}: {error.strerror or error}"
