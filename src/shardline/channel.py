@@ -407,7 +407,8 @@ def connect(address: str, port: int, secret: bytes, purpose: str, timeout: float
     try:
         _configure(sock)
         private, public = _draw_keys()
-        name = _purpose_field(purpose)
+        name = purpose.encode().ljust(_MAX_PURPOSE_BYTES, b"\0")
+        assert len(name) == _MAX_PURPOSE_BYTES
         sock.sendall(_GREETING.pack(_MAGIC, name, public))
         _, theirs = _CHALLENGE.unpack(_read(sock, _CHALLENGE.size, deadline, _MAGIC))
         handshake = _Handshake(secret, name, public, theirs)
@@ -485,6 +486,7 @@ class Listener:
         try:
             connection, _ = self._server.accept()
         except OSError:
+            time.sleep(0.01)  # without descriptors, it stays ready
             return
         if len(self._unproven) >= _MAX_UNPROVEN:
             self._drop(next(iter(self._unproven.values())))
@@ -548,12 +550,6 @@ def _draw_keys() -> tuple[X25519PrivateKey, bytes]:
 
     private = X25519PrivateKey.generate()
     return private, private.public_key().public_bytes_raw()
-
-
-def _purpose_field(purpose: str) -> bytes:
-    name = purpose.encode()
-    assert len(name) <= _MAX_PURPOSE_BYTES
-    return name.ljust(_MAX_PURPOSE_BYTES, b"\0")
 
 
 def _configure(sock: socket.socket) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import secrets
-import selectors
 import socket
 import statistics
 import struct
@@ -15,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from shardline.channel import Connection, Listener, connect, run_callbacks
+from shardline.channel import connect
 from shardline.cluster.members import Member, Members
 from shardline.deployment.deployment import Deployment
 from shardline.messages.node import Connect, LinkMeasured, Listen, Listening, Measured
 from shardline.models.communication import tensor_traffic
 from shardline.models.partition import Span
+from shardline.runtime.parallel.rendezvous import Arrivals
 
 ACCEPT_SECONDS = 4.0
 SURVEY_SECONDS = 20.0
@@ -49,27 +49,16 @@ def answer(command: Listen | Connect, address: str) -> Listening | Measured:
 
 def _listen(address: str, key: bytes) -> int:
     """Serve one connection of somebody who knows `key`, in a thread; returns the port."""
-    selector, accepted = selectors.DefaultSelector(), deque[socket.socket]()
+    arrivals = Arrivals(address, key, [_PURPOSE])
+    threading.Thread(target=_serve, args=(arrivals,), name="link-listen", daemon=True).start()
+    return arrivals.port
 
-    def take(_purpose: str, connection: Connection) -> None:
-        accepted.append(connection.socket)
 
-    listener = Listener(selector, address, 0, key, {_PURPOSE}.__contains__, take)
-
-    def serve() -> None:
-        deadline = time.monotonic() + ACCEPT_SECONDS
-        while not accepted and time.monotonic() < deadline:
-            run_callbacks(selector, 0.1)
-            listener.drop_silent()
-        listener.close()
-        selector.close()
-        for sock in accepted:
-            with sock, contextlib.suppress(OSError):
-                sock.settimeout(ACCEPT_SECONDS)
-                _echo_and_count(sock)
-
-    threading.Thread(target=serve, name="link-listen", daemon=True).start()
-    return listener.port
+def _serve(arrivals: Arrivals) -> None:
+    for sock, _ in arrivals.finish(time.monotonic() + ACCEPT_SECONDS).values():
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(ACCEPT_SECONDS)
+            _echo_and_count(sock)
 
 
 def _echo_and_count(client: socket.socket) -> None:

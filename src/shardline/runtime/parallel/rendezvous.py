@@ -138,7 +138,7 @@ def connect_to_engine(address: str, nonce: bytes, rank: int, timeout: float) -> 
 class Arrivals:
     """Awaits one connection for each of some purposes, in a thread of its own."""
 
-    def __init__(self, address: str, nonce: bytes, purposes: Collection[str]) -> None:
+    def __init__(self, address: str, secret: bytes, purposes: Collection[str]) -> None:
         """Listen on the IP address `address`, until there is a connection for each purpose.
 
         Raises:
@@ -147,11 +147,12 @@ class Arrivals:
         self._num_awaited = len(purposes)
         self._found: dict[str, Connection] = {}
         self._selector = selectors.DefaultSelector()
-        self._listener = Listener(self._selector, address, 0, nonce, frozenset(purposes).__contains__, self._take)
-        self.address = f"{address}:{self._listener.port}"
+        self._listener = Listener(self._selector, address, 0, secret, frozenset(purposes).__contains__, self._take)
+        self.port = self._listener.port
+        self.address = f"{address}:{self.port}"
         """Where to connect: "host:port"."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="rank-listener", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="listener", daemon=True)
         self._thread.start()
 
     def finish(self, deadline: float) -> dict[str, Connection]:
@@ -170,7 +171,7 @@ class Arrivals:
 
     def _take(self, purpose: str, connection: Connection) -> None:
         if (former := self._found.pop(purpose, None)) is not None:
-            former.socket.close()  # the rank gave this one up, and connected again
+            former.socket.close()  # the other end gave this one up, and connected again
         self._found[purpose] = connection
 
 
