@@ -155,13 +155,10 @@ class Node:
             finally:
                 self._processes.end_all()
                 self._streams.close_all()
-                self._disconnect()
+                if self._wire is not None:
+                    self._wire.close()
+                self._wire = None
                 self._selector.close()
-
-    def _disconnect(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
 
     def _join_head(self, deadline: float) -> None:
         """Wait for the head, and join it."""
@@ -183,7 +180,6 @@ class Node:
             return True
 
         while may_wait():
-            self._disconnect()
             try:
                 self._wire = connect_to_head(
                     self._token, cluster.head_address, cluster.head_port, may_wait, self._selector
@@ -193,9 +189,11 @@ class Node:
                     f"{place} refuses the handshake: the join tokens differ, or another program listens there; copy "
                     "the head's token (--join-token-file, SHARDLINE_JOIN_TOKEN, ~/.config/shardline/join-token)"
                 ) from error
+            assert self._wire is not None, "may_wait ends otherwise"
             if self._ask_to_join(may_wait):
                 _log.info("joined %s as node %d", place, self._join.node)
                 return
+            self._wire.close()
 
     def _ask_to_join(self, may_wait: Callable[[], bool]) -> bool:
         """Whether the head takes this node; False: the connection is good for nothing more."""
