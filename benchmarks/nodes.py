@@ -56,11 +56,10 @@ from shardline.messages.worker import (
 from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.exchange import SocketGroup
 from shardline.runtime.parallel.groups import connect_host_memory
-from shardline.runtime.parallel.rendezvous import EngineListener, Meeting, connect_ranks, connect_to_engine
+from shardline.runtime.parallel.rendezvous import Arrivals, Meeting, connect_ranks, connect_to_engine, steps_of
 from shardline.runtime.worker import Worker
 from shardline.runtime.worker_process import read_line
 from shardline.sampling_params import SamplingParams
-from shardline.seal import Seal
 from shardline.segment.expert_load import Counts
 
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
@@ -296,10 +295,10 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
         received = answer_plans(store.get("engine", PATIENCE_S).decode(), nonce)
         store.set("received", json.dumps(received).encode())
         return []
-    listener = EngineListener(ADDRESSES[0], nonce, [1])
-    store.set("engine", listener.address.encode())
-    connection = listener.finish(PATIENCE_S)[1]
-    line: Channel[StepReply] = Channel(connection.socket, StepReply, Seal(connection.key, is_listener=True))  # type: ignore[arg-type]
+    arrivals = Arrivals(ADDRESSES[0], nonce, [steps_of(1)])
+    store.set("engine", arrivals.address.encode())
+    sock, seal = arrivals.finish(time.monotonic() + PATIENCE_S)[steps_of(1)]
+    line: Channel[StepReply] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
     steps = [SequenceStep(number, 500, 1, [[]], -1, sample=True) for number in range(PLAN_SEQUENCES)]
     sent, answered = [], []
     for number in range(PLANS):
@@ -316,8 +315,8 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
 
 def answer_plans(address: str, nonce: bytes) -> list[float]:
     """Play a rank that answers plans at once; returns when each plan had come."""
-    connection = connect_to_engine(address, nonce, 1, PATIENCE_S)
-    line: Channel[StepRequest] = Channel(connection.socket, StepRequest, Seal(connection.key, is_listener=False))  # type: ignore[arg-type]
+    sock, seal = connect_to_engine(address, nonce, 1, PATIENCE_S)
+    line: Channel[StepRequest] = Channel(sock, StepRequest, seal)  # type: ignore[arg-type]
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=read_line, args=(line, events), daemon=True).start()
     tokens = [SequenceResult(number, [number]) for number in range(PLAN_SEQUENCES)]

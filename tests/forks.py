@@ -34,7 +34,6 @@ MODULES = [
     "shardline.runtime.parallel.interface",
     "shardline.runtime.parallel.rendezvous",
     "shardline.runtime.parallel.torch_store",
-    "shardline.seal",
 ]
 _MAX_BYTES = 1 << 17
 _MAX_FDS = 200

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.channel import Channel
-from shardline.seal import Seal
+from shardline.channel import Channel, Seal
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=5)
 

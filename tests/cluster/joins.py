@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
+from shardline.channel import FrameSocket
 from shardline.messages.node import Join, StartHead
 
 
@@ -15,6 +16,11 @@ def start(own: Join, **options: Any) -> StartHead:
     return StartHead(
         **{"token": "t", "address": "10.0.0.1", "port": 1, "own": own, "nodes": (1, 2), "num_replicas": 0} | options
     )
+
+
+def peer() -> FrameSocket:
+    """What stands for a connection where nothing is sent."""
+    return cast(FrameSocket, object())
 
 
 def node(own: Join, number: int, **changes: Any) -> Join:

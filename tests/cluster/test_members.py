@@ -14,25 +14,27 @@ from shardline.cluster.describe import _digest_weights, own_address
 from shardline.cluster.members import Members
 from shardline.config.engine import EngineConfig
 from shardline.messages.node import Join
-from tests.cluster.joins import node, start
+from tests.cluster.joins import node, peer, start
+
+PEERS = {name: peer() for name in "abcx"}
 
 
 def test_nodes_join_in_any_order_and_come_back(own: Join) -> None:
     members = Members(start(own))
     assert members.missing() == "nodes 1, 2 (--node-rank)"
-    second = members.add(b"b", node(own, 2))
+    second = members.add(PEERS["b"], node(own, 2))
     assert members.missing() == "node 1 (--node-rank)"
-    first = members.add(b"a", node(own, 1))
+    first = members.add(PEERS["a"], node(own, 1))
     assert members.missing() == ""
     assert [join.node for join in members.settle()] == [1, 2]
     assert [members.at_index(host) for host in range(4)] == [None, first, second, None]
     assert members.host_of(second) == 2
-    assert members.find(b"a") is first
+    assert members.find(PEERS["a"]) is first
     members.remove(first)
     assert members.at_index(1) is None
-    assert members.find(b"a") is None
+    assert members.find(PEERS["a"]) is None
     assert members.missing() == "node 1 (--node-rank)"
-    again = members.add(b"c", node(own, 1))
+    again = members.add(PEERS["c"], node(own, 1))
     assert members.at_index(1) is again
 
 
@@ -41,12 +43,12 @@ def test_nodes_that_say_which_replicas_they_run(own: Join) -> None:
     members = Members(start(head, nodes=(), num_replicas=5))
     assert members.missing() == "nodes for 3 of 5 replicas (--data-parallel-size-local)"
     with pytest.raises(ValueError, match="replicas 1 to 2 overlap with those of one, 0 to 1"):
-        members.add(b"x", node(own, 1, host={"num_replicas": 2}))
+        members.add(PEERS["x"], node(own, 1, host={"num_replicas": 2}))
     with pytest.raises(ValueError, match="replicas 4 to 5 are not all among the 5"):
-        members.add(b"x", node(own, 4, host={"num_replicas": 2}))
-    members.add(b"b", node(own, 4, host={"num_replicas": 1}))
+        members.add(PEERS["x"], node(own, 4, host={"num_replicas": 2}))
+    members.add(PEERS["b"], node(own, 4, host={"num_replicas": 1}))
     assert members.missing() == "nodes for 2 of 5 replicas (--data-parallel-size-local)"
-    members.add(b"a", node(own, 2, host={"num_replicas": 2}))
+    members.add(PEERS["a"], node(own, 2, host={"num_replicas": 2}))
     assert not members.missing()
     assert [join.node for join in members.settle()] == [2, 4]
 
@@ -66,16 +68,16 @@ def test_unlike_nodes_are_refused(own: Join, changes: dict[str, Any], message: s
         if field in changes:
             changes = {field: {**getattr(own, field), **changes[field]}}
     with pytest.raises(ValueError, match=message):
-        Members(start(own)).add(b"a", node(own, 1, **changes))
+        Members(start(own)).add(peer(), node(own, 1, **changes))
 
 
 def test_fast_numerics_take_unlike_nodes(own: Join, caplog: pytest.LogCaptureFixture) -> None:
     flags = {**own.flags, "numerics": "fast"}
     members = Members(start(replace(own, flags=flags)))
-    member = members.add(b"a", node(own, 1, flags=flags, isas=("portable", "avx2")))
+    member = members.add(PEERS["a"], node(own, 1, flags=flags, isas=("portable", "avx2")))
     assert members.kernel_path(member) == "avx2"
     assert "computes with avx512, and host1 has portable, avx2" in caplog.text
-    assert members.kernel_path(members.add(b"b", node(own, 2, flags=flags))) == "avx512"
+    assert members.kernel_path(members.add(PEERS["b"], node(own, 2, flags=flags))) == "avx512"
 
 
 def test_weights_that_differ_only_in_their_numbers_are_told_apart(tmp_path: Path) -> None:
@@ -94,11 +96,11 @@ def test_weights_that_differ_only_in_their_numbers_are_told_apart(tmp_path: Path
 
 def test_a_rank_that_is_taken_or_unknown_is_refused(own: Join) -> None:
     members = Members(start(own))
-    members.add(b"a", node(own, 1))
+    members.add(PEERS["a"], node(own, 1))
     with pytest.raises(ValueError, match=r"--node-rank 1 is taken by host1 \(10.0.0.2\)"):
-        members.add(b"b", node(own, 1))
+        members.add(PEERS["b"], node(own, 1))
     with pytest.raises(ValueError, match="--node-rank 3 is not one of this cluster's"):
-        members.add(b"b", node(own, 3))
+        members.add(PEERS["b"], node(own, 3))
 
 
 def test_only_flags_of_a_single_node_may_differ(own: Join) -> None:

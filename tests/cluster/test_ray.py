@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,14 @@ import pytest
 
 from shardline.channel import encode_message
 from shardline.cluster.ray import driver as ray_driver
-from shardline.cluster.ray.cluster import Unreachable
+from shardline.cluster.ray.cluster import RayCluster, Unreachable
 from shardline.cluster.ray.driver import Driver
-from shardline.cluster.ray.messages import DriverFailed, StartDriver, StartNode, config_of_node
 from shardline.cluster.ray.node import NodeStarter
 from shardline.cluster.ray.nodes import RayNodes
-from shardline.cluster.ray.placing import Demand, RayHost, demand_of, share_groups
+from shardline.cluster.ray.placing import Demand, RayHost, config_of_node, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Machine
+from shardline.messages.node import DriverFailed, StartDriver, StartNode
 from tests.deployment.machines import GIB, gpu, host, resolve_on
 
 TOKEN = "the-token-of-this-test-1"
@@ -223,3 +226,31 @@ def test_without_ray_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="Ray chooses the nodes; leave --nnodes"):
         RayNodes(config(nnodes=2, master_addr="10.0.0.1"))
     assert EngineConfig.from_options(data_parallel_backend="ray").places_with_ray
+
+
+class NoRay(types.ModuleType):
+    """Ray without a cluster on this host, which cannot start one either."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.calls: list[tuple[object, str | None]] = []
+        self.exceptions = types.SimpleNamespace(RayError=RuntimeError)
+
+    def init(self, address: str, **_options: object) -> None:
+        self.calls.append((address, os.environ.get("RAY_AUTH_MODE")))
+        if address == "auto":
+            raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to")
+        raise RuntimeError("a long story\nTimed out waiting for a file")
+
+
+def test_without_a_ray_cluster_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray turns on its token itself. It ignores a mode that is set after its import, but its servers do not."""
+    ray = NoRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"no Ray cluster runs on this host.*`ray start --head`") as error:
+        RayCluster()
+    assert "\n" not in str(error.value)
+    assert "Timed out waiting for a file" in str(error.value)
+    assert ray.calls == [("auto", None), ("local", None)]

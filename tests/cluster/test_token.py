@@ -1,4 +1,4 @@
-"""The join token: where it is found, and what follows from it."""
+"""The join token: where it is found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cluster.token import find_token, head_keys, node_keys
+from shardline.cluster.wire import find_token
 from shardline.config.cluster import ClusterConfig
 
 HEAD = ClusterConfig(nnodes=2, master_addr="10.0.0.1")
@@ -41,9 +41,3 @@ def test_a_file_comes_before_the_environment(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SHARDLINE_JOIN_TOKEN", "short")
     with pytest.raises(ValueError, match="SHARDLINE_JOIN_TOKEN has 5 characters and needs 22"):
         find_token(NODE)
-
-
-def test_keys_follow_from_the_token_alone() -> None:
-    assert head_keys("a" * 22) == head_keys("a" * 22)
-    keys = [head_keys("a" * 22), node_keys("a" * 22), head_keys("b" * 22), node_keys("b" * 22)]
-    assert len({one.secret for one in keys} | {one.public for one in keys}) == 8

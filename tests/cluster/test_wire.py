@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
+import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
-import zmq
 
+from shardline import channel
+from shardline.channel import FrameSocket, HandshakeRefused, connect
 from shardline.cluster import wire
-from shardline.cluster.token import head_keys
-from shardline.cluster.wire import HeadSocket, NodeSocket
+from shardline.cluster.wire import NodeSocket, connect_to_head
+from tests.cluster.heads import FakeHead
 
 TOKEN = "the-token-of-this-test-1"
 
 
 @pytest.fixture
-def head(port: int) -> Iterator[HeadSocket]:
-    head = HeadSocket(TOKEN, "127.0.0.1", port)
+def head(port: int) -> Iterator[FakeHead]:
+    head = FakeHead(TOKEN, port)
     yield head
     head.close()
 
@@ -34,87 +39,178 @@ def becomes_true(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return True
 
 
-def test_messages_travel_both_ways(head: HeadSocket, port: int) -> None:
+def test_messages_travel_both_ways(head: FakeHead, port: int) -> None:
     node = NodeSocket(TOKEN, "127.0.0.1", port)
-    node.socket.send(b"hello")
-    identity, body = head.socket.recv_multipart()
-    assert body == b"hello"
-    head.socket.send_multipart([identity, b"welcome"])
-    assert node.socket.recv() == b"welcome"
-    assert not node.was_refused()
-    with pytest.raises(zmq.ZMQError):
-        head.socket.send_multipart([b"nobody", b"x"])
+    node.send("hello")
+    peer, body = head.receive()
+    assert msgspec.msgpack.decode(body) == "hello"
+    head.send(peer, "welcome")
+    assert msgspec.msgpack.decode(node.receive(5.0) or b"") == "welcome"
+    large = secrets.token_bytes(5 << 20)
+    node.send(large)
+    head.send(peer, large)
+    assert msgspec.msgpack.decode(node.receive(5.0) or b"") == large
+    assert msgspec.msgpack.decode(head.receive()[1]) == large
+    node.close()
+    assert head.awaits_end() is peer
+
+
+def test_what_was_sent_before_the_end_arrives(head: FakeHead, port: int) -> None:
+    """Also if the node has sent something that nobody has read."""
+    node = NodeSocket(TOKEN, "127.0.0.1", port)
+    node.send("hello")
+    peer, _ = head.receive()
+    for number in range(100):
+        node.send(number)
+        head.send(peer, bytes(100_000))
+    threading.Thread(target=head.close).start()
+    messages = []
+    while (body := node.receive(5.0)) is not None:
+        messages.append(body)
+    assert len(messages) == 100
+    assert node.has_ended
+    node.close()
+
+
+def test_frames_are_encrypted(head: FakeHead, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    flush = FrameSocket._flush
+
+    def note(self: FrameSocket) -> None:
+        sent.extend(map(bytes, self._unsent))
+        flush(self)
+
+    monkeypatch.setattr(FrameSocket, "_flush", note)
+    node = NodeSocket(TOKEN, "127.0.0.1", port)
+    node.send("a prompt")
+    head.receive()
+    assert len(sent) == 1
+    assert b"prompt" not in sent[0]
     node.close()
 
 
 def test_another_token_is_refused_within_seconds_and_named_once(
-    head: HeadSocket, port: int, caplog: pytest.LogCaptureFixture
+    head: FakeHead, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head.watch_connections()
-    node = NodeSocket("another-token-of-this-test", "127.0.0.1", port)
-    node.socket.send(b"hello")
-    assert becomes_true(node.was_refused)
-    assert not head.socket.poll(100)
-    list(head.ended_connections())
+    deadline = time.monotonic() + 5.0
+    with pytest.raises(HandshakeRefused):
+        connect_to_head("another-token-of-this-test", "127.0.0.1", port, lambda: time.monotonic() < deadline)
+    assert time.monotonic() < deadline
+    assert becomes_true(lambda: "is refused" in caplog.text)
     assert caplog.text.count("a node is refused: its join token is not the head's") == 1
-    node.close()
+    assert head.received.empty()
 
 
 def test_a_head_that_is_stopped_refuses_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host accepts connections, and nobody answers the handshake."""
-    monkeypatch.setattr(wire, "_HANDSHAKE_MILLISECONDS", 300)
-    monkeypatch.setattr(wire, "_REFUSAL_SECONDS", 0.15)
+    monkeypatch.setattr(wire, "_CONNECT_SECONDS", 0.3)
+    deadline = time.monotonic() + 1.5
     with socket.create_server(("127.0.0.1", port)):
-        node = NodeSocket(TOKEN, "127.0.0.1", port)
-        assert not becomes_true(node.was_refused, 1.5)
-        node.close()
+        assert connect_to_head(TOKEN, "127.0.0.1", port, lambda: time.monotonic() < deadline) is None
 
 
 def test_a_program_of_another_protocol_is_refused(port: int) -> None:
-    """libzmq gives such a connection up for good; sends that wait for it would wait forever."""
+    """It may take the magic bytes for a bad request, and keep the connection open."""
+
+    def answer() -> None:
+        for _ in range(wire._REFUSALS):
+            connection, _ = other.accept()
+            assert connection.recv(16, socket.MSG_WAITALL) == channel._MAGIC
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connections.append(connection)
+
+    connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", port)) as other:
-        node = NodeSocket(TOKEN, "127.0.0.1", port)
-        connection, _ = other.accept()
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
-        assert becomes_true(node.was_refused)
-        for _ in range(3):
-            node.send("hello")
-        connection.close()
-        node.close()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(HandshakeRefused, match="another program"):
+            connect_to_head(TOKEN, "127.0.0.1", port, lambda: True)
+        thread.join(5)
+        for connection in connections:
+            connection.close()
 
 
-def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Without an allow-list, libzmq accepts every client that knows the server's public key."""
-    head.watch_connections()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
-        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-        client.curve_serverkey = head_keys(TOKEN).public
-        client.connect(f"tcp://127.0.0.1:{port}")
-        client.send(b"hello")
-        assert not head.socket.poll(500)
-    list(head.ended_connections())
-    assert "a node is refused" in caplog.text
+def test_a_program_that_plays_the_head_learns_and_gets_nothing(port: int) -> None:
+    """It answers the greeting, but it has no token, and cannot turn the node's own proof round."""
+    received = b""
+    with socket.create_server(("127.0.0.1", port)) as other:
+
+        def play() -> None:
+            nonlocal received
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(channel._MAGIC + secrets.token_bytes(32))
+                received = connection.recv(176, socket.MSG_WAITALL)
+                connection.sendall(received[-32:])
+                received += connection.recv(1 << 16)
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        with pytest.raises(HandshakeRefused, match="does not have the secret"):
+            NodeSocket(TOKEN, "127.0.0.1", port)
+        thread.join(5)
+    assert len(received) == 176
+    assert TOKEN.encode() not in received
 
 
-def test_random_and_truncated_bytes_reach_nobody(head: HeadSocket, port: int) -> None:
+def test_a_node_is_no_rank(head: FakeHead, port: int) -> None:
+    """The proof covers what a connection is for."""
+    with pytest.raises(HandshakeRefused):
+        connect("127.0.0.1", port, wire._secret(TOKEN), "tensor: 1 to 0", 2.0)
+    assert head.received.empty()
+
+
+def test_two_connections_have_two_keys(port: int) -> None:
+    """Who hears both, and learns the token later, has neither."""
+    seals = []
+    selector = selectors.DefaultSelector()
+    listener = channel.Listener(
+        selector, "127.0.0.1", port, b"s" * 16, {"x"}.__contains__, lambda _, got: seals.append(got)
+    )
+    for _ in range(2):
+        thread = threading.Thread(
+            target=lambda: seals.append(connect("127.0.0.1", port, b"s" * 16, "x", 5.0)), daemon=True
+        )
+        thread.start()
+        while thread.is_alive():
+            channel.run_callbacks(selector, 0.01)
+        thread.join()
+    listener.close()
+    selector.close()
+    frames = {connection.seal.seal(b"the same") for connection in seals}
+    assert len(frames) == len(seals) == 4
+    for connection in seals:
+        connection.socket.close()
+
+
+def test_random_and_truncated_bytes_reach_nobody(head: FakeHead, port: int) -> None:
     rng = random.Random(5)
-    greeting = bytes.fromhex("ff00000000000000017f0300") + b"CURVE".ljust(20, b"\0") + bytes(32)
+    greeting = channel._MAGIC + b"node".ljust(96, b"\0")
     for number in range(200):
         source = (f"127.0.1.{1 + number % 250}", 0)  # one address has too few ports
         with socket.create_connection(("127.0.0.1", port), source_address=source) as client:
             body = rng.randbytes(rng.randrange(1, 300))
-            client.sendall(body if number % 2 else greeting[: rng.randrange(1, 65)] + body)
-    assert not head.socket.poll(200)
+            client.sendall(body if number % 2 else greeting[: rng.randrange(1, 113)] + body)
     node = NodeSocket(TOKEN, "127.0.0.1", port)
-    node.socket.send(b"hello")
-    assert head.socket.poll(5000), "the head still serves its nodes"
+    node.send("hello")
+    assert msgspec.msgpack.decode(head.receive()[1]) == "hello", "the head still serves its nodes"
     node.close()
 
 
-def test_a_port_that_is_taken_is_named(head: HeadSocket, port: int) -> None:
+def test_a_frame_that_is_too_large_ends_its_connection(
+    head: FakeHead, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_MAX_BYTES", 1000)
+    node = NodeSocket(TOKEN, "127.0.0.1", port)
+    node.send(bytes(2000))
+    assert node.receive(5.0) is None
+    assert node.has_ended
+    assert head.received.empty()
+
+
+def test_a_port_that_is_taken_is_named(head: FakeHead, port: int) -> None:
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port}"):
-        HeadSocket(TOKEN, "127.0.0.1", port)
+        FakeHead(TOKEN, port)
 
 
 def test_no_secret_reaches_children(monkeypatch: pytest.MonkeyPatch) -> None:

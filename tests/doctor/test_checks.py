@@ -14,8 +14,8 @@ from shardline.deployment.machine import Device, Host
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, ModelFacts, NodeFacts, Port
 from shardline.doctor.gather import gather
-from shardline.doctor.gpu_gather import GpuGather
 from shardline.doctor.node_checks import check_node
+from shardline.doctor.processes import GpuGather, KnownAnswers
 
 GIB = 1 << 30
 
@@ -38,6 +38,7 @@ def facts(node: int = 0, **options: Any) -> NodeFacts:
         "software": {"shardline": "1"},
         "flags": {"dtype": "auto"},
         "isas": ("portable", "avx2"),
+        "known_answers": {"avx2": "a"},
         "shm_bytes": 16 * GIB,
         "open_files": 100_000,
         "name_addresses": (f"10.0.0.{node + 1}",),
@@ -89,6 +90,7 @@ GPUS = host("H100", "H100")
          [("--master-port", "broken")]),
         ({"ports": (Port("--port", "::", 8000, "used", served="ready"), Port("--master-port", "::", 1, "used"))}, []),
         ({"known_answers_error": "the avx2 kernels give other bits each time"}, [("kernels", "broken")]),
+        ({"known_answers": {}}, [("kernels", "warning")]),
         ({"nccl_speed": 300e9}, []),
         ({"nccl_speed": 2e9}, [("NCCL", "warning")]),
         ({"nccl_error": "GPU 1: unhandled system error"}, [("NCCL", "broken")]),
@@ -164,6 +166,10 @@ def test_this_host_has_facts_that_travel() -> None:
     assert here.known_answers_error == ""
     assert len(here.model.digest) == 12
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=NodeFacts) == here
+
+
+def test_kernels_of_a_busy_host_are_not_called_broken() -> None:
+    assert KnownAnswers().collect(0.0) == ({}, "")
 
 
 def test_ranks_measure_how_fast_they_gather() -> None:

@@ -81,7 +81,7 @@ def test_a_node_that_is_missing_or_wrong(config: EngineConfig) -> None:
 
     def visit_in_vain() -> Report:
         stranger = NodeSocket(TOKEN, "127.0.0.1", config.cluster.master_port)
-        stranger.socket.send(b"not of the protocol")
+        stranger.send("not of the protocol")
         stranger.close()
         with pytest.raises(ValueError, match="--node-rank 7 is not below --nnodes 2"):
             visit(config, other)
@@ -100,7 +100,7 @@ class NoAnswers:
     """Spares the test the import of torch in another process."""
 
     def collect(self, timeout: float) -> tuple[dict[str, str], str]:
-        return {}, ""
+        return {"portable": "a"}, ""
 
 
 def test_the_exit_code_is_that_of_the_worst(

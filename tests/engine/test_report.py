@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor import make_executor
-from shardline.engine.report import startup_report
+from shardline.engine.report import check_known_answers, startup_report
+from shardline.kernels.host import known_answers
+from shardline.messages.worker import RankReport
 from shardline.models.sizes import kv_bytes_per_token, weight_bytes
 from tests.models.checkpoints import make_checkpoint
 
@@ -62,3 +65,32 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
         assert sum(per_token) == 4 * len(setup.spec.layers) * (320 + 64)
     text = "\n".join(startup_report(setup, 0, executor.allocation, reports, {"load": 0.1}))
     assert f"KV bytes per token: {sum(per_token):,} (rank 0: {per_token[0]:,}" in text
+    answers = {report.known_answer for report in reports}
+    assert len(answers) == 1
+    assert "" not in answers
+
+
+def test_replicas_have_their_own_numbers() -> None:
+    """Each replica is an engine of its own, unless experts are spread over all of them."""
+    setup = resolve_here(EngineConfig.from_options(model="demo", device="cpu", data_parallel_size=2, cpu_threads=1))
+    report = RankReport(0, "host", 7, "CPU", "avx2", 1, 0, 0, 0.0)
+    for engine in range(2):
+        lines = startup_report(setup, engine, KVAllocation(9), [report], {})
+        assert any(f"dp {engine}, pp 0" in line for line in lines)
+
+
+def test_ranks_whose_kernels_give_other_bits_are_named() -> None:
+    reports = [
+        RankReport(rank, f"host{rank // 2}", 7, "CPU", isa, 1, 0, 0, 0.0, known_answer=answer)
+        for rank, (isa, answer) in enumerate([("avx2", "a"), ("avx2", "a"), ("avx2", "b"), ("avx512", "c"), ("", "")])
+    ]
+    with pytest.raises(RuntimeError, match="the avx2 kernels of rank 2 on host1 give other bits"):
+        check_known_answers(reports)
+    check_known_answers(reports[:2] + reports[3:])
+
+
+def test_kernels_that_differ_from_themselves_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter(["a", "a", "b"])
+    monkeypatch.setattr(known_answers, "_feed_forward_digest", lambda: next(digests))
+    with pytest.raises(RuntimeError, match="kernels give other bits each time; test the memory"):
+        known_answers.known_answer()

@@ -32,7 +32,6 @@ from shardline.messages.worker import (
     WorkerRequest,
 )
 from shardline.runtime.parallel.rendezvous import connect_to_engine
-from shardline.seal import Seal
 from tests.deployment.machines import host, resolve_on
 from tests.engine.test_failures import RANKS, FakeRank
 
@@ -54,10 +53,8 @@ class Remote:
         self.channel.send(RankStarted("two", 7))
         start = self.channel.receive(5.0)
         assert isinstance(start, StartWorker)
-        connection = connect_to_engine(start.step_address, start.nonce, 1, 5.0)
-        self.socket = connection.socket
-        seal = Seal(connection.key, is_listener=False)
-        self.line: Channel[StepRequest] = Channel(connection.socket, StepRequest, seal)  # type: ignore[arg-type]
+        self.socket, seal = connect_to_engine(start.step_address, start.nonce, 1, 5.0)
+        self.line: Channel[StepRequest] = Channel(self.socket, StepRequest, seal)  # type: ignore[arg-type]
         self.channel.send(report(1))
 
 

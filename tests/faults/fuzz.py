@@ -22,47 +22,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from shardline.cluster.links import _listen, _receive
-from shardline.cluster.wire import HeadSocket, NodeSocket
+from shardline import channel
+from shardline.cluster import links
+from shardline.cluster.wire import NodeSocket
 from shardline.runtime.parallel.rendezvous import LocalStore, Meeting, connect_ranks
+from tests.cluster.heads import FakeHead
 
 ATTACKERS = 2
 _WINDOW = 24
-"""Connections that an attacker has open at once; a rank's listener admits 64 unproven ones."""
+"""Connections that an attacker has open at once; a listener admits 256 unproven ones."""
 _PARTS = 10
 """Parts of the frames. Memory is first looked at after one: allocators have filled their pools by then."""
 MEMORY_GROWTH = 8 << 20
 _TOKEN = "the-token-of-this-fuzzing"
-_GREETING = bytes.fromhex("ff00000000000000017f0300") + b"CURVE".ljust(20, b"\0") + bytes(32)
 _KEY = bytes(range(32))
 
 
-def rank_frame(rng: random.Random) -> bytes:
-    """Most hellos have the right length and purpose."""
-    frame = rng.randbytes(rng.choice((0, 1, 31, 135, 136, 136, 136, 200)))
-    if len(frame) >= 136:
-        frame = b"tensor".ljust(64, b"\0") + (1).to_bytes(4, "little") + bytes(4) + frame[72:]
-    return frame
-
-
-def head_frame(rng: random.Random) -> bytes:
-    """Bytes, truncated greetings, and hellos of CURVE with random keys."""
-    match rng.randrange(4):
-        case 0:
-            return rng.randbytes(rng.randrange(1, 300))
-        case 1:
-            return _GREETING[: rng.randrange(1, 65)] + rng.randbytes(rng.randrange(1, 300))
-        case 2:
-            return _GREETING + bytes((4, 200)) + b"\x05HELLO\x01\0" + bytes(72) + rng.randbytes(120)
-        case _:
-            return _GREETING + bytes((rng.randrange(8), rng.randrange(256))) + rng.randbytes(rng.randrange(1, 300))
-
-
-def link_frame(rng: random.Random) -> bytes:
-    """Keys that are wrong or too short."""
-    return _KEY[: rng.randrange(32)] + rng.choice((b"", b"", b"\xff", b"\xff" * 100))
+def handshake_frame(purpose: str, rng: random.Random) -> bytes:
+    """Most have the right length, magic bytes and purpose, and a random key and proof; others are cut, or random."""
+    frame = rng.randbytes(rng.choice((0, 1, 31, 175, 176, 176, 176, 300)))
+    if len(frame) < 176 or rng.randrange(10) == 0:
+        return frame
+    greeting = channel._MAGIC + purpose.encode().ljust(96, b"\0")
+    return (greeting + frame[len(greeting) :])[: rng.choice((rng.randrange(1, 176), 176, 176, 176, 300))]
 
 
 def http_frame(rng: random.Random) -> bytes:
@@ -106,47 +91,34 @@ def serve_rank() -> Iterator[tuple[int, Callable[[], bool]]]:
 
 @contextlib.contextmanager
 def serve_head() -> Iterator[tuple[int, Callable[[], bool]]]:
-    """The head's socket, read as the head process reads it."""
+    """The head's socket."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    head = HeadSocket(_TOKEN, "127.0.0.1", port)
-    monitor, received, over = head.watch_connections(), [], threading.Event()
-
-    def read() -> None:
-        while not over.is_set():
-            if monitor.poll(10):
-                collections.deque(head.ended_connections(), 0)
-            if head.socket.poll(0):
-                received.append(head.receive()[1])
-
-    reader = threading.Thread(target=read)
-    reader.start()
+    head = FakeHead(_TOKEN, port)
 
     def serves() -> bool:
-        assert not received, "a stranger's message has reached the head"
+        assert head.received.empty(), "a stranger's message has reached the head"
         node = NodeSocket(_TOKEN, "127.0.0.1", port)
-        node.socket.send(b"hello")
-        deadline = time.monotonic() + 10.0
-        while not received and time.monotonic() < deadline:
-            time.sleep(0.01)
+        node.send(b"hello")
+        _, body = head.receive()
         node.close()
-        return received == [b"hello"]
+        return body.endswith(b"hello")
 
     yield port, serves
-    over.set()
-    reader.join()
     head.close()
 
 
 @contextlib.contextmanager
 def serve_link() -> Iterator[tuple[int, Callable[[], bool]]]:
     """The listener of the measuring of links."""
-    port = _listen("127.0.0.1", _KEY)
+    links.ACCEPT_SECONDS = 36000.0
+    port = links._listen("127.0.0.1", _KEY)
 
     def serves() -> bool:
-        with socket.create_connection(("127.0.0.1", port), 5.0) as client:
-            client.sendall(_KEY + b"p")
-            return _receive(client, 1) == b"p"
+        sock, _ = channel.connect("127.0.0.1", port, _KEY, "link", 5.0)
+        with sock:
+            sock.sendall(b"p")
+            return sock.recv(1) == b"p"
 
     yield port, serves
 
@@ -194,9 +166,9 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
 
 
 LISTENERS = {
-    "rank": (serve_rank, rank_frame),
-    "head": (serve_head, head_frame),
-    "link": (serve_link, link_frame),
+    "rank": (serve_rank, partial(handshake_frame, "tensor: 1 to 0")),
+    "head": (serve_head, partial(handshake_frame, "node")),
+    "link": (serve_link, partial(handshake_frame, "link")),
     "http": (serve_http, http_frame),
 }
 
@@ -208,8 +180,9 @@ def attack(port: int, make_frame: Callable[[random.Random], bytes], count: int, 
 
     def finish(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            answer = connection.recv(64)
+            answer = connection.recv(256)
             assert not answer.startswith(b"HTTP/1.1 2"), "a frame was accepted"
+            assert not answer.startswith(channel._MAGIC) or len(answer) <= 48, "a frame was answered with a proof"
         connection.close()
 
     for number in range(count):

@@ -21,9 +21,8 @@ from shardline.checkpoints.gguf.architectures import ARCHITECTURES as known_arch
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.header import BLOCK_TYPES, PACKED_TYPES
-from shardline.checkpoints.gguf.norms import without_norm_offsets
 from shardline.checkpoints.hub import resolve_model
-from shardline.checkpoints.lookup import decoder_spec, known_families
+from shardline.checkpoints.lookup import decoder_spec, known_families, without_norm_offsets
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here

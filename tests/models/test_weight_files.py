@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.folder_files import weight_files
 from shardline.checkpoints.hub import resolve_model
-from shardline.checkpoints.stored_beside import BESIDE
-from shardline.checkpoints.weight_files import weight_files
+from shardline.checkpoints.quantization import BESIDE
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.planner.catalog import find_model

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardline.runtime.parallel import rendezvous
+from shardline import channel
 from shardline.runtime.parallel.rendezvous import LocalStore, Meeting, Store, connect_ranks
 
 NONCE = secrets.token_bytes(32)
@@ -65,8 +65,9 @@ def test_a_rank_of_another_launch_is_refused() -> None:
     store = LocalStore()
 
     def meet(rank: int) -> str:
+        nonce, timeout = (NONCE, 0.4) if rank else (b"x" * 32, 0.8)
         with pytest.raises(TimeoutError) as error:
-            connect_ranks(meeting(store, 0.4, NONCE if rank else b"x" * 32), rank, {"tensor": (0, 1)})
+            connect_ranks(meeting(store, timeout, nonce), rank, {"tensor": (0, 1)})
         return str(error.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -97,13 +98,13 @@ class Meet:
 
 
 def test_silent_and_truncated_hellos_are_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     meet = Meet()
     strangers = [socket.create_connection(meet.address, timeout=5.0) for _ in range(2)]
     strangers[1].sendall(secrets.token_bytes(100))
     began = time.monotonic()
     for stranger in strangers:
-        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        assert len(stranger.recv(48, socket.MSG_WAITALL)) == 48
         assert stranger.recv(1) == b""
         stranger.close()
     assert 0.1 < time.monotonic() - began < 2.0
@@ -112,7 +113,7 @@ def test_silent_and_truncated_hellos_are_dropped_after_a_while(monkeypatch: pyte
 
 def test_many_silent_connections_do_not_keep_a_rank_out() -> None:
     meet = Meet()
-    strangers = [socket.create_connection(meet.address, timeout=5.0) for _ in range(150)]
+    strangers = [socket.create_connection(meet.address, timeout=5.0) for _ in range(400)]
     began = time.monotonic()
     meet.finish()
     assert time.monotonic() - began < 1.5
@@ -123,12 +124,14 @@ def test_many_silent_connections_do_not_keep_a_rank_out() -> None:
 def test_a_proof_is_good_for_one_connection_only() -> None:
     """A stranger that heard the proof of a rank cannot use it on a connection of its own."""
     meet = Meet()
-    purpose, ours = rendezvous._Purpose("tensor", 1, 0), secrets.token_bytes(32)
+    purpose, key = b"tensor: 1 to 0".ljust(96, b"\0"), secrets.token_bytes(32)
+    greeting = channel._GREETING.pack(channel._MAGIC, purpose, key)
     with socket.create_connection(meet.address, timeout=5.0) as first:
-        proof = purpose.mac(NONCE, b"connect", ours, first.recv(32, socket.MSG_WAITALL))
+        theirs = first.recv(48, socket.MSG_WAITALL)[16:]
+    proof = channel._Handshake(NONCE, purpose, key, theirs).proof(b"connect")
     with socket.create_connection(meet.address, timeout=5.0) as second:
-        second.recv(32, socket.MSG_WAITALL)
-        second.sendall(rendezvous._HELLO.pack(b"tensor", 1, 0, ours, proof))
+        assert second.recv(48, socket.MSG_WAITALL)[16:] != theirs
+        second.sendall(greeting + proof)
         assert second.recv(1) == b""
     meet.finish()
 
@@ -144,10 +147,9 @@ def test_random_frames_are_refused_and_take_no_memory() -> None:
     def attack(count: int) -> None:
         for number in range(count):
             source = (f"127.0.1.{1 + number % 250}", 0)  # one address has too few ports
-            size = rng.choice((0, 1, 31, 135, 136, 136, 136, 200))
-            frame = rng.randbytes(size)
-            if size >= 136:
-                frame = b"tensor".ljust(64, b"\0") + (1).to_bytes(4, "little") + bytes(4) + frame[72:]
+            frame = rng.randbytes(rng.choice((0, 1, 31, 175, 176, 176, 176, 300)))
+            if len(frame) >= 176:
+                frame = channel._MAGIC + b"tensor: 1 to 0".ljust(96, b"\0") + frame[112:]
             with contextlib.suppress(OSError), socket.create_connection(meet.address, 5.0, source) as stranger:
                 stranger.sendall(frame)
 

@@ -14,8 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from shardline.checkpoints.gguf.header import read_header
-from shardline.checkpoints.gguf.splits import SPLITS
-from shardline.checkpoints.gguf.tokenizer import read_tokenizer_json, read_vocabulary
+from shardline.checkpoints.gguf.tokenizer import SPLITS, read_tokenizer_json, read_vocabulary
 from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from shardline.checkpoints.folder_files import not_itself
+from shardline.checkpoints.folder_files import not_itself, weight_files
 from shardline.checkpoints.lookup import family
-from shardline.checkpoints.weight_files import weight_files
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource

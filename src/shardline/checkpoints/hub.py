@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardline.checkpoints.download_lock import download_lock
-from shardline.checkpoints.folder_files import read_json, read_token_ids, require_regular_files
+from shardline.checkpoints.folder_files import read_json, read_token_ids, require_regular_files, weight_files
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
 from shardline.checkpoints.lookup import family, language_model_type
-from shardline.checkpoints.stored_beside import BESIDE, with_quantization
-from shardline.checkpoints.weight_files import weight_files
+from shardline.checkpoints.quantization import BESIDE, with_quantization
 from shardline.checkpoints.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -259,7 +257,7 @@ def _download(
     """Download the files of a hub repository that match `patterns` and none of `ignored`, unless the cache has them;
     returns their folder.
 
-    Weights are downloaded by one process at a time. The others wait, and then find them in the cache.
+    A file is downloaded by one process at a time. The others wait, and then find it in the cache.
 
     Raises:
         ValueError: see `_explain`.
@@ -292,13 +290,12 @@ def _download(
             "'demo' names the embedded demo model"
         ) from None
     # The transport's errors differ between versions of huggingface_hub. All of them are explained to the user.
-    is_under_way, has_weights = False, not ignored or set(_WEIGHT_PATTERNS) <= set(patterns)
+    is_under_way = False
     try:
         # snapshot_download makes the same request, but some versions make it without a time-out.
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
-        with download_lock(_lock_file(model), model) if has_weights else contextlib.nullcontext():
-            is_under_way = has_weights
-            return snapshot(local_files_only=False)
+        is_under_way = not ignored or set(_WEIGHT_PATTERNS) <= set(patterns)
+        return snapshot(local_files_only=False)
     except RevisionNotFoundError as error:
         raise ValueError(_explain(model, revision, error)) from None
     except Exception as error:
@@ -339,10 +336,6 @@ def cache_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
-
-
-def _lock_file(model: str) -> Path:
-    return cache_folder() / ".locks" / f"models--{model.replace('/', '--')}" / "shardline.lock"
 
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:

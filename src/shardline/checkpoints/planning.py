@@ -12,8 +12,7 @@ from typing import Any, cast
 import msgspec
 
 import shardline.models.planned
-from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from shardline.checkpoints.gguf.stored import GGUFStoredWeights
+from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint, GGUFStoredWeights
 from shardline.checkpoints.hub import ModelFiles
 from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families, module_of_planned
 from shardline.checkpoints.quantization import read_stored

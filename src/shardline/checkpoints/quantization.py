@@ -1,4 +1,4 @@
-"""Reads how a config.json says that weights are stored. A `quant_method` has the file of its name in `stored/`."""
+"""How the files of a model say that weights are stored. A `quant_method` has the file of its name in `stored/`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import msgspec
 
 import shardline.checkpoints.stored
+from shardline.checkpoints.folder_files import read_json
+from shardline.checkpoints.wrapper import text_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import _NUMBERED_LAYER, PackingRule, StoredRules
 
@@ -146,3 +149,24 @@ def _complete(excluded: Sequence[str]) -> tuple[str, ...]:
         if found := _NUMBERED_LAYER.search(one):
             layers.setdefault(_NUMBERED_LAYER.sub("layers.*", one), set()).add(found.group(1))
     return (*listed, *(general for general, numbers in layers.items() if len(numbers) > 1))
+
+
+BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Names of AutoGPTQ's, AutoAWQ's and ModelOpt's file."""
+
+
+def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config.json of `folder`, with a `quantization_config` from a file beside it if it has none.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    if quantization_section(HFConfig(text_config(config))) is not None:
+        return config
+    file = next((file for name in BESIDE if (file := folder / name).is_file()), None)
+    if file is None:
+        return config
+    values = read_json(file)
+    # ModelOpt's file has the name of the producer around it.
+    inner = values.get("quantization")
+    return {**config, "quantization_config": dict(inner) if isinstance(inner, Mapping) else values}

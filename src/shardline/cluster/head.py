@@ -5,22 +5,20 @@ It is a process of its own, so that neither HTTP nor steps delay what it passes 
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import selectors
 import signal
 import socket
 import sys
 import time
 
 import msgspec
-import zmq
 
-from shardline.channel import Channel, readable
-from shardline.cluster.loop_watch import LoopWatch
+from shardline.channel import Channel, FrameSocket, readable, run_callbacks
+from shardline.cluster.links import Survey
 from shardline.cluster.members import Member, Members, name_difference
-from shardline.cluster.relay import Relay
-from shardline.cluster.survey import Survey
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket
+from shardline.cluster.streams import Relay
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket, send
 from shardline.log import configure_logging
 from shardline.messages.node import (
     Accepted,
@@ -48,7 +46,7 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL, start_pulse
+from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch, start_pulse
 
 _NOTICE_SECONDS = 30.0
 _REJOIN_SECONDS = 4.0
@@ -74,22 +72,21 @@ class Head:
         assert isinstance(start, StartHead)
         self._start = start
         self._members = Members(start)
-        self._poller = zmq.Poller()
+        self._selector = selectors.DefaultSelector()
         self._decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
-        self._wire = HeadSocket(start.token, start.address, start.port)
-        self._relay = Relay(self._poller, self._members, self._wire)
-        self._survey = Survey(start.address, self._members, self._wire, channel.send)
+        self._wire = HeadSocket(
+            start.token, start.address, start.port, self._selector, self._receive, self._note_disconnected
+        )
+        self._relay = Relay(self._selector, self._members)
+        self._survey = Survey(start.address, self._members, channel.send)
         self._shutdown: Shutdown | None = None
         self._noticed = time.monotonic()
         self._is_complete = False
 
     def run(self) -> None:
         """Serve until the front ends or says so."""
-        self._monitor = self._wire.watch_connections()
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._wire.socket, zmq.POLLIN)
-        self._poller.register(self._channel.fileno(), zmq.POLLIN)
-        self._poller.register(self._sockets.fileno(), zmq.POLLIN)
+        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, lambda _: self._look_at_front())
+        self._selector.register(self._sockets.fileno(), selectors.EVENT_READ, lambda _: self._take_sockets())
         _log.info("the head waits at %s port %d for %s", self._start.address, self._start.port, self._members.missing())
         self._report_members()
         try:
@@ -100,9 +97,10 @@ class Head:
         finally:
             if self._shutdown is not None:
                 for member in self._members.present():
-                    self._wire.send(member.identity, self._shutdown)
+                    member.send(self._shutdown)
             self._relay.close()
             self._wire.close()
+            self._selector.close()
 
     def _serve(self, watch: LoopWatch) -> None:
         next_beat = next_check = 0.0
@@ -114,37 +112,24 @@ class Head:
                 next_check = now + CHECK_INTERVAL
                 if now >= next_beat:
                     next_beat = now + BEAT_SECONDS
-            for source, event in self._poller.poll(max(1, int((next_check - now) * 1000))):
-                self._handle(source, event)
+            run_callbacks(self._selector, max(0.001, next_check - now))
 
-    def _handle(self, source: object, event: int) -> None:
-        if source is self._monitor:
-            self._lose_disconnected()
-        elif source is self._wire.socket:
-            # A bounded number, so that local streams get their turn.
-            for _ in range(64):
-                try:
-                    identity, body, connection = self._wire.receive()
-                except (zmq.Again, ValueError):
-                    return
-                self._receive(identity, body, connection)
-        elif source == self._channel.fileno():
-            message = self._channel.receive()
-            if isinstance(message, Launch):
-                self._relay.deployment = message.deployment
-                if not self._is_complete:  # the nodes had joined a head process before this one
-                    self._noticed = time.monotonic() - _NOTICE_SECONDS + _REJOIN_SECONDS
-                for member in self._members.present():
-                    self._wire.send(member.identity, message)
-                self._report_members()
-                self._survey.start(message.deployment)
-            elif isinstance(message, Shutdown):
-                self._shutdown = message
-        elif source == self._sockets.fileno():
-            self._take_sockets()
-        else:
-            assert isinstance(source, int)
-            self._relay.handle_event(source, event)
+    def _look_at_front(self) -> None:
+        if readable([self._channel.fileno()]):  # `_take_sockets` may have read its message
+            self._handle_front()
+
+    def _handle_front(self) -> None:
+        message = self._channel.receive()
+        if isinstance(message, Launch):
+            self._relay.deployment = message.deployment
+            if not self._is_complete:  # the nodes had joined a head process before this one
+                self._noticed = time.monotonic() - _NOTICE_SECONDS + _REJOIN_SECONDS
+            for member in self._members.present():
+                member.send(message)
+            self._report_members()
+            self._survey.start(message.deployment)
+        elif isinstance(message, Shutdown):
+            self._shutdown = message
 
     def _take_sockets(self) -> None:
         """Take local ends of streams from the front, and have the nodes start the processes at the other ends."""
@@ -153,39 +138,31 @@ class Head:
             raise EOFError("the front has ended")
         # The deployment was sent before, perhaps with a node that has moved.
         while self._relay.deployment is None or readable([self._channel.fileno()]):
-            self._handle(self._channel.fileno(), zmq.POLLIN)
+            self._handle_front()
         for stream, fd in zip(msgspec.msgpack.decode(data, type=list[Stream]), fds, strict=True):
             self._relay.attach(stream, socket.socket(fileno=fd))
 
-    def _lose_disconnected(self) -> None:
-        """Forget nodes whose connections have ended, after their last messages."""
-        lost = self._members.on_connections(set(self._wire.ended_connections()))
-        if not lost:
-            return
-        with contextlib.suppress(zmq.Again, ValueError):
-            while True:
-                self._receive(*self._wire.receive())
-        for member in lost:
-            if self._members.find(member.identity) is member:
-                self._lose(member, "has closed its connection: it has ended, or its network has failed")
+    def _note_disconnected(self, peer: FrameSocket) -> None:
+        """The connection of a node has ended, after its last messages."""
+        if (member := self._members.find(peer)) is not None:
+            self._lose(member, "has closed its connection: it has ended, or its network has failed")
 
-    def _receive(self, identity: bytes, body: bytes, connection: int) -> None:
+    def _receive(self, peer: FrameSocket, body: bytes) -> None:
         """Handle a message of a node. A sender that has not joined is asked to."""
         try:
             message = self._decoder.decode(body)
         except msgspec.MsgspecError:
-            self._handle_unreadable(identity, body)
+            self._handle_unreadable(peer, body)
             return
         if isinstance(message, Join):
-            self._lose_disconnected()  # the number of the connection may have been another node's
-            self._admit(identity, message, connection)
+            self._admit(peer, message)
             return
         if isinstance(message, Unfit):
-            self._note_unfit(identity, message)
+            self._note_unfit(peer, message)
             return
-        member = self._members.find(identity)
+        member = self._members.find(peer)
         if member is None:
-            self._wire.send(identity, Rejoin())
+            send(peer, Rejoin())
             return
         member.heard = time.monotonic()
         if isinstance(message, Beat):
@@ -199,61 +176,60 @@ class Head:
         elif isinstance(message, Leave):
             self._lose(member, "leaves, as it was asked to")
 
-    def _admit(self, identity: bytes, join: Join, connection: int) -> None:
+    def _admit(self, peer: FrameSocket, join: Join) -> None:
         former = self._members.of_node(join.node)
         if former is not None and join.process and former.join.process == join.process:
-            if former.identity == identity:
-                former.connection = connection
+            if former.peer is peer:
                 return  # it asked twice, and has its answer
             # After a cut, beats that it had sent before may have arrived only now.
             self._lose(former, "has given up its connection, and joins again")
         elif former is not None and time.monotonic() - former.heard > _QUIET:
             # Perhaps the same node after its sudden end. It asks again until the former is lost, or heard again.
-            self._wire.send(identity, Rejoin())
+            send(peer, Rejoin())
             return
         try:
-            member = self._members.add(identity, join, connection)
+            member = self._members.add(peer, join)
         except ValueError as error:
-            self._refuse(identity, f"{join.host.name} ({join.host.address})", str(error))
+            self._refuse(peer, f"{join.host.name} ({join.host.address})", str(error))
             return
-        self._wire.send(identity, Accepted(self._members.kernel_path(member)))
+        member.send(Accepted(self._members.kernel_path(member)))
         if self._relay.deployment is not None:
-            self._wire.send(identity, Launch(self._relay.deployment))
+            member.send(Launch(self._relay.deployment))
         missing = self._members.missing()
         cores = f"{join.host.cores} cores" + f", {len(join.host.devices) - 1} GPUs" * (len(join.host.devices) > 1)
         _log.info("%s has joined: %s; %s", member.name, cores, f"waiting for {missing}" if missing else "all are there")
         self._report_members()
 
-    def _refuse(self, identity: bytes, name: str, why: str) -> None:
+    def _refuse(self, peer: FrameSocket, name: str, why: str) -> None:
         _log.error("%s is refused: %s", name, why)
-        self._wire.send(identity, Refused(why))
+        send(peer, Refused(why))
 
-    def _handle_unreadable(self, identity: bytes, body: bytes) -> None:
+    def _handle_unreadable(self, peer: FrameSocket, body: bytes) -> None:
         """A node of another version has sent this, or a program that is no node."""
-        if (member := self._members.find(identity)) is not None:
+        if (member := self._members.find(peer)) is not None:
             self._lose(member, "has sent a message that this version cannot read")
         try:
             join = msgspec.msgpack.decode(body, type=ForeignJoin)
         except msgspec.MsgspecError:
             _log.debug("a message that is no node's is ignored")
-            self._wire.send(identity, Rejoin())
+            send(peer, Rejoin())
             return
         self._refuse(
-            identity,
+            peer,
             f"{join.host.name} ({join.host.address})",
             name_difference(self._start.own.software, join.host.name, join.software)
             or f"its build of Shardline {join.software.get('shardline')} is not the head's: install one on all nodes",
         )
 
-    def _note_unfit(self, identity: bytes, message: Unfit) -> None:
+    def _note_unfit(self, peer: FrameSocket, message: Unfit) -> None:
         """A node has ended, because something is wrong on it."""
-        if (member := self._members.find(identity)) is not None:
+        if (member := self._members.find(peer)) is not None:
             self._lose(member, f"has ended: {message.why}")
         else:
             _log.error("%s (%s) cannot join: %s", message.name, message.address, message.why)
             if missing := self._members.missing():
                 _log.warning("still waiting for %s", missing)
-        self._wire.send(identity, Refused(message.why))
+        send(peer, Refused(message.why))
 
     def _report_members(self) -> None:
         """Tell the front once that all nodes are there, and later which are."""
@@ -274,10 +250,11 @@ class Head:
         self._report_members()  # first, so that nothing starts there again
         self._relay.end_streams_to(host, words)
         for other in self._members.present():
-            self._wire.send(other.identity, HostLost(host, words))
+            other.send(HostLost(host, words))
 
     def _check_members(self, now: float, *, was_late: bool, is_due: bool) -> None:
         """Lose nodes that are silent. `is_due`: the others get a beat."""
+        self._wire.check()
         self._survey.check(now)
         for member in self._members.present():
             if was_late:  # this process was stopped, and has not read what the nodes have sent
@@ -287,7 +264,7 @@ class Head:
             elif now - member.answered > UNANSWERED:
                 self._lose(member, f"has not answered for {UNANSWERED:g} s: what the head sends does not arrive")
             elif is_due:
-                self._wire.send(member.identity, Beat(now))
+                member.send(Beat(now))
         if now - self._noticed >= _NOTICE_SECONDS:
             self._noticed = now
             if missing := self._members.missing():

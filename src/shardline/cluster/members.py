@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shardline.channel import FrameSocket
+from shardline.cluster.wire import send
 from shardline.messages.node import Join, StartHead
 
 _log = logging.getLogger(__name__)
@@ -16,20 +18,22 @@ _log = logging.getLogger(__name__)
 class Member:
     """A node that has joined."""
 
-    identity: bytes
-    """Its name on the head's socket, drawn anew each time it joins."""
+    peer: FrameSocket
+    """Its connection."""
     join: Join
     heard: float = field(default_factory=time.monotonic)
     """When the last message of it came."""
     answered: float = field(default_factory=time.monotonic)
     """When the head sent the last beat that the node has answered."""
-    connection: int = -1
-    """The number of its connection on the head's socket."""
 
     @property
     def name(self) -> str:
         """The node for messages."""
         return f"node {self.join.node} ({self.join.host.name}, {self.join.host.address})"
+
+    def send(self, message: object) -> None:
+        """Send the node a message."""
+        send(self.peer, message)
 
 
 class Members:
@@ -41,13 +45,9 @@ class Members:
         self._order: tuple[int, ...] = ()
         """The numbers of the nodes once all have joined; later starts keep it."""
 
-    def find(self, identity: bytes) -> Member | None:
-        """The node with this name on the socket; None: it has not joined, or it is lost."""
-        return next((member for member in self._members.values() if member.identity == identity), None)
-
-    def on_connections(self, numbers: Collection[int]) -> list[Member]:
-        """The nodes whose connections have these numbers."""
-        return [member for member in self._members.values() if member.connection in numbers]
+    def find(self, peer: FrameSocket) -> Member | None:
+        """The node with this connection; None: it has not joined, or it is lost."""
+        return next((member for member in self._members.values() if member.peer is peer), None)
 
     def of_node(self, node: int) -> Member | None:
         """The node that has joined with this number."""
@@ -66,15 +66,15 @@ class Members:
         node = member.join.node
         return self._order.index(node) + 1 if node in self._order else 0
 
-    def add(self, identity: bytes, join: Join, connection: int = -1) -> Member:
-        """Take up a node. `connection`: the number of its connection on the head's socket.
+    def add(self, peer: FrameSocket, join: Join) -> Member:
+        """Take up a node that has joined over a connection.
 
         Raises:
             ValueError: it does not fit the cluster; the message says why, and what would.
         """
         self._check_place(join)
         self._check_likeness(join)
-        member = self._members[join.node] = Member(identity, join, connection=connection)
+        member = self._members[join.node] = Member(peer, join)
         return member
 
     def kernel_path(self, member: Member) -> str:

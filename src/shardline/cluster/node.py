@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import selectors
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
-import zmq
 
 from shardline import __version__, env
+from shardline.channel import HandshakeRefused, run_callbacks
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.links import answer
-from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.node_processes import NodeProcesses, last_words
 from shardline.cluster.streams import Streams
-from shardline.cluster.token import find_token
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, connect_to_head, find_token
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -48,12 +49,13 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch
 from shardline.stop_signals import stop_signals
 
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
 _TELL_SECONDS = 2.0
+_RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -96,12 +98,13 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
 
 def tell_head(cluster: ClusterConfig, token: str, message: Unfit) -> None:
     """Tell the head, if it answers within some seconds, why this node does not join."""
-    wire = NodeSocket(token, cluster.head_address, cluster.head_port)
-    wire.send(message)
     deadline = time.monotonic() + _TELL_SECONDS
-    while time.monotonic() < deadline and not wire.was_refused() and not wire.socket.poll(100):
-        pass
-    wire.close()
+    with contextlib.suppress(HandshakeRefused):
+        wire = connect_to_head(token, cluster.head_address, cluster.head_port, lambda: time.monotonic() < deadline)
+        if wire is not None:
+            wire.send(message)
+            wire.receive(deadline - time.monotonic())
+            wire.close()
 
 
 class Node:
@@ -116,9 +119,9 @@ class Node:
         self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)
         self._processes = NodeProcesses(join.host.name)
         self._deployment: Deployment | None = None
-        self._wire: NodeSocket
+        self._wire: NodeSocket | None = None
         self._streams: Streams
-        self._poller: zmq.Poller
+        self._selector: selectors.BaseSelector
         self._heard, self._last_beat = time.monotonic(), 0.0
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
@@ -135,14 +138,11 @@ class Node:
             self._processes.end_all()
 
     def _serve_heads(self) -> int:
-        address, port = self._config.cluster.head_address, self._config.cluster.head_port
-        deadline = time.monotonic() + self._config.cluster.join_timeout
         while True:
-            self._poller = zmq.Poller()
-            self._streams = Streams(self._poller, self._send_data, self._end_stream)
-            self._wire = NodeSocket(self._token, address, port)
+            self._selector = selectors.DefaultSelector()
+            self._streams = Streams(self._selector, self._send_frames, self._end_stream)
             try:
-                self._join_head(deadline)
+                self._join_head(time.monotonic() + self._config.cluster.join_timeout)
                 self._serve()
             except _HeadGone as gone:
                 _log.error("%s; its ranks end here, and the node waits for the next head", gone)
@@ -150,64 +150,82 @@ class Node:
                 return ending.code
             except UnreadableMessage as error:
                 host = self._join.host
-                self._wire.send(Unfit(host.name, host.address, str(error)))
+                self._send(Unfit(host.name, host.address, str(error)))
                 raise
             finally:
                 self._processes.end_all()
                 self._streams.close_all()
-                self._wire.close()
-            deadline = time.monotonic() + self._config.cluster.join_timeout
+                if self._wire is not None:
+                    self._wire.close()
+                self._wire = None
+                self._selector.close()
 
     def _join_head(self, deadline: float) -> None:
         """Wait for the head, and join it."""
         cluster = self._config.cluster
         place = f"the head at {cluster.head_address} port {cluster.head_port}"
-        self._wire.send(self._join)
-        asked = noticed = beaten = time.monotonic()
-        while True:
+        noticed = time.monotonic()
+
+        def may_wait() -> bool:
+            nonlocal noticed
             self._watch.note_round()
-            now = time.monotonic()
-            if now - beaten >= BEAT_SECONDS:
-                # A head that does not know this node answers with Rejoin: its predecessor may have got the Join.
-                beaten = now
-                self._wire.send(Beat())
             if self._asked_to_leave:
                 raise _Ending(0)
-            if now >= deadline:
+            if (now := time.monotonic()) >= deadline:
                 _log.error("%s did not answer within --join-timeout %g s", place, cluster.join_timeout)
                 raise _Ending(1)
             if now - noticed >= _NOTICE_SECONDS:
                 noticed = now
                 _log.warning("still waiting for %s", place)
-            if self._wire.was_refused():
+            return True
+
+        while may_wait():
+            try:
+                self._wire = connect_to_head(
+                    self._token, cluster.head_address, cluster.head_port, may_wait, self._selector
+                )
+            except HandshakeRefused as error:
                 raise ValueError(
                     f"{place} refuses the handshake: the join tokens differ, or another program listens there; copy "
                     "the head's token (--join-token-file, SHARDLINE_JOIN_TOKEN, ~/.config/shardline/join-token)"
-                )
-            if not self._wire.socket.poll(200):
+                ) from error
+            assert self._wire is not None, "may_wait ends otherwise"
+            if self._ask_to_join(may_wait):
+                _log.info("joined %s as node %d", place, self._join.node)
+                return
+            self._wire.close()
+
+    def _ask_to_join(self, may_wait: Callable[[], bool]) -> bool:
+        """Whether the head takes this node; False: the connection is good for nothing more."""
+        assert self._wire is not None
+        self._send(self._join)
+        asked = time.monotonic()
+        # A head answers at once. One that does not hangs, or what it sends does not arrive.
+        while may_wait() and not self._wire.has_ended and time.monotonic() - asked < SILENCE:
+            if (body := self._wire.receive(0.2)) is None:
                 continue
-            message = self._receive()
+            message = self._decode(body)
             if isinstance(message, Refused):
                 raise ValueError(f"the head refuses this node: {message.message}")
             if isinstance(message, Accepted):
                 env.adopt_isa(message.isa)
                 self._heard, self._last_beat = time.monotonic(), 0.0
-                _log.info("joined %s as node %d", place, self._join.node)
-                return
-            if isinstance(message, Rejoin) and now - asked > 1.0:
-                asked = now
-                self._wire.send(self._join)
+                return True
+            if isinstance(message, Rejoin):
+                time.sleep(max(0.0, asked + _RETRY_SECONDS - time.monotonic()))
+                self._send(self._join)
+                asked = time.monotonic()
+        return False
 
     def _serve(self) -> None:
-        self._poller.register(self._wire.socket, zmq.POLLIN)
-        self._poller.register(self._wire.monitor, zmq.POLLIN)
+        assert self._wire is not None
         next_beat = next_check = 0.0
         while True:
             self._watch.note_round()
             now = time.monotonic()
             if self._asked_to_leave:
                 _log.info("the node leaves; its requests go on elsewhere")
-                self._wire.send(Leave())
+                self._send(Leave())
                 raise _Ending(0)
             if now >= next_check:
                 if now > next_check + _OWN_DELAY:  # this process was stopped, and has not read what the head has sent
@@ -219,34 +237,25 @@ class Node:
                         f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off"
                     )
             if now >= next_beat:
-                self._wire.send(Beat(self._last_beat))
-                for stream, data in self._processes.beats():
-                    self._send_data(stream, data)
+                self._send(Beat(self._last_beat))
+                for stream, body in self._processes.beats():
+                    self._send_frames(stream, [body])
                 next_beat = now + BEAT_SECONDS
             while not self._measured.empty():
-                self._wire.send(self._measured.get())
-            patience = min(next_check, next_beat) - time.monotonic()
-            for source, event in self._poller.poll(max(1, int(1000 * patience) + 1)):
-                if source is self._wire.socket:
-                    self._handle_messages()
-                elif source is self._wire.monitor:
-                    if self._wire.is_lost():
-                        self._handle_messages()  # the head may have said why
-                        raise _HeadGone("the head has closed the connection: its process has ended")
-                else:
-                    self._streams.handle_event(source, event)
-
-    def _handle_messages(self) -> None:
-        while self._wire.socket.poll(0):
-            self._handle(self._receive())
+                self._send(self._measured.get())
+            run_callbacks(self._selector, max(0.001, min(next_check, next_beat) - time.monotonic()))
+            while self._wire.received:
+                self._handle(self._decode(self._wire.received.popleft()))
+            if self._wire.has_ended:
+                raise _HeadGone("the head has closed the connection: its process has ended")
 
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Beat):
             self._last_beat = message.sent
-            self._wire.send(message)
+            self._send(message)
         elif isinstance(message, StreamData):
-            self._streams.write(message.stream, message.data)
+            self._streams.write(message.stream, message.bodies)
         elif isinstance(message, Launch):
             self._deployment = message.deployment
         elif isinstance(message, StartStream):
@@ -257,7 +266,7 @@ class Node:
         elif isinstance(message, HostLost):
             self._end_streams_to(message.host, message.why)
         elif isinstance(message, Listen):
-            self._wire.send(answer(message, self._join.host.address))
+            self._send(answer(message, self._join.host.address))
         elif isinstance(message, Connect):
             threading.Thread(
                 target=_measure,
@@ -278,8 +287,8 @@ class Node:
         except OSError as error:
             why = f"could not be started on {self._join.host.name}: {describe_shortage(error) or error}"
             _log.error("a process %s", why)
-            self._send_data(stream, last_words(stream, why))
-            self._wire.send(StreamEnded(stream))
+            self._send_frames(stream, [last_words(stream, why)])
+            self._send(StreamEnded(stream))
             self._processes.retire(stream)
 
     def _start(self, stream: Stream) -> None:
@@ -289,20 +298,25 @@ class Node:
             for end, sock in self._processes.start_engine(self._deployment, stream).items():
                 self._streams.attach(end, sock)
                 if end != stream:
-                    self._wire.send(StartStream(end))
+                    self._send(StartStream(end))
             return
         sock, first_frame = self._processes.start_rank(self._deployment, stream)
         self._streams.attach(stream, sock)
-        self._send_data(stream, first_frame)
+        self._send_frames(stream, [first_frame])
 
-    def _send_data(self, stream: Stream, data: bytes) -> None:
-        self._wire.send(StreamData(stream, data))
+    def _send(self, message: object) -> None:
+        """Send the head a message. Without any connection it is lost, as in a connection that ends."""
+        if self._wire is not None:
+            self._wire.send(message)
+
+    def _send_frames(self, stream: Stream, bodies: list[bytes]) -> None:
+        self._send(StreamData(stream, bodies))
 
     def _end_stream(self, stream: Stream) -> None:
         """A process on this host has closed its end."""
         if last_frame := self._processes.describe_end(stream):
-            self._send_data(stream, last_frame)
-        self._wire.send(StreamEnded(stream))
+            self._send_frames(stream, [last_frame])
+        self._send(StreamEnded(stream))
         self._processes.retire(stream)
 
     def _end_streams_to(self, host: int, why: str) -> None:
@@ -319,8 +333,7 @@ class Node:
             elif places[stream.rank].host == host:
                 self._streams.close(stream, last_words(stream, why, host_lost=True))
 
-    def _receive(self) -> HeadMessage:
-        body = self._wire.socket.recv()
+    def _decode(self, body: bytes) -> HeadMessage:
         try:
             return self._decoder.decode(body)
         except msgspec.MsgspecError:

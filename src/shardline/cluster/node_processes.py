@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardline.channel import encode_message
-from shardline.cluster.streams import frame
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child, is_own_end, start_engine
@@ -75,7 +74,7 @@ class NodeProcesses:
             gpus = deployment.gpus_of(stream.engine, host)
             child = Child("shardline.runtime.worker_process", fds, gpus)
         self._children[stream] = child
-        return ours, frame(encode_message(RankStarted(self._host_name, child.pid)))
+        return ours, encode_message(RankStarted(self._host_name, child.pid))
 
     def describe_end(self, stream: Stream) -> bytes:
         """The last frame for a process that has closed its end; empty if none of ours was there."""
@@ -119,7 +118,7 @@ class NodeProcesses:
                 segment = self._segments[stream.engine, stream.start]
                 progress = segment.progress.read()[segment.ranks.index(stream.rank)]
                 message = RankBeat(child.activity(), progress, segment.load.of_rank(stream.rank).tobytes())
-            yield stream, frame(encode_message(message))
+            yield stream, encode_message(message)
 
     def end_all(self) -> None:
         """End all processes at once, since the head is lost or this node ends."""
@@ -140,5 +139,5 @@ def last_words(stream: Stream, why: str, code: int | None = None, *, host_lost: 
     """
     if stream.rank == ENGINE:
         failed = EngineFailed(f"engine {stream.engine} {why}", host_lost=host_lost, suspicious=is_own_end(code))
-        return frame(encode_message(failed))
-    return frame(encode_message(RankEnded(why, code, host_lost)))
+        return encode_message(failed)
+    return encode_message(RankEnded(why, code, host_lost))

@@ -1,55 +1,38 @@
-"""The local ends of streams: sockets of processes on this host, whose frames travel to another host and back."""
+"""Streams: channels between processes of two hosts. Frames travel through the head and the node of the far process."""
 
 from __future__ import annotations
 
-import contextlib
+import selectors
 import socket
-import struct
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
-import zmq
-
-from shardline.channel import MAX_FRAME_BYTES
-from shardline.messages.node import Stream
-
-_LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 20
-
-
-def frame(body: bytes) -> bytes:
-    """A message of a channel as the channel would send it."""
-    return _LENGTH.pack(len(body)) + body
-
-
-@dataclass
-class _End:
-    stream: Stream
-    sock: socket.socket
-    received: bytearray = field(default_factory=bytearray)
-    unsent: deque[memoryview] = field(default_factory=deque)
-    closing: bool = False
+from shardline.channel import FrameSocket
+from shardline.cluster.members import Member, Members
+from shardline.cluster.node_processes import last_words
+from shardline.deployment.deployment import Deployment
+from shardline.messages.node import ENGINE, StartStream, Stream, StreamData, StreamEnded
 
 
 class Streams:
-    """Moves frames between local sockets and the owner, which passes them on. One thread calls all methods.
+    """The local ends: sockets of processes on this host. One thread calls all methods.
 
     Frames are passed on whole, so the owner may put frames of its own between them.
     """
 
     def __init__(
         self,
-        poller: zmq.Poller,
-        on_data: Callable[[Stream, bytes], None],
+        selector: selectors.BaseSelector,
+        on_frames: Callable[[Stream, list[bytes]], None],
         on_end: Callable[[Stream], None],
     ) -> None:
         """`on_end` is called once a process on this host has closed its end; the stream is forgotten by then."""
-        self._poller = poller
-        self._on_data = on_data
+        self._selector = selector
+        self._on_frames = on_frames
         self._on_end = on_end
-        self._by_fd: dict[int, _End] = {}
-        self._ends: dict[Stream, _End] = {}
+        self._ends: dict[Stream, FrameSocket] = {}
+        self._closing: list[FrameSocket] = []
+        """Ends that have something left to send."""
 
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._ends
@@ -60,90 +43,100 @@ class Streams:
 
     def attach(self, stream: Stream, sock: socket.socket) -> None:
         """Serve the local end of a stream from now on; this object closes the socket."""
-        sock.setblocking(False)
-        self._ends[stream] = self._by_fd[sock.fileno()] = _End(stream, sock)
-        self._poller.register(sock.fileno(), zmq.POLLIN)
+        self._ends[stream] = FrameSocket(
+            sock, self._selector, partial(self._on_frames, stream), partial(self._forget, stream)
+        )
 
-    def write(self, stream: Stream, frames: bytes) -> None:
+    def write(self, stream: Stream, bodies: list[bytes]) -> None:
         """Send frames to the process on this host; those of a stream that has ended are dropped."""
-        end = self._ends.get(stream)
-        if end is not None and not end.closing:
-            end.unsent.append(memoryview(frames))
-            self._flush(end)
+        if (end := self._ends.get(stream)) is not None:
+            for body in bodies:
+                end.send(body)
 
     def close(self, stream: Stream, last_frame: bytes = b"") -> None:
         """Close the local end of a stream, after all that was written and `last_frame`."""
-        end = self._ends.get(stream)
-        if end is None or end.closing:
-            return
-        if last_frame:
-            end.unsent.append(memoryview(last_frame))
-        end.closing = True
-        self._flush(end)
+        if (end := self._ends.pop(stream, None)) is not None:
+            if last_frame:
+                end.send(last_frame)
+            end.close()
+            self._closing = [closing for closing in (*self._closing, end) if not closing.is_closed]
 
     def close_all(self) -> None:
         """Close all ends at once."""
-        for end in list(self._ends.values()):
-            self._forget(end)
+        for end in (*self._ends.values(), *self._closing):
+            end.drop()
+        self._ends, self._closing = {}, []
 
-    def handle_event(self, fd: int, event: int) -> None:
-        """Read from or write to a socket that the poller has found ready. Other descriptors are ignored."""
-        end = self._by_fd.get(fd)
-        if end is None:
-            return
-        if event & zmq.POLLOUT:
-            self._flush(end)
-        if event & ~zmq.POLLOUT and end.stream in self._ends:
-            self._read(end)
+    def _forget(self, stream: Stream) -> None:
+        if self._ends.pop(stream, None) is not None:
+            self._on_end(stream)
 
-    def _read(self, end: _End) -> None:
-        try:
-            data = end.sock.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        end.received += data
-        if (whole := _whole_frames(end.received)) and not end.closing:
-            self._on_data(end.stream, bytes(end.received[:whole]))
-        del end.received[:whole]
-        if not data:
-            self._forget(end)
-            if not end.closing:
-                self._on_end(end.stream)
 
-    def _flush(self, end: _End) -> None:
-        try:
-            while end.unsent:
-                sent = end.sock.send(end.unsent[0])
-                end.unsent[0] = end.unsent[0][sent:]
-                if not end.unsent[0]:
-                    end.unsent.popleft()
-        except BlockingIOError:
-            self._poller.register(end.sock.fileno(), zmq.POLLIN | zmq.POLLOUT)
+class Relay:
+    """The head's part: it knows which node is at the far end of a stream, and passes frames between nodes too."""
+
+    def __init__(self, selector: selectors.BaseSelector, members: Members) -> None:
+        self.deployment: Deployment | None = None
+        """What runs where; None before the first launch."""
+        self._members = members
+        self._streams = Streams(selector, self._send_frames, self._end_stream)
+
+    def attach(self, stream: Stream, sock: socket.socket) -> None:
+        """Serve the front's end of a stream, and start the process at the other end."""
+        self._streams.attach(stream, sock)
+        self.start(None, stream)
+
+    def start(self, asking: Member | None, stream: Stream) -> None:
+        """Have a node start the process at the far end of a stream, for the front (None) or for another node."""
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
+            member.send(StartStream(stream))
             return
-        except OSError:  # the process has ended; reading will say so
-            end.unsent.clear()
-        if end.closing:
-            self._forget(end)
+        why = f"cannot start: {self._members.missing() or 'its node'} is away"
+        words = last_words(stream, why, host_lost=True)
+        if asking is None:
+            self._streams.close(stream, words)
         else:
-            self._poller.register(end.sock.fileno(), zmq.POLLIN)
+            asking.send(StreamData(stream, [words]))
+            asking.send(StreamEnded(stream))
 
-    def _forget(self, end: _End) -> None:
-        fd = end.sock.fileno()
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(fd)
-        self._by_fd.pop(fd, None)
-        self._ends.pop(end.stream, None)
-        end.sock.close()
+    def pass_on(self, member: Member, message: StreamData | StreamEnded) -> None:
+        """Pass what a node sends to the other end of the stream."""
+        stream = message.stream
+        if stream not in self._streams:
+            if (other := self._other_node(member, stream)) is not None:
+                other.send(message)
+        elif isinstance(message, StreamData):
+            self._streams.write(stream, message.bodies)
+        else:
+            self._streams.close(stream)
 
+    def end_streams_to(self, host: int, why: str) -> None:
+        """A host is lost: end the front's streams to it. `why` follows the name of a process on it."""
+        for stream in self._streams.all():
+            if self._where_runs(stream) == host:
+                self._streams.close(stream, last_words(stream, why, host_lost=True))
 
-def _whole_frames(data: bytearray) -> int:
-    """The bytes that whole frames take at the beginning of `data`. A frame that is too large ends the stream."""
-    start = 0
-    while len(data) - start >= _LENGTH.size:
-        (size,) = _LENGTH.unpack_from(data, start)
-        if size > MAX_FRAME_BYTES or len(data) - start - _LENGTH.size < size:
-            break
-        start += _LENGTH.size + size
-    return start
+    def close(self) -> None:
+        """Close all local ends."""
+        self._streams.close_all()
+
+    def _send_frames(self, stream: Stream, bodies: list[bytes]) -> None:
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
+            member.send(StreamData(stream, bodies))
+
+    def _end_stream(self, stream: Stream) -> None:
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
+            member.send(StreamEnded(stream))
+
+    def _other_node(self, member: Member, stream: Stream) -> Member | None:
+        """The node at the other end of a stream between two nodes."""
+        if self.deployment is None or stream.rank == ENGINE:
+            return None
+        places = self.deployment.placements[stream.engine]
+        hosts = {places[0].host, places[stream.rank].host} - {self._members.host_of(member)}
+        return self._members.at_index(hosts.pop()) if hosts else None
+
+    def _where_runs(self, stream: Stream) -> int:
+        """The host on which the process at the far end of a stream runs."""
+        assert self.deployment is not None, "the front launches before it starts anything"
+        return self.deployment.placements[stream.engine][max(0, stream.rank)].host

@@ -1,20 +1,31 @@
-"""The sockets between a head and its nodes: encrypted, open only to holders of the join token, with bounded frames."""
+"""The join token, and the connections between a head and its nodes: only holders of the token get in."""
 
 from __future__ import annotations
 
-import contextlib
+import hmac
 import logging
+import os
 import secrets
+import selectors
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.auth.thread
-from zmq.utils.monitor import recv_monitor_message
 
-from shardline.channel import MAX_FRAME_BYTES
-from shardline.cluster.token import head_keys, node_keys
+from shardline import env
+from shardline.channel import (
+    MAX_FRAME_BYTES,
+    READ_BYTES,
+    Connection,
+    FrameSocket,
+    HandshakeRefused,
+    Listener,
+    connect,
+    run_callbacks,
+)
+from shardline.config.cluster import ClusterConfig
 
 BEAT_SECONDS = 1.0
 """Seconds between two beats of a node or its head."""
@@ -23,183 +34,204 @@ SILENCE = 4.0
 UNANSWERED = SILENCE + BEAT_SECONDS
 """Seconds after which a node whose answers do not come counts as lost, although other messages of it do."""
 
-_DOMAIN = b"shardline"
-_HANDSHAKE_MILLISECONDS = 2000
-_CONNECT_MILLISECONDS = 1500
-_REFUSAL_SECONDS = 1.0
-"""A refusal comes at once. A handshake that ends later has had no answer."""
+_PURPOSE = "node"
+_MAX_BYTES = MAX_FRAME_BYTES + 2 * READ_BYTES
+"""A message carries what was read from a stream at a time."""
+_CONNECT_SECONDS = 1.5
+_RETRY_SECONDS = 0.1
 _REFUSALS = 3
 """One connection may end at once because the head process does."""
-_MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)
-_ENCODER = msgspec.msgpack.Encoder()
-_WRONG_KEYS = {
-    (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),
-    (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)),
-}
-"""What a handshake with another token's keys ends with: the client's key is not allowed, or the head's is wrong."""
 _NOTICE_SECONDS = 10.0
+_LINGER_SECONDS = 0.5
+_ENCODER = msgspec.msgpack.Encoder()
+_LEAST_CHARS = 22
+"""Of a token: 128 bits in base64."""
 _log = logging.getLogger(__name__)
 
 
-def encode(message: object) -> bytes:
-    """The frame of a message."""
-    return _ENCODER.encode(message)
+def own_token_file() -> Path:
+    """Where the head keeps its token unless the user names a file."""
+    return Path.home() / ".config" / "shardline" / "join-token"
+
+
+def find_token(config: ClusterConfig) -> str:
+    """The token: of --join-token-file, else of SHARDLINE_JOIN_TOKEN, else of the own file, which a head creates.
+
+    Raises:
+        ValueError: there is none, or it is too short.
+    """
+    if config.join_token_file is not None:
+        return _check_token(_read_file(Path(config.join_token_file)), config.join_token_file)
+    if (token := env.join_token()) is not None:
+        return _check_token(token, "SHARDLINE_JOIN_TOKEN")
+    file = own_token_file()
+    if not file.exists():
+        if config.is_headless:
+            raise ValueError(
+                f"this node has no join token; copy {file} of the head to the same place here, or set "
+                "SHARDLINE_JOIN_TOKEN or --join-token-file"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as created:
+            created.write(secrets.token_urlsafe(32) + "\n")
+        _log.warning(
+            "a new join token is in %s; copy it to each other node: ssh NODE mkdir -p .config/shardline && "
+            "scp -p %s NODE:.config/shardline/",
+            file,
+            file,
+        )
+    return _check_token(_read_file(file), str(file))
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the join token {file} cannot be read: {error}") from error
+
+
+def _check_token(token: str, place: str) -> str:
+    if len(token) < _LEAST_CHARS:
+        raise ValueError(
+            f"the join token of {place} has {len(token)} characters and needs {_LEAST_CHARS}; "
+            "`openssl rand -base64 24` makes one"
+        )
+    return token
+
+
+def send(peer: FrameSocket, message: object) -> None:
+    """Send a message. One to a peer that has gone is dropped: the end of its connection will be noticed."""
+    peer.send(_ENCODER.encode(message))
 
 
 class HeadSocket:
-    """The head's listening socket. Without ZAP, libzmq would let in any client key; one key is allowed."""
+    """The head's listening socket, and its connections with nodes."""
 
-    def __init__(self, token: str, address: str, port: int) -> None:
-        """Listen.
+    def __init__(
+        self,
+        token: str,
+        address: str,
+        port: int,
+        selector: selectors.BaseSelector,
+        on_message: Callable[[FrameSocket, bytes], None],
+        on_end: Callable[[FrameSocket], None],
+    ) -> None:
+        """Listen. `on_message` gets the messages of a peer that knows the token; `on_end`: its connection has ended.
 
         Raises:
             ValueError: the address or the port cannot be used.
         """
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._noticed = -_NOTICE_SECONDS
-        self._authenticator.configure_curve_callback(_DOMAIN.decode(), _AllowedKey(node_keys(token).public))
-        self.socket = _configured(self._context.socket(zmq.ROUTER))
-        keys = head_keys(token)
-        self.socket.curve_server = True
-        self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
-        self.socket.router_mandatory = True
+        self._selector = selector
+        self._on_message, self._on_end = on_message, on_end
+        self._peers: set[FrameSocket] = set()
+        self._num_refused, self._noticed = 0, -_NOTICE_SECONDS
         try:
-            self.socket.bind(f"tcp://{address}:{port}")
-        except zmq.ZMQError as error:
-            self.close()
+            self._listener = Listener(selector, address, port, _secret(token), {_PURPOSE}.__contains__, self._take)
+        except OSError as error:
             raise ValueError(
                 f"the head cannot listen on {address} port {port}: {error.strerror}; name an address of this host "
                 "with --master-addr, or a free port with --master-port"
             ) from error
 
-    def watch_connections(self) -> zmq.Socket[bytes]:
-        """Notice from now on that connections end; what this returns is readable when `ended_connections` has news."""
-        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | failures)
-        return self._monitor
-
-    def receive(self) -> tuple[bytes, bytes, int]:
-        """The next message: its sender's name, its body, and the number of the connection that it came over.
-
-        Raises:
-            zmq.Again: there is none.
-            ValueError: it has more parts than nodes send.
-        """
-        identity, body = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        return identity.bytes, body.bytes, int(body.get(zmq.SRCFD))
-
-    def ended_connections(self) -> Iterator[int]:
-        """The numbers of connections that have ended. A number may be given to a new connection afterwards."""
-        while self._monitor is not None and self._monitor.poll(0):
-            message = recv_monitor_message(self._monitor)
-            event, value = message["event"], int(message["value"])
-            if event == zmq.EVENT_DISCONNECTED:
-                yield value
-            elif (event, value) in _WRONG_KEYS:
-                self._note_wrong_key()
-
-    def _note_wrong_key(self) -> None:
-        """Log that a node was refused; a node tries several times, so not each time."""
-        if (now := time.monotonic()) - self._noticed >= _NOTICE_SECONDS:
-            self._noticed = now
+    def check(self) -> None:
+        """Drop silent strangers, and name a node with another token. Call this every second."""
+        self._listener.drop_silent()
+        # A node tries several times, so not each refusal is named.
+        if self._listener.num_refused > self._num_refused and time.monotonic() - self._noticed >= _NOTICE_SECONDS:
+            self._noticed = time.monotonic()
             _log.error("a node is refused: its join token is not the head's; copy the head's token to the node")
-
-    def send(self, identity: bytes, message: object) -> None:
-        """Send a message to a node. One that has gone is ignored: the end of its connection will be noticed."""
-        with contextlib.suppress(zmq.ZMQError):
-            self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        self._num_refused = self._listener.num_refused
 
     def close(self) -> None:
         """Stop listening. Messages that were sent have half a second to leave."""
-        if self._monitor is not None:
-            self.socket.disable_monitor()
-            self._monitor.close()
-        self.socket.close(linger=500)
-        self._authenticator.stop()
-        self._context.term()
+        self._listener.close()
+        deadline = time.monotonic() + _LINGER_SECONDS
+        for peer in self._peers:
+            peer.finish(deadline)
+
+    def _take(self, _purpose: str, connection: Connection) -> None:
+        def on_frames(bodies: list[bytes]) -> None:
+            for body in bodies:
+                self._on_message(peer, body)
+
+        def on_end() -> None:
+            self._peers.discard(peer)
+            self._on_end(peer)
+
+        sock, seal = connection
+        peer = FrameSocket(sock, self._selector, on_frames, on_end, seal=seal, max_bytes=_MAX_BYTES)
+        self._peers.add(peer)
 
 
 class NodeSocket:
     """A node's connection to its head."""
 
-    def __init__(self, token: str, address: str, port: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = _configured(self._context.socket(zmq.DEALER))
-        keys, self._refusals, self._greeted = node_keys(token), 0, False
-        self._connected: float | None = None
-        self.socket.curve_serverkey = head_keys(token).public
-        self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
-        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
-        # The kernel's own next try comes ever later, so a node would join long after a cut has healed.
-        self.socket.connect_timeout = _CONNECT_MILLISECONDS
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
-        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self.monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-        """Readable when the connection has begun or ended."""
-        self._is_lost = self._has_given_up = False
-        self.socket.routing_id = secrets.token_bytes(16)
-        self.socket.connect(f"tcp://{address}:{port}")
+    def __init__(self, token: str, address: str, port: int, selector: selectors.BaseSelector | None = None) -> None:
+        """Connect once. `selector`: of the caller's event loop, if it has one.
+
+        Raises:
+            HandshakeRefused: the token is another one, or another program listens there.
+            OSError: nobody answers.
+        """
+        sock, seal = connect(address, port, _secret(token), _PURPOSE, _CONNECT_SECONDS)
+        self.received: deque[bytes] = deque()
+        """Messages of the head that nobody has read yet."""
+        self._is_closed = False
+        self._selector = selector or selectors.DefaultSelector()
+        self._peer = FrameSocket(
+            sock, self._selector, self.received.extend, self._note_end, seal=seal, max_bytes=_MAX_BYTES
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the head has closed the connection, and all that it has sent was read."""
+        return self._is_closed and not self.received
 
     def send(self, message: object) -> None:
-        """Send a message to the head. Without any connection it is lost, as in a connection that ends."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(encode(message), zmq.NOBLOCK)
+        """Send a message to the head."""
+        send(self._peer, message)
 
-    def was_refused(self) -> bool:
-        """Whether a program listens at the head's address, but ends the handshake again and again, or is no head.
-
-        For nodes that have not joined: connections that have ended before do not count in `is_lost`.
-        """
-        self._read_events()
-        self._is_lost = False
-        return self._has_given_up or self._refusals >= _REFUSALS
-
-    def is_lost(self) -> bool:
-        """Whether a connection has ended after its handshake: frames may be lost, so it is good for nothing more."""
-        self._read_events()
-        return self._is_lost
-
-    def _read_events(self) -> None:
-        while self.monitor.poll(0):
-            event, now = recv_monitor_message(self.monitor), time.monotonic()
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._greeted, self._refusals = True, 0
-            elif event["event"] == zmq.EVENT_CONNECTED:
-                self._connected = now
-            elif self._connected is not None:  # several events may tell of one end
-                # Of an answer in another protocol there is no other event, and libzmq does not connect again.
-                self._has_given_up |= not self._greeted and event["event"] == zmq.EVENT_DISCONNECTED
-                is_refusal = not self._greeted and now - self._connected <= _REFUSAL_SECONDS
-                self._refusals = self._refusals + 1 if is_refusal else 0
-                self._is_lost |= self._greeted
-                self._connected = None
+    def receive(self, timeout: float) -> bytes | None:
+        """The next message; None: none came within `timeout` seconds, or the connection has ended."""
+        deadline = time.monotonic() + timeout
+        while not self.received and not self._is_closed and (left := deadline - time.monotonic()) > 0:
+            run_callbacks(self._selector, left)
+        return self.received.popleft() if self.received else None
 
     def close(self) -> None:
         """End the connection. Messages that were sent have half a second to leave."""
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close(linger=500)
-        self._context.term()
+        self._peer.finish(time.monotonic() + _LINGER_SECONDS)
+
+    def _note_end(self) -> None:
+        self._is_closed = True
 
 
-class _AllowedKey:
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+def connect_to_head(
+    token: str,
+    address: str,
+    port: int,
+    may_wait: Callable[[], bool],
+    selector: selectors.BaseSelector | None = None,
+) -> NodeSocket | None:
+    """Connect to the head, again and again while `may_wait()` says so; None: nobody answers.
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key may connect."""
-        return key == self._key
+    Raises:
+        HandshakeRefused: the head's token is another one, or another program listens there.
+    """
+    refusals = 0
+    while may_wait():
+        try:
+            return NodeSocket(token, address, port, selector)
+        except HandshakeRefused:
+            refusals += 1
+            if refusals == _REFUSALS:
+                raise
+        except OSError:
+            refusals = 0
+        time.sleep(_RETRY_SECONDS)
+    return None
 
 
-def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    socket.sndhwm = socket.rcvhwm = 0  # a router drops messages beyond its limit
-    socket.linger = 0
-    socket.maxmsgsize = _MAX_MESSAGE_BYTES
-    socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
-    socket.zap_domain = _DOMAIN
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.tcp_keepalive = 1
-    return socket
+def _secret(token: str) -> bytes:
+    """What a head and its nodes prove to know; it does not tell the token."""
+    return hmac.digest(token.encode(), b"shardline nodes", "sha256")

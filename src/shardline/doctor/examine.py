@@ -4,29 +4,52 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import selectors
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import msgspec
-import zmq
 
+from shardline.channel import FrameSocket, HandshakeRefused, run_callbacks
 from shardline.cluster.links import answer
-from shardline.cluster.token import find_token
-from shardline.cluster.wire import HeadSocket, NodeSocket, encode
+from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
-from shardline.doctor.messages import Command, FromHead, FromNode, Hello, Ping, Pong, Refused, Rejoin
 from shardline.doctor.node_checks import check_node
-from shardline.messages.node import Connect, Listen, Listening, Measured
+from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
 
 _LINKS_SECONDS = 7.0
 """Seconds in which links are measured once all nodes are there."""
 _SEND_SECONDS = 0.4
 _ANSWER_SECONDS = 4.0
 _NUM_PINGS = 5
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first message."""
+
+    facts: NodeFacts
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: what is the time?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Node to head."""
+
+    time: float
+    """Seconds since 1970, by the node's clock."""
+
+
+Command = Ping | Listen | Connect
+FromHead = Ping | Listen | Connect | Refused | Rejoin | Report
+"""A head that serves answers with Rejoin: it does not know the doctor's messages."""
+FromNode = Hello | Pong | Listening | Measured
 
 
 def examine(config: EngineConfig, server: ServerConfig, wait: float) -> Report:
@@ -59,10 +82,19 @@ class Reception:
         """
         self._own = own
         self._num_replicas = config.parallel.data_parallel_size
-        self._nodes: dict[int, tuple[bytes, NodeFacts]] = {}
+        self._nodes: dict[int, tuple[FrameSocket, NodeFacts]] = {}
         self._lost: set[int] = set()
         self._decoder: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
-        self._wire = HeadSocket(token, own.host.address, config.cluster.head_port)
+        self._received: deque[tuple[FrameSocket, bytes]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wire = HeadSocket(
+            token,
+            own.host.address,
+            config.cluster.head_port,
+            self._selector,
+            lambda peer, body: self._received.append((peer, body)),
+            self._note_end,
+        )
 
     def receive(self, wait: float) -> Report:
         """Wait for all nodes, examine them and their links, and tell them the report."""
@@ -78,11 +110,12 @@ class Reception:
                 findings.append(_absence(self._own, missing, wait))
             findings += [_silence(self._nodes[node][1]) for node in sorted(self._lost)]
             report = Report((*findings, *check_cluster(nodes, links, clocks)), nodes, tuple(links))
-            for identity, _ in self._nodes.values():
-                self._send(identity, report)
+            for peer, _ in self._nodes.values():
+                send(peer, report)
             return report
         finally:
             self._wire.close()
+            self._selector.close()
 
     def _missing(self) -> str:
         """The nodes that are awaited, in words; empty: all are there."""
@@ -93,30 +126,36 @@ class Reception:
         left = self._num_replicas - sum(facts.host.num_replicas for facts in there)
         return f"nodes for {left} of {self._num_replicas} replicas (--data-parallel-size-local)" if left > 0 else ""
 
-    def _next_message(self, deadline: float) -> tuple[bytes, FromNode] | None:
+    def _next_message(self, deadline: float) -> tuple[FrameSocket, FromNode] | None:
         """The next message of a node; None: there is none yet. New nodes are taken up."""
-        if not self._wire.socket.poll(max(1, min(200, int((deadline - time.monotonic()) * 1000)))):
+        if not self._received:
+            self._wire.check()
+            run_callbacks(self._selector, max(0.001, min(0.2, deadline - time.monotonic())))
+        if not self._received:
             return None
+        peer, body = self._received.popleft()
         try:
-            identity, body = self._wire.socket.recv_multipart(zmq.NOBLOCK)
             message = self._decoder.decode(body)
-        except (zmq.Again, ValueError, msgspec.MsgspecError):  # of a node that serves, or of another version
+        except msgspec.MsgspecError:  # of a node that serves, or of another version
             return None
         if isinstance(message, Hello):
-            self._admit(identity, message.facts)
+            self._admit(peer, message.facts)
             return None
-        return identity, message
+        return peer, message
 
-    def _admit(self, identity: bytes, facts: NodeFacts) -> None:
+    def _note_end(self, peer: FrameSocket) -> None:
+        self._lost.update(node for node, (other, _) in self._nodes.items() if other is peer)
+
+    def _admit(self, peer: FrameSocket, facts: NodeFacts) -> None:
         node = facts.node
         known = self._nodes.get(node)
         if known is not None or node == self._own.node:
             name = (known[1] if known else self._own).name
-            self._send(identity, Refused(f"--node-rank {node} is taken by {name}"))
+            send(peer, Refused(f"--node-rank {node} is taken by {name}"))
         elif self._own.num_nodes and not 0 < node < self._own.num_nodes:
-            self._send(identity, Refused(f"--node-rank {node} is not below --nnodes {self._own.num_nodes} of the head"))
+            send(peer, Refused(f"--node-rank {node} is not below --nnodes {self._own.num_nodes} of the head"))
         else:
-            self._nodes[node] = identity, facts
+            self._nodes[node] = peer, facts
 
     def _measure_links(self) -> list[Link]:
         """Both directions between the head and each node, and between neighbours."""
@@ -157,12 +196,12 @@ class Reception:
             return _answer(command, self._own.host.address)
         if node in self._lost:
             return None
-        identity = self._nodes[node][0]
-        self._send(identity, command)
+        peer = self._nodes[node][0]
+        send(peer, command)
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < deadline:
+        while node not in self._lost and time.monotonic() < deadline:
             found = self._next_message(deadline)
-            if found is not None and found[0] == identity:
+            if found is not None and found[0] is peer:
                 return found[1]
         self._lost.add(node)
         return None
@@ -170,30 +209,26 @@ class Reception:
     def _facts(self, node: int) -> NodeFacts:
         return self._own if node == self._own.node else self._nodes[node][1]
 
-    def _send(self, identity: bytes, message: object) -> None:
-        try:
-            self._wire.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the node has gone
-            self._lost.update(node for node, (other, _) in self._nodes.items() if other == identity)
-
 
 def _visit_head(token: str, config: EngineConfig, facts: NodeFacts, alone: Report, wait: float) -> Report:
     """A node's side: say what it is, do what the head asks for, and return the head's report."""
     address, port = config.cluster.head_address, config.cluster.head_port
     place = f"{address} port {port}"
     decoder: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
-    wire = NodeSocket(token, address, port)
+    deadline = time.monotonic() + wait
     try:
-        wire.send(Hello(facts))
-        deadline = time.monotonic() + wait
-        while time.monotonic() < deadline:
-            if wire.was_refused():
-                text = f"{place} refuses the handshake: the join tokens differ, or another program listens there"
-                return _with(alone, Finding(facts.name, "head", "broken", text, "copy the head's token to this node"))
-            if not wire.socket.poll(200):
+        wire = connect_to_head(token, address, port, lambda: time.monotonic() < deadline)
+    except HandshakeRefused:
+        text = f"{place} refuses the handshake: the join tokens differ, or another program listens there"
+        return _with(alone, Finding(facts.name, "head", "broken", text, "copy the head's token to this node"))
+    try:
+        if wire is not None:
+            wire.send(Hello(facts))
+        while wire is not None and not wire.has_ended and time.monotonic() < deadline:
+            if (body := wire.receive(deadline - time.monotonic())) is None:
                 continue
             try:
-                message = decoder.decode(wire.socket.recv())
+                message = decoder.decode(body)
             except msgspec.MsgspecError:
                 text = f"the head at {place} speaks another version of the protocol"
                 fix = "install the same version of Shardline on all nodes"
@@ -211,7 +246,8 @@ def _visit_head(token: str, config: EngineConfig, facts: NodeFacts, alone: Repor
         fix = f"start `shardline doctor` with the same flags there, and open port {port}; check --master-addr"
         return _with(alone, Finding(facts.name, "head", "broken", text, fix))
     finally:
-        wire.close()
+        if wire is not None:
+            wire.close()
 
 
 def _answer(command: Command, address: str) -> Pong | Listening | Measured:

@@ -14,17 +14,16 @@ import msgspec
 
 import shardline
 from shardline import env
+from shardline.checkpoints.folder_files import weight_files
 from shardline.checkpoints.gguf.names import all_parts, is_gguf
 from shardline.checkpoints.hub import cache_folder, find_local_model
-from shardline.checkpoints.weight_files import weight_files
 from shardline.cluster.describe import own_address, shared_flags
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.deployment.interconnect import probe_gpu_links, rdma_ports
 from shardline.deployment.probe import available_isas, probe_machine, software_versions
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
-from shardline.doctor.gpu_gather import GpuGather
-from shardline.doctor.known_answers import KnownAnswers
+from shardline.doctor.processes import GpuGather, KnownAnswers
 
 _CAP_IPC_LOCK = 14
 _ANSWER_SECONDS = 20.0

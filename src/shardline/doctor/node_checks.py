@@ -50,6 +50,9 @@ def check_devices(facts: NodeFacts) -> Iterator[Finding]:
         yield _found(facts, "kernels", "broken", facts.known_answers_error, fix)
     elif facts.known_answers:
         yield _found(facts, "kernels", "ok", f"{', '.join(facts.known_answers)} give the same bits again and again")
+    else:
+        fix = "end other programs, and run the doctor again"
+        yield _found(facts, "kernels", "warning", "not checked: this node is too busy to compute in time", fix)
     if facts.gpus.error:
         fix = "look at `nvidia-smi` and `dmesg | grep -i nvrm`; reload the driver, or restart the host"
         yield _found(facts, "GPUs", "broken", facts.gpus.error, fix)

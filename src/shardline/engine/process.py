@@ -19,7 +19,7 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.kv_cache import cache_namespace
-from shardline.engine.report import startup_report
+from shardline.engine.report import check_known_answers, startup_report
 from shardline.log import configure_logging
 from shardline.messages.engine import (
     AbortRequests,
@@ -125,6 +125,7 @@ class EngineProcess:
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
+            check_known_answers(ranks)
             name = fingerprint(deployment, "+".join(sorted(isas)))
             self._engine = engine = Engine(deployment, executor, cache_namespace(name, start.secret))
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
@@ -23,6 +24,7 @@ def startup_report(
     """Lines for people; those about the KV cache and the concurrency are worded as in vLLM."""
     grid, spec, cache, stages = deployment.grid, deployment.spec, deployment.cache, deployment.stages
     num_engines, length = len(deployment.placements), deployment.max_model_len
+    first_replica = engine * grid.data
     lines = [
         f"model {deployment.model.name}: {spec.model_type}, {len(spec.layers)} layers, {deployment.dtype}, "
         f"quantization {_quantization(deployment)}, "
@@ -38,7 +40,7 @@ def startup_report(
         stage = stages[place.pp_rank]
         lines.append(
             f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
-            f"{report.threads} threads, pid {report.pid}), dp {place.dp_rank}, "
+            f"{report.threads} threads, pid {report.pid}), dp {first_replica + place.dp_rank}, "
             f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
@@ -59,6 +61,24 @@ def startup_report(
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def check_known_answers(ranks: Sequence[RankReport]) -> None:
+    """Compare what kernels of one path give for fixed numbers.
+
+    Raises:
+        RuntimeError: some ranks have other bits than most; the message names them.
+    """
+    for isa in {report.isa for report in ranks}:
+        alike = [report for report in ranks if report.isa == isa and report.known_answer]
+        counts = Counter(report.known_answer for report in alike)
+        if len(counts) > 1:
+            (usual, _), *_ = counts.most_common(1)
+            unlike = [f"rank {rank.rank} on {rank.host}" for rank in alike if rank.known_answer != usual]
+            raise RuntimeError(
+                f"the {isa} kernels of {', '.join(unlike)} give other bits than those of other ranks: answers would "
+                "depend on the rank; install one image on all hosts, and test the memory (`dmesg | grep -i mce`)"
+            )
 
 
 def _where(deployment: Deployment, engine: int, report: RankReport) -> str:

@@ -1,9 +1,10 @@
-"""The messages between a head and its nodes, and between a front and its head process."""
+"""The messages between a head and its nodes, a front and its head process, and a front and what places nodes by Ray."""
 
 from __future__ import annotations
 
 import msgspec
 
+from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, ModelSource
 from shardline.deployment.machine import Host
 
@@ -93,10 +94,10 @@ class StartStream(msgspec.Struct, frozen=True, tag=True):
 
 
 class StreamData(msgspec.Struct, frozen=True, tag=True):
-    """Whole frames of a stream."""
+    """Frames of a stream."""
 
     stream: Stream
-    data: bytes
+    bodies: list[bytes]
 
 
 class StreamEnded(msgspec.Struct, frozen=True, tag=True):
@@ -228,3 +229,46 @@ class NodesPresent(msgspec.Struct, frozen=True, tag=True):
 
 FrontToHead = StartHead | Launch | Shutdown
 HeadToFront = Joined | HeadFailed | NodesPresent | LinkMeasured
+
+
+class StartDriver(msgspec.Struct, frozen=True, tag=True):
+    """Front to driver, first message."""
+
+    config: EngineConfig
+    token: str
+    """The join token of this launch."""
+    groups: tuple[int, ...]
+    """The tensor-parallel groups of each node, the front's host first, if an earlier driver has chosen; else empty."""
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """Driver to front: Ray has reserved everything."""
+
+    address: str
+    """Ray's address of the front's host."""
+    groups: tuple[int, ...]
+    """The tensor-parallel groups of each node, the front's host first."""
+    group_size: int
+    """Ranks of one group."""
+    gpus: str | None
+    """CUDA_VISIBLE_DEVICES for the front's host; None: its ranks use no GPUs."""
+
+
+class DriverFailed(msgspec.Struct, frozen=True, tag=True):
+    """Driver to front: it cannot place the layout, or a node cannot run its part."""
+
+    message: str
+    user_error: bool
+
+
+class StartNode(msgspec.Struct, frozen=True):
+    """Actor to node process, its only message."""
+
+    config: EngineConfig
+    token: str
+    settings: dict[str, str]
+    """Environment variables of the front that all nodes share."""
+
+
+FrontToDriver = StartDriver | NodesPresent
+DriverToFront = Placed | DriverFailed

@@ -14,8 +14,7 @@ from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.names import is_gguf, split_quant
 from shardline.checkpoints.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
 from shardline.checkpoints.planning import PlannedModel, read_planned, read_planned_gguf
-from shardline.checkpoints.quantization import read_stored, usual_rules
-from shardline.checkpoints.stored_beside import with_quantization
+from shardline.checkpoints.quantization import read_stored, usual_rules, with_quantization
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import StoredRules
 

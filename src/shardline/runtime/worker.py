@@ -97,6 +97,7 @@ class Worker:
             kv_bytes=kv_bytes,
             load_seconds=time.perf_counter() - started,
             memory=memory,
+            known_answer=backend.known_answer(),
         )
 
     @property

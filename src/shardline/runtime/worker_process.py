@@ -118,11 +118,9 @@ def _open_line(start: StartWorker, events: queue.SimpleQueue[_Event]) -> Callabl
         TimeoutError: the engine cannot be reached.
     """
     from shardline.runtime.parallel.rendezvous import connect_to_engine
-    from shardline.seal import Seal
 
-    connection = connect_to_engine(start.step_address, start.nonce, start.rank, start.deployment.connect_timeout)
-    seal = Seal(connection.key, is_listener=False)
-    line: Channel[StepRequest] = Channel(connection.socket, StepRequest, seal)  # type: ignore[arg-type]
+    sock, seal = connect_to_engine(start.step_address, start.nonce, start.rank, start.deployment.connect_timeout)
+    line: Channel[StepRequest] = Channel(sock, StepRequest, seal)  # type: ignore[arg-type]
     threading.Thread(target=read_line, args=(line, events), daemon=True).start()
 
     def send(message: StepReply) -> None:

@@ -1,10 +1,15 @@
-"""Signs of life of a child process: a page of shared memory that a thread without Python's lock writes to."""
+"""Signs of life of a child process, on a page of shared memory that a thread without Python's lock writes to; and of a
+process's own main loop.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 
@@ -21,7 +26,10 @@ START_SILENCE = 40.0
 what loading may pause, so that this process is named and not those that wait for it."""
 _OWN_DELAY = 2.0
 """A watcher that is this late was stopped itself, and begins anew."""
+_PATIENCE = 10.0
+"""Seconds that a round of a main loop may take: it may wait for processes that end."""
 _FIELDS = struct.Struct("<qq")
+_log = logging.getLogger(__name__)
 
 
 class Pulse:
@@ -85,3 +93,33 @@ def start_pulse(fd: int) -> None:
 def note_work() -> None:
     """Count a piece of work that this process has seen done. Kernels of the CPU count themselves."""
     _cpu.note_work()
+
+
+class LoopWatch:
+    """Watches a main loop from a thread of its own, while it is entered. The loop calls `note_round` once a second."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the process, for the log."""
+        self._name = name
+        self._rounds = 0
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> LoopWatch:
+        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+
+    def note_round(self) -> None:
+        """The loop has come round."""
+        self._rounds += 1
+
+    def _watch(self) -> None:
+        watch = PulseWatch(lambda: self._rounds, patience=_PATIENCE)
+        while not watch.is_silent():
+            if self._is_over.wait(CHECK_INTERVAL):
+                return
+        _log.error("the %s hangs: its loop has not come round for %g s; it ends", self._name, _PATIENCE)
+        faulthandler.dump_traceback()
+        os._exit(1)

@@ -7,10 +7,9 @@ from typing import Any
 
 from shardline.checkpoints.gguf.architectures import ARCHITECTURES
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from shardline.checkpoints.gguf.header import PACKED_TYPES, GGUFHeader
+from shardline.checkpoints.gguf.header import PACKED_TYPES, GGUFHeader, end_token_ids
 from shardline.checkpoints.gguf.metadata import Metadata, rope_scaling, rounded
-from shardline.checkpoints.gguf.norms import NORMS_HOLD_OFFSET
-from shardline.checkpoints.gguf.special_tokens import end_token_ids
+from shardline.checkpoints.lookup import NORMS_HOLD_OFFSET
 from shardline.checkpoints.wrapper import text_config
 
 _SIZES: Mapping[str, str] = {

@@ -45,14 +45,12 @@ class RayCluster:
 
         try:
             context = ray.init(address=address or "auto", configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except _errors(ray) as error:
             if address or _NOT_RUNNING not in str(error):
-                # The cause is the last line: Ray quotes whole stacks.
-                words = str(error).strip().splitlines()[-1]
-                raise ValueError(f"the Ray cluster at {address or 'this host'} cannot be joined: {words}") from error
-            env.adopt_ray_token_auth()
-            context = ray.init(address="local", include_dashboard=False, configure_logging=False)
-            _log.info("no Ray cluster runs here, so one was started for this host alone; it asks for a token")
+                raise ValueError(
+                    f"the Ray cluster at {address or 'this host'} cannot be joined: {_cause(error)}"
+                ) from error
+            context = _start_cluster(ray)
             asks_for_token = True
         if asks_for_token is None:
             asks_for_token = _asks_for_token(context.address_info["gcs_address"])
@@ -178,6 +176,33 @@ class Reservation:
         except errors.RayError as error:
             words = str(error).strip().splitlines()[-1]
             raise Unreachable(f"the actor on {self.host.address} has ended: {words}") from error
+
+
+def _start_cluster(ray: Any) -> Any:
+    """Start a Ray cluster for this process; Ray itself turns on its token, if RAY_AUTH_MODE is not set.
+
+    Raises:
+        ValueError: it cannot be started.
+    """
+    try:
+        context = ray.init(address="local", include_dashboard=False, configure_logging=False)
+    except _errors(ray) as error:
+        raise ValueError(
+            f"no Ray cluster runs on this host, and none can be started: {_cause(error)}; start one with "
+            "`ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one"
+        ) from error
+    _log.info("no Ray cluster runs here, so one was started for this host alone; it asks for a token")
+    return context
+
+
+def _errors(ray: Any) -> tuple[type[Exception], ...]:
+    """What `ray.init` raises."""
+    return OSError, RuntimeError, ValueError, ray.exceptions.RayError
+
+
+def _cause(error: Exception) -> str:
+    """The last line of an error: Ray quotes whole stacks."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _asks_for_token(address: str) -> bool:

@@ -17,17 +17,9 @@ import msgspec
 from shardline import env
 from shardline.channel import Channel, encode_message, readable
 from shardline.cluster.ray.cluster import RayCluster, Reservation, Unreachable
-from shardline.cluster.ray.messages import (
-    DriverFailed,
-    FrontToDriver,
-    Placed,
-    StartDriver,
-    StartNode,
-    config_of_node,
-)
-from shardline.cluster.ray.placing import demand_of, find_host, share_groups
+from shardline.cluster.ray.placing import config_of_node, demand_of, find_host, share_groups
 from shardline.log import configure_logging
-from shardline.messages.node import NodesPresent
+from shardline.messages.node import DriverFailed, FrontToDriver, NodesPresent, Placed, StartDriver, StartNode
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 

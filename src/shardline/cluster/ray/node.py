@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 
 from shardline import env, lifeline
-from shardline.cluster.ray.messages import StartNode
+from shardline.messages.node import StartNode
 
 _LENGTH = struct.Struct("<I")
 _CODE = "from shardline.cluster.ray.node import main; main()"

@@ -15,10 +15,10 @@ import msgspec
 
 from shardline import env
 from shardline.channel import Channel
-from shardline.cluster.ray.messages import DriverFailed, DriverToFront, Placed, StartDriver, config_of_node
+from shardline.cluster.ray.placing import config_of_node
 from shardline.config.engine import EngineConfig
 from shardline.engine.children import Child
-from shardline.messages.node import NodesPresent
+from shardline.messages.node import DriverFailed, DriverToFront, NodesPresent, Placed, StartDriver
 
 _PLACE_SECONDS = 300.0
 _RESTART_SECONDS = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -95,3 +96,11 @@ def _too_small(demand: Demand, hosts: Sequence[RayHost], left: int) -> str:
         f"Ray has too few free {demand.resource}s: this layout needs {what}, and {left} of them find no place; free "
         f"are: {found or 'none'}. Add a node (ray start --address=...), end other jobs, or use fewer ranks"
     )
+
+
+def config_of_node(config: EngineConfig, number: int, num_nodes: int, address: str) -> EngineConfig:
+    """The configuration of one node of those that Ray has chosen; 0 is the front's. `address`: of the front's host."""
+    cluster = dataclasses.replace(
+        config.cluster, nnodes=num_nodes, node_rank=number, master_addr=address if num_nodes > 1 else None
+    )
+    return dataclasses.replace(config, cluster=cluster)

@@ -16,7 +16,7 @@ import msgspec
 from shardline.channel import Channel
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.messages.worker import StepReply
-from shardline.runtime.parallel.rendezvous import EngineListener
+from shardline.runtime.parallel.rendezvous import Arrivals, steps_of
 
 FRAME_TIMEOUT = 10.0
 """Seconds without a byte after which a rank in the middle of a frame counts as gone."""
@@ -31,7 +31,7 @@ class StepLines:
     def __init__(self, address: str, nonce: bytes, ranks: Collection[int]) -> None:
         """Listen on this host's IP address `address` until all of `ranks` have connected. Without ranks, do nothing."""
         self._ranks = ranks
-        self._listener = EngineListener(address, nonce, ranks) if ranks else None
+        self._arrivals = Arrivals(address, nonce, list(map(steps_of, ranks))) if ranks else None
         self._lines: dict[int, Channel[StepReply]] = {}
         self._ended: dict[int, float] = {}
         """When each line that has ended did so."""
@@ -39,7 +39,7 @@ class StepLines:
     @property
     def address(self) -> str:
         """Where ranks connect; empty: there are no lines."""
-        return self._listener.address if self._listener is not None else ""
+        return self._arrivals.address if self._arrivals is not None else ""
 
     def open(self) -> None:
         """Take the connections of the ranks, all of which have said that they are ready.
@@ -47,18 +47,16 @@ class StepLines:
         Raises:
             ExecutorFailure: a rank has not connected.
         """
-        if self._listener is None:
+        if self._arrivals is None:
             return
-        from shardline.seal import Seal
-
-        for rank, connection in self._listener.finish(_CONNECT_SECONDS).items():
-            sock = connection.socket
+        found = self._arrivals.finish(time.monotonic() + _CONNECT_SECONDS)
+        if missing := sorted(rank for rank in self._ranks if steps_of(rank) not in found):
+            raise ExecutorFailure(f"ranks {missing} are ready, but have no connection for steps")
+        for rank in self._ranks:
+            sock, seal = found[steps_of(rank)]
             # A rank reads its plans at once, whatever it does. One that does not must not stop the engine.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(FRAME_TIMEOUT), 0))
-            seal = Seal(connection.key, is_listener=True)
             self._lines[rank] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
-        if missing := set(self._ranks) - set(self._lines):
-            raise ExecutorFailure(f"ranks {sorted(missing)} are ready, but have no connection for steps")
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._lines
@@ -95,8 +93,8 @@ class StepLines:
 
     def close(self) -> None:
         """Stop listening, and close all lines."""
-        if self._listener is not None and not self._lines:
-            for connection in self._listener.finish(0.0).values():
+        if self._arrivals is not None and not self._lines:
+            for connection in self._arrivals.finish(0.0).values():
                 connection.socket.close()
         for line in self._lines.values():
             line.close()

@@ -107,6 +107,13 @@ class Backend(ComputeDevice, Protocol):
     draws_dummy_weights: bool
     """Whether random weights are drawn on the device; else on the host."""
 
+    def known_answer(self) -> str:
+        """A digest of what the kernels give for fixed numbers; empty: it would take too long.
+
+        Raises:
+            RuntimeError: they give other bits each time.
+        """
+
     def finish_loading(self, products: LoadedProducts) -> None:
         """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
 

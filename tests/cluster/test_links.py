@@ -5,53 +5,53 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from shardline.cluster.links import answer
+from shardline.cluster.links import Survey, answer, describe_links, used_links
 from shardline.cluster.members import Member, Members
-from shardline.cluster.survey import Survey, describe_links, used_links
-from shardline.cluster.wire import HeadSocket
 from shardline.deployment.machine import Machine
 from shardline.messages.node import Connect, Join, LinkMeasured, Listen, Measured
-from tests.cluster.joins import node, start
+from tests.cluster.joins import node, peer, start
 from tests.deployment.machines import host, resolve_on
 
 
-class Nodes(HeadSocket):
-    """Nodes on this host that do what the head says, in place of its socket."""
+class Nodes:
+    """Nodes on this host that do what the head says."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
         self.survey: Survey
-        self.silent = b""
-        self.commands: list[tuple[bytes, object]] = []
+        self.silent = 0
+        self.commands: list[tuple[Member, object]] = []
 
-    def send(self, identity: bytes, message: object) -> None:
-        self.commands.append((identity, message))
+    def send(self, member: Member, message: object) -> None:
+        """Stands for `Member.send`."""
+        self.commands.append((member, message))
 
     def obey(self) -> None:
         """Answer all commands, and those that follow from the answers."""
         while self.commands:
-            identity, command = self.commands.pop(0)
+            member, command = self.commands.pop(0)
             assert isinstance(command, (Listen, Connect))
-            member = self.members.find(identity)
-            if member is not None and identity != self.silent:
+            if member.join.node != self.silent:
                 self.survey.handle(member, answer(command, "127.0.0.1"))
 
 
 @pytest.fixture
-def nodes(own: Join) -> Nodes:
+def nodes(own: Join, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     members = Members(start(own))
     for number in (1, 2):
-        members.add(b"ab"[number - 1 : number], node(own, number, host={"address": "127.0.0.1"}))
+        members.add(peer(), node(own, number, host={"address": "127.0.0.1"}))
     members.settle()
-    return Nodes(members)
+    nodes = Nodes(members)
+    monkeypatch.setattr(Member, "send", lambda member, message: nodes.send(member, message))
+    return nodes
 
 
 def test_all_links_are_measured_and_a_silent_node_is_left_out(nodes: Nodes) -> None:
     deployment = resolve_on(Machine((host(), host(), host())), pipeline_parallel_size=3)
     assert used_links(deployment) == [(0, 1), (0, 2), (1, 2)]
-    for silent, broken in ((b"", []), (b"a", [(0, 1), (1, 2)])):
+    for silent, broken in ((0, []), (1, [(0, 1), (1, 2)])):
         found: list[LinkMeasured] = []
-        nodes.survey = Survey("127.0.0.1", nodes.members, nodes, found.append)
+        nodes.survey = Survey("127.0.0.1", nodes.members, found.append)
         nodes.silent = silent
         nodes.survey.start(deployment)
         for _ in range(4):
@@ -64,8 +64,8 @@ def test_all_links_are_measured_and_a_silent_node_is_left_out(nodes: Nodes) -> N
 
 def test_late_answers_of_others_are_ignored(nodes: Nodes) -> None:
     found: list[LinkMeasured] = []
-    survey = Survey("127.0.0.1", nodes.members, nodes, found.append)
-    survey.handle(Member(b"a", nodes.members.present()[0].join), Measured(1.0, 1.0))
+    survey = Survey("127.0.0.1", nodes.members, found.append)
+    survey.handle(Member(peer(), nodes.members.present()[0].join), Measured(1.0, 1.0))
     assert not found
 
 
