@@ -85,7 +85,7 @@ def import_graph(source: Path = SOURCE, with_types: bool = False) -> dict[str, s
     """Module -> modules of the package that it imports by name, at any time; `with_types`: also for type checkers only.
 
     A package's `__init__` runs before its modules, but this is not an edge here: otherwise a package that imports its
-    modules would be in a cycle with each of them.
+    modules would be in a cycle with each of them. So the version, which the root package has, is no edge either.
     """
     files = module_files(source)
     graph: dict[str, set[str]] = {}
@@ -94,7 +94,7 @@ def import_graph(source: Path = SOURCE, with_types: bool = False) -> dict[str, s
         for one in runtime_imports(parse_file(path), module, path.stem == "__init__", with_types):
             whole = f"{one.target}.{one.name}"
             target = whole if one.name and whole in files else one.target
-            if target in files and target != module:
+            if target in files and target not in (module, PACKAGE):
                 edges.add(target)
         graph[module] = edges
     return graph

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError, internal_error
-
-if TYPE_CHECKING:
-    from shardline.server.openai.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +32,21 @@ WRITE_NOW = "shardline.write_now"
 
 It returns whether it has; a connection that is closed or full takes nothing.
 """
+
+
+class FollowedAnswer(Protocol):
+    """An answer that grows; see `openai.generation.Generation`."""
+
+    @property
+    def finished(self) -> bool: ...
+    def listen(self, on_update: Callable[[int, RequestOutput], None] | None) -> None: ...
+    def observe(self, index: int, output: RequestOutput) -> None: ...
+    def check(self) -> None: ...
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
 
 Update = tuple[int, RequestOutput]
 """The index of a prompt, and its output so far."""
@@ -101,7 +114,9 @@ class _Follower:
         "num_bodies",
     )  # fmt: skip
 
-    def __init__(self, events: Events, generation: Generation, send: Send, write_now: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, events: Events, generation: FollowedAnswer, send: Send, write_now: Callable[[bytes], bool]
+    ) -> None:
         self._events = events
         self._generation = generation
         self._send = send
@@ -191,7 +206,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: Events,
-        generation: Generation,
+        generation: FollowedAnswer,
         headers: Mapping[str, str] | None = None,
         *,
         write_error: Callable[[ApiError], bytes] = _error_event,
