@@ -66,12 +66,12 @@ def _hash(value: object) -> str:
 
 
 def _answer(outputs: Sequence[Any], finish_reason: str | None) -> Record:
-    """The record of one request. Each of `outputs` has token_ids, digests and logprobs of some of its steps."""
+    """The record of one request. Each of `outputs` is of some of its steps: the engine's, or what users read."""
     digests = [digest for output in outputs for digest in output.digests or []]
     logprobs = [
         (one.logprob, one.rank, list(one.top_ids), list(one.top_logprobs))
         for output in outputs
-        for one in output.logprobs or []
+        for one in getattr(output, "token_logprobs", output.logprobs) or []
     ]
     return {
         "tokens": " ".join(str(token) for output in outputs for token in output.token_ids),
