@@ -78,8 +78,8 @@ _MAX_EXPERTS = 1 << 18
 class Family(Protocol):
     """The functions in the module of a model type."""
 
-    def decoder_spec(self, config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
-        """The model that a parsed config.json describes.
+    def decoder_spec(self, hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
+        """The model that a config.json describes.
 
         `max_model_len` fixes the rope scalings that depend on the length. None means the longest length that the
         configuration allows.
@@ -136,10 +136,10 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     Raises:
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
-    text = text_config(config)
+    hf = HFConfig(text_config(config))
     found = family(language_model_type(config))
-    check_loadable(HFConfig(text))
-    spec = found.decoder_spec(text, max_model_len)
+    check_loadable(hf)
+    spec = found.decoder_spec(hf, max_model_len)
     _check_experts(spec)
     return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
 

@@ -130,7 +130,7 @@ def _spec(text: Mapping[str, Any]) -> DecoderSpec:
     if model_type not in known_families() and module_of_planned(model_type) is None:
         known = (*known_families(), *planned_families())
         raise ValueError(f"no spec for model_type {model_type!r}; known: {', '.join(sorted(known))}")
-    return planned_family(model_type).decoder_spec(text, None)
+    return planned_family(model_type).decoder_spec(HFConfig(text), None)
 
 
 def _engine_refusal(config: Mapping[str, Any]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardline.models.hf_config import HFConfig
-from shardline.models.spec import Activation, DType
+from shardline.models.spec import Activation, DType, Routing
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -68,6 +69,11 @@ def layer_windows(
     return windows
 
 
+def full_every(period: int, num_layers: int) -> list[str]:
+    """The types of layers of which each `period`-th has full attention, and the others have a window."""
+    return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
+
+
 def layer_flags(config: HFConfig, key: str, num_layers: int) -> list[bool]:
     """A list with a 0 or 1 for each layer.
 
@@ -78,6 +84,22 @@ def layer_flags(config: HFConfig, key: str, num_layers: int) -> list[bool]:
     if not isinstance(flags, Sequence) or len(flags) != num_layers or not all(flag in (0, 1) for flag in flags):
         raise config.error(key, f"must have a 0 or 1 for each of {num_layers} layers, got {flags!r:.80}")
     return [bool(flag) for flag in flags]
+
+
+class Defaults(NamedTuple):
+    """The sizes of transformers for keys that are missing."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    positions: int
+    """max_position_embeddings"""
+    kv_heads: int | None = None
+    """None: the number of heads."""
+    head_dim: int | None = None
+    """None: hidden_size / heads."""
 
 
 @dataclass(frozen=True)
@@ -94,42 +116,29 @@ class Dims:
     max_position_embeddings: int
 
 
-def read_dims(
-    config: HFConfig,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    max_position_embeddings: int,
-) -> Dims:
-    """The sizes in `config`. The arguments are the defaults of transformers for missing keys.
-
-    `num_kv_heads` None: the number of heads. `head_dim` None: hidden_size / heads.
+def read_dims(config: HFConfig, defaults: Defaults) -> Dims:
+    """The sizes in `config`.
 
     Raises:
         ValueError: a size is not a positive whole number, or two sizes contradict each other.
     """
-    hidden_size = config.integer("hidden_size", hidden_size)
-    num_heads = config.integer("num_attention_heads", num_heads)
-    num_kv_heads = config.optional_integer("num_key_value_heads", num_kv_heads) or num_heads
+    hidden_size = config.integer("hidden_size", defaults.hidden)
+    num_heads = config.integer("num_attention_heads", defaults.heads)
+    num_kv_heads = config.optional_integer("num_key_value_heads", defaults.kv_heads) or num_heads
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads ({num_heads}), got {num_kv_heads}")
-    head_dim = config.optional_integer("head_dim", head_dim)
+    head_dim = config.optional_integer("head_dim", defaults.head_dim)
     if head_dim is None:
         head_dim = divided(config, "hidden_size", hidden_size, num_heads)
     return Dims(
-        vocab_size=config.integer("vocab_size", vocab_size),
+        vocab_size=config.integer("vocab_size", defaults.vocab),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size", intermediate_size),
-        num_layers=config.integer("num_hidden_layers", num_layers, maximum=MAX_LAYERS),
+        intermediate_size=config.integer("intermediate_size", defaults.intermediate),
+        num_layers=config.integer("num_hidden_layers", defaults.layers, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=config.integer("max_position_embeddings", max_position_embeddings),
+        max_position_embeddings=config.integer("max_position_embeddings", defaults.positions),
     )
 
 
@@ -138,3 +147,32 @@ def divided(config: HFConfig, key: str, size: int, num_heads: int) -> int:
     if size % num_heads:
         raise config.error(key, f"must be a multiple of the {num_heads} attention heads, got {size}")
     return size // num_heads
+
+
+def read_routing(config: HFConfig, *, num_experts: int, experts_per_token: int, normalized: bool) -> Routing:
+    """Softmax routing. The arguments are the defaults of transformers for missing keys.
+
+    The number of experts is in num_experts or in num_local_experts: transformers writes and reads both keys.
+
+    Raises:
+        ValueError: a number is not positive, or a token has to choose more experts than there are.
+    """
+    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    count = config.integer(key, num_experts)
+    chosen = config.integer("num_experts_per_tok", experts_per_token)
+    if chosen > count:
+        raise config.error("num_experts_per_tok", f"must be at most {key} ({count}), got {chosen}")
+    return Routing(count, chosen, normalized=normalized)
+
+
+def sparse_layers(config: HFConfig, num_layers: int) -> list[bool]:
+    """Whether each layer has experts: every decoder_sparse_step-th layer has, except those in mlp_only_layers.
+
+    Raises:
+        ValueError: mlp_only_layers is not a list of layer numbers.
+    """
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.values.get("mlp_only_layers") or ()
+    if not isinstance(dense, Sequence) or not all(isinstance(index, int) for index in dense):
+        raise config.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r:.80}")
+    return [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]

@@ -21,6 +21,14 @@ class HFConfig:
         self.values = values
         self.section_name = section
 
+    def with_values(self, **values: Any) -> HFConfig:
+        """The same configuration with other values of some keys."""
+        return HFConfig({**self.values, **values}, self.section_name)
+
+    def with_defaults(self, **values: Any) -> HFConfig:
+        """The same configuration with values of some keys that it has not."""
+        return HFConfig({**values, **self.values}, self.section_name)
+
     def error(self, key: str, problem: str) -> ValueError:
         """A ValueError about `key`, for the caller to raise."""
         return ValueError(f"config.json: {self.section_name}{key} {problem}")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.models.hf_config import MAX_INTEGER, HFConfig
-from shardline.models.spec import Rope
+from shardline.models.spec import QueryScale, Rope
 
 _Frequencies = tuple[NDArray[np.float32], float]
 _MAX_HEAD_DIM = 1 << 16
@@ -65,6 +65,10 @@ class RopeConfig:
             raise self.section.error("", f"has parameters that do not fit each other ({error})") from None
         return Rope(tuple(float(f) for f in inv_freq), attention_scaling)
 
+    def query_scale(self) -> QueryScale:
+        """The factor of queries that grows with their position (Mistral)."""
+        return QueryScale(self.section.number("llama_4_scaling_beta"), self.original_max_position_embeddings)
+
     def _factor(self) -> float:
         """Scaling factor of yarn and longrope. If it is not set, it is the ratio of the two lengths."""
         ratio = self.max_position_embeddings / self.original_max_position_embeddings
@@ -113,6 +117,13 @@ def read_rope(
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=config.integer("original_max_position_embeddings", original),
     )
+
+
+def rope_sections(config: HFConfig) -> tuple[HFConfig, HFConfig]:
+    """The rope parameters of full layers, and of windowed ones. In older files only the full layers have a scaling."""
+    sections = config.section("rope_parameters")
+    full = config.section("rope_scaling") if config.has("rope_scaling") else sections.section("full_attention")
+    return full, sections.section("sliding_attention")
 
 
 def proportional_rope(section: HFConfig, head_dim: int, default_theta: float, default_fraction: float) -> Rope:

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from shardline.models.config_fields import read_activation
-from shardline.models.deepseek_layout import (
-    DEEPSEEK_LAYER_KEYS,
-    deepseek_spec,
-    latent_attention,
-    mixture,
-    read_deepseek_dims,
-)
+from shardline.models.config_fields import Defaults
+from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import llama_source
-from shardline.models.spec import DecoderSpec, Dense, Routing, TensorSource
+from shardline.models.llama_like import keys
+from shardline.models.spec import DecoderSpec, Routing
+
+_DEFAULTS = Defaults(vocab=102400, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_deepseek_dims(
-        hf,
-        vocab_size=102400,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        max_position_embeddings=2048,
-    )
     hf.only("norm_topk_prob", False)
     hf.only("scoring_func", "softmax")
-    attention, max_length = latent_attention(hf, dims, max_model_len, interleaved=True)
-    bias = hf.flag("mlp_bias", False)
-    return deepseek_spec(
+    return deepseek_like(
         hf,
-        dims,
-        attention,
-        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=bias),
-        mixture(hf, _routing(hf), expert_size=1407, num_shared=2, shared_bias=bias),
-        first_dense=hf.integer("first_k_dense_replace", 0, minimum=0),
-        max_position_embeddings=max_length,
+        max_model_len,
+        _DEFAULTS,
+        _routing(hf),
+        first_dense=0,
+        expert_size=1407,
+        num_shared=2,
+        interleaved=True,
+        bias=hf.flag("mlp_bias", False),
     )
 
 
@@ -58,6 +41,4 @@ def _routing(hf: HFConfig) -> Routing:
     )
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, DEEPSEEK_LAYER_KEYS)
+tensor_source = keys(DEEPSEEK_LAYER_KEYS)

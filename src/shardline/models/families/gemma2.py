@@ -2,61 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source, windowed_layers
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.spec import DecoderSpec, Layer, Norm
+
+_DEFAULTS = Defaults(
+    vocab=256000, hidden=2304, intermediate=9216, layers=26, heads=8, kv_heads=4, head_dim=256, positions=8192
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_layers=26,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=256,
-        max_position_embeddings=8192,
-    )
     hf.only("use_bidirectional_attention", False)
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
+    llama = llama_like(
+        hf,
+        max_model_len,
+        _DEFAULTS,
+        norm=Norm("rms", 1e-6, weight_offset=1.0),
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+    )
     bias = hf.flag("attention_bias", False)
-    full = replace(
-        attention(dims, rope.build(max_model_len), scale=hf.number("query_pre_attn_scalar", 256) ** -0.5),
+    gqa = replace(
+        llama.attention,
+        scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=hf.optional_number("attn_logit_softcapping", 50.0),
         qkv_bias=bias,
         output_bias=bias,
     )
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
-    default_types = [("sliding_attention", "full_attention")[index % 2] for index in range(dims.num_layers)]
-    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
-    return DecoderSpec(
-        model_type="gemma2",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=windowed_layers(
-            windows, lambda window: Layer(replace(full, window=window), dense, norm, norm, norm, norm)
-        ),
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
-        embedding_scale=dims.hidden_size**0.5,
+
+    @cache
+    def layer(window: int | None) -> Layer:
+        return llama.four_norm_layer(replace(gqa, window=window))
+
+    types = full_every(2, llama.dims.num_layers)
+    windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
+    return replace(
+        llama.spec(map(layer, windows), tied=True),
+        embedding_scale=llama.dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", 30.0),
     )
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, FOUR_NORM_LAYER_KEYS)
+tensor_source = keys(FOUR_NORM_LAYER_KEYS)

@@ -3,85 +3,54 @@ one with full attention; each kind has its own rope."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, full_every, layer_windows, read_dims
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source, windowed_layers
-from shardline.models.rope import RopeConfig, read_rope
-from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.rope import read_rope, rope_sections
+from shardline.models.spec import DecoderSpec, Layer, Norm
+
+_DEFAULTS = Defaults(
+    vocab=262208, hidden=2304, intermediate=9216, layers=26, heads=8, kv_heads=4, head_dim=256, positions=131072
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=262208,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_layers=26,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=256,
-        max_position_embeddings=131072,
-    )
     hf.only("use_bidirectional_attention", False)
     hf.only("attn_logit_softcapping")
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
-    bias = hf.flag("attention_bias", False)
-    full_rope, window_rope = (rope.build(max_model_len) for rope in _ropes(hf, dims))
-    full = replace(
-        attention(dims, full_rope, scale=hf.number("query_pre_attn_scalar", 256) ** -0.5),
-        qk_norm=norm,
-        qkv_bias=bias,
-        output_bias=bias,
+    dims = read_dims(hf, _DEFAULTS)
+    full, windowed = rope_sections(hf)
+    windowed = windowed.with_defaults(rope_theta=hf.number("rope_local_base_freq", 10_000.0))
+    length = dims.max_position_embeddings
+    llama = llama_like(
+        hf,
+        max_model_len,
+        _DEFAULTS,
+        norm=Norm("rms", 1e-6, weight_offset=1.0),
+        rope=read_rope(hf, dims.head_dim, length, section=full, default_theta=1_000_000.0),
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
     )
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
+    window_rope = read_rope(hf, dims.head_dim, length, section=windowed).build(max_model_len)
+    scale, bias = hf.number("query_pre_attn_scalar", 256) ** -0.5, hf.flag("attention_bias", False)
+    gqa = replace(llama.attention, scale=scale, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
 
+    @cache
     def layer(window: int | None) -> Layer:
-        own = full if window is None else replace(full, window=window, rope=window_rope)
-        return Layer(own, dense, norm, norm, norm, norm)
+        return llama.four_norm_layer(gqa if window is None else replace(gqa, window=window, rope=window_rope))
 
-    return DecoderSpec(
-        model_type="gemma3_text",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=windowed_layers(_windows(hf, dims), layer),
-        final_norm=norm,
-        # This number already includes the rope scaling, for every type of scaling.
-        max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
+    types = full_every(hf.integer("sliding_window_pattern", 6), dims.num_layers)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
+    return replace(
+        llama.spec(map(layer, windows), tied=True),
+        max_position_embeddings=length,  # it already includes the rope scaling, for every type of scaling
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", None),
     )
 
 
-def _windows(hf: HFConfig, dims: Dims) -> list[int | None]:
-    pattern = hf.integer("sliding_window_pattern", 6)
-    default_types = [
-        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(dims.num_layers)
-    ]
-    return layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
-
-
-def _ropes(hf: HFConfig, dims: Dims) -> tuple[RopeConfig, RopeConfig]:
-    """Rope of the full layers, and rope of the windowed layers. In older files only the full layers have a scaling."""
-    sections = hf.section("rope_parameters")
-    full = hf.section("rope_scaling") if hf.has("rope_scaling") else sections.section("full_attention")
-    window_theta = hf.number("rope_local_base_freq", 10_000.0)
-    windowed = sections.section("sliding_attention")
-    windowed = HFConfig({"rope_theta": window_theta, **windowed.values}, windowed.section_name)
-    return (
-        read_rope(hf, dims.head_dim, dims.max_position_embeddings, section=full, default_theta=1_000_000.0),
-        read_rope(hf, dims.head_dim, dims.max_position_embeddings, section=windowed),
-    )
-
-
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, FOUR_NORM_LAYER_KEYS)
+tensor_source = keys(FOUR_NORM_LAYER_KEYS)

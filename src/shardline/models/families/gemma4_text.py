@@ -7,28 +7,22 @@ values of earlier ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, Dims, full_every, layer_windows, read_dims
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, MOE_LAYER_KEYS, llama_source
-from shardline.models.parameters import parse_name
-from shardline.models.rope import proportional_rope, read_rope
-from shardline.models.spec import (
-    GQA,
-    DecoderSpec,
-    Dense,
-    Layer,
-    MoE,
-    Norm,
-    Rope,
-    Routing,
-    TensorSource,
-    TokenInput,
+from shardline.models.llama_like import (
+    FOUR_NORM_LAYER_KEYS,
+    MOE_LAYER_KEYS,
+    StackedExperts,
+    keys,
+    llama_like,
 )
-from shardline.models.stacked_experts import stacked_expert_source
+from shardline.models.parameters import parse_name
+from shardline.models.rope import proportional_rope, read_rope, rope_sections
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, Routing, TensorSource, TokenInput
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -43,75 +37,51 @@ _LAYER_KEYS: Mapping[str, str] = {
     "token_input.gate": "per_layer_input_gate",
     "token_input.down": "per_layer_projection",
     "token_input.norm": "post_per_layer_input_norm",
+    "output_scale.bias": "layer_scalar",
+    "feed_forward.expert_scale.bias": "router.per_expert_scale",
+    "feed_forward.router_norm.weight": "router.scale",
 }
-_NUMBER_KEYS: Mapping[str, str] = {
-    "output_scale": "layer_scalar",
-    "feed_forward.expert_scale": "router.per_expert_scale",
-    "feed_forward.router_norm": "router.scale",
-}
-"""Parts whose tensors have no further name."""
+_DEFAULTS = Defaults(
+    vocab=262144, hidden=2304, intermediate=9216, layers=30, heads=8, kv_heads=4, head_dim=256, positions=131072
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=262144,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_layers=30,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=256,
-        max_position_embeddings=131072,
-    )
     hf.only("use_bidirectional_attention", "vision")
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), rounds_once=True)
-    window_rope = read_rope(
+    dims = read_dims(hf, _DEFAULTS)
+    llama = llama_like(
         hf,
-        dims.head_dim,
-        dims.max_position_embeddings,
-        section=hf.section("rope_parameters").section("sliding_attention"),
-    ).build(max_model_len)
-    windowed = _attention(hf, dims, norm, window_rope)
+        max_model_len,
+        _DEFAULTS,
+        norm=Norm("rms", 1e-6, rounds_once=True),
+        rope=read_rope(hf, dims.head_dim, dims.max_position_embeddings, section=rope_sections(hf)[1]),
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+    )
+    bias, norm, dense = hf.flag("attention_bias", False), llama.norm, llama.dense
+    windowed = replace(llama.attention, scale=1.0, qkv_bias=bias, output_bias=bias, qk_norm=norm, value_norm=norm)
     full = _full_attention(hf, dims, windowed)
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
     has_experts, widens = hf.flag("enable_moe_block", False), hf.flag("use_double_wide_mlp", False)
     wide = replace(dense, intermediate_size=2 * dims.intermediate_size) if widens else dense
     token_input = _token_input(hf, dims, dense, norm)
-    default_types = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(dims.num_layers)]
-    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 512), default_types)
+    types = full_every(6, dims.num_layers)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 512), types)
     windows[-1] = None
-    sources = _kv_sources(hf, windows)
 
+    @cache
     def layer(window: int | None, source: int | None) -> Layer:
-        own = full if window is None else replace(windowed, window=window)
+        gqa = replace(full if window is None else replace(windowed, window=window), kv_source=source)
         block = dense if source is None else wide
-        feed_forward = _experts(hf, dims, block, norm) if has_experts else block
-        attention = replace(own, kv_source=source)
-        return Layer(attention, feed_forward, norm, norm, norm, norm, output_scale=True, token_input=token_input)
+        made = llama.four_norm_layer(gqa, _experts(hf, dims, block, norm) if has_experts else block)
+        return replace(made, output_scale=True, token_input=token_input)
 
-    kinds = list(zip(windows, sources, strict=True))
-    of_kind = {kind: layer(*kind) for kind in kinds}
-    return DecoderSpec(
-        model_type="gemma4_text",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(of_kind[kind] for kind in kinds),
-        final_norm=norm,
+    return replace(
+        llama.spec(map(layer, windows, _kv_sources(hf, windows)), tied=True),
         max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", None),
     )
-
-
-def _attention(hf: HFConfig, dims: Dims, norm: Norm, rope: Rope) -> GQA:
-    bias = hf.flag("attention_bias", False)
-    gqa = GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, 1.0, rope=rope, qkv_bias=bias, output_bias=bias)
-    return replace(gqa, qk_norm=norm, value_norm=norm)
 
 
 def _token_input(hf: HFConfig, dims: Dims, dense: Dense, norm: Norm) -> TokenInput | None:
@@ -170,11 +140,12 @@ def _experts(hf: HFConfig, dims: Dims, dense: Dense, norm: Norm) -> MoE:
     return MoE(routing, expert, shared=dense, own_norms=norm)
 
 
+_other_source = keys(_LAYER_KEYS, stacked=StackedExperts("experts", transposed=False))
+
+
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
+    """See `lookup.Family`. The tables and projections of all layers' own inputs are stored side by side."""
     layer, part, _ = parse_name(name)
-    if part in _NUMBER_KEYS:
-        return TensorSource(f"model.layers.{layer}.{_NUMBER_KEYS[part]}")
     if part == "token_input_norm":
         return TensorSource("model.per_layer_projection_norm.weight")
     if spec.token_input is not None and layer is not None:
@@ -183,4 +154,4 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
             return TensorSource("model.embed_tokens_per_layer.weight", columns=own)
         if part == "token_input.projection":
             return TensorSource("model.per_layer_model_projection.weight", rows=own)
-    return stacked_expert_source(name, spec, "experts", transposed=False) or llama_source(name, _LAYER_KEYS)
+    return _other_source(name, spec)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source
-from shardline.models.parameters import parse_name
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.spec import DecoderSpec, Norm
 
 _LAYER_KEYS: Mapping[str, str] = {
     **FOUR_NORM_LAYER_KEYS,
@@ -20,52 +17,16 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward_norm": "post_attention_layernorm",
     "post_feed_forward_norm": "post_mlp_layernorm",
 }
+_DEFAULTS = Defaults(
+    vocab=151552, hidden=4096, intermediate=13696, layers=40, heads=32, kv_heads=2, head_dim=128, positions=131072
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig({"partial_rotary_factor": 0.5, **config})
-    dims = read_dims(
-        hf,
-        vocab_size=151552,
-        hidden_size=4096,
-        intermediate_size=13696,
-        num_layers=40,
-        num_heads=32,
-        num_kv_heads=2,
-        head_dim=128,
-        max_position_embeddings=131072,
-    )
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings, partial=True)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1.5625e-7))
-    gqa = attention(dims, replace(rope.build(max_model_len), interleaved=True))
-    layer = Layer(
-        replace(gqa, qkv_bias=hf.flag("attention_bias", True)),
-        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
-        norm,
-        norm,
-        norm,
-        norm,
-    )
-    return DecoderSpec(
-        model_type="glm4",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=(layer,) * dims.num_layers,
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    hf = hf.with_defaults(partial_rotary_factor=0.5)
+    llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1.5625e-7), partial=True, interleaved=True)
+    return llama.spec(llama.four_norm_layer(replace(llama.attention, qkv_bias=hf.flag("attention_bias", True))))
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    layer, part, kind = parse_name(name)
-    if layer is None or part not in ("feed_forward.gate", "feed_forward.up"):
-        return llama_source(name, _LAYER_KEYS)
-    dense = spec.layers[layer].feed_forward
-    assert isinstance(dense, Dense)
-    size = dense.intermediate_size
-    rows = (size * (part == "feed_forward.up"), size)
-    return TensorSource(f"model.layers.{layer}.mlp.gate_up_proj.{kind}", rows=rows)
+tensor_source = keys(_LAYER_KEYS, fused={"mlp.gate_up_proj": ("feed_forward.gate", "feed_forward.up")})

@@ -3,9 +3,6 @@ tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardline.models.config_fields import MAX_LAYERS, divided, read_activation, read_dtype
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
@@ -24,9 +21,8 @@ _LAYER_KEYS = {
 }
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
     hf.only("add_cross_attention", False)
     hidden_size, num_heads = hf.integer("n_embd", 768), hf.integer("n_head", 12)
     head_dim = divided(hf, "n_embd", hidden_size, num_heads)

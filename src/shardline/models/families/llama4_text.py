@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import MOE_LAYER_KEYS, llama_source, pre_norm_layer
-from shardline.models.rope import read_rope, rotated_layers
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, QueryScale, Rope, Routing, TensorSource
-from shardline.models.stacked_experts import stacked_expert_source
+from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys, llama_like
+from shardline.models.rope import rotated_layers
+from shardline.models.spec import DecoderSpec, Layer, MoE, Norm, QueryScale, Routing
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -24,73 +23,42 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.up": "feed_forward.shared_expert.up_proj",
     "feed_forward.shared.down": "feed_forward.shared_expert.down_proj",
 }
+_DEFAULTS = Defaults(
+    vocab=202048, hidden=5120, intermediate=8192, layers=48, heads=40, kv_heads=8, head_dim=128, positions=131072
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
-    """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=202048,
-        hidden_size=5120,
-        intermediate_size=8192,
-        num_layers=48,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-    )
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings, default_theta=500_000.0)
-    table = replace(rope.build(max_model_len), interleaved=True)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
-    is_rotated = rotated_layers(hf, dims.num_layers)
-    chunk = hf.optional_integer("attention_chunk_size", 8192)
-    default_types = ["chunked_attention" if rotated else "full_attention" for rotated in is_rotated]
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`. Layers with rope normalise q and k; queries of the others grow with their position."""
+    llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), theta=500_000.0, interleaved=True)
+    num_layers = llama.dims.num_layers
+    is_rotated = rotated_layers(hf, num_layers)
     windows = layer_windows(
-        hf, dims.num_layers, chunk, default_types, windowed="chunked_attention", window_key="attention_chunk_size"
+        hf,
+        num_layers,
+        hf.optional_integer("attention_chunk_size", 8192),
+        ["chunked_attention" if rotated else "full_attention" for rotated in is_rotated],
+        windowed="chunked_attention",
+        window_key="attention_chunk_size",
     )
-    kinds = list(zip(_sparse_layers(hf, dims.num_layers), is_rotated, windows, strict=True))
-    dense = Dense(hf.integer("intermediate_size_mlp", 16384), read_activation(hf, "hidden_act", "silu"))
-    experts = _experts(hf, dims)
-
-    def layer(sparse: bool, rotated: bool, window: int | None) -> Layer:
-        gqa = _attention(hf, dims, table if rotated else None, window, norm)
-        return pre_norm_layer(gqa, experts if sparse else dense, norm)
-
-    layers = {kind: layer(*kind) for kind in kinds}
-    return DecoderSpec(
-        model_type="llama4_text",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(layers[kind] for kind in kinds),
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
-
-
-def _attention(hf: HFConfig, dims: Dims, rope: Rope | None, window: int | None, norm: Norm) -> GQA:
-    """Attention of a layer with rope, whose q and k are normalised, or without, whose queries grow."""
-    bias, scale = hf.flag("attention_bias", False), None
-    if rope is None and hf.flag("attn_temperature_tuning", True):
-        scale = QueryScale(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
-    gqa = GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim**-0.5, rope=rope, window=window)
-    return replace(
-        gqa,
-        chunked=window is not None,
-        qkv_bias=bias,
-        output_bias=bias,
-        rotated_norm=norm if rope is not None and hf.flag("use_qk_norm", True) else None,
-        query_scale=scale,
-    )
-
-
-def _experts(hf: HFConfig, dims: Dims) -> MoE:
-    expert = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
+    bias = hf.flag("attention_bias", False)
+    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    rotated_norm = llama.norm if hf.flag("use_qk_norm", True) else None
+    query_scale = None
+    if hf.flag("attn_temperature_tuning", True):
+        query_scale = QueryScale(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
     hf.only("num_experts_per_tok", 1)
     routing = Routing(hf.integer("num_local_experts", 16), 1, scoring="sigmoid", normalized=False, scales_input=True)
-    return MoE(routing, expert, shared=expert)
+    moe = MoE(routing, llama.dense, shared=llama.dense)
+    dense = replace(llama.dense, intermediate_size=hf.integer("intermediate_size_mlp", 16384))
+
+    @cache
+    def layer(sparse: bool, rotated: bool, window: int | None) -> Layer:
+        own = replace(gqa, window=window, chunked=window is not None)
+        own = replace(own, rotated_norm=rotated_norm) if rotated else replace(own, rope=None, query_scale=query_scale)
+        return llama.layer(own, moe if sparse else dense)
+
+    return llama.spec(map(layer, _sparse_layers(hf, num_layers), is_rotated, windows))
 
 
 def _sparse_layers(hf: HFConfig, num_layers: int) -> list[bool]:
@@ -103,6 +71,4 @@ def _sparse_layers(hf: HFConfig, num_layers: int) -> list[bool]:
     return [index in given for index in range(num_layers)]
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return stacked_expert_source(name, spec, "feed_forward.experts") or llama_source(name, _LAYER_KEYS)
+tensor_source = keys(_LAYER_KEYS, stacked=StackedExperts("feed_forward.experts"))

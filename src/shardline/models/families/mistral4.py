@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import read_activation
-from shardline.models.deepseek_layout import (
-    DEEPSEEK_LAYER_KEYS,
-    deepseek_spec,
-    latent_attention,
-    mixture,
-    read_deepseek_dims,
-)
-from shardline.models.families.ministral3 import read_query_scale
+from shardline.models.config_fields import Defaults
+from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like, group_routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import llama_source
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Routing, TensorSource
-from shardline.models.stacked_experts import stacked_expert_source
+from shardline.models.llama_like import StackedExperts, keys
+from shardline.models.spec import DecoderSpec
 
-_DEFAULTS = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+_DEFAULTS = Defaults(vocab=131072, hidden=4096, intermediate=12288, layers=36, heads=32, positions=1048576)
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -36,49 +24,24 @@ _DEFAULT_ROPE = {
 }
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
-    """See `lookup.Family`."""
-    hf = _with_rope({**_DEFAULTS, **config})
-    dims = read_deepseek_dims(
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`. The rope's parameters are those of the rotated part of a head alone."""
+    rope = hf.section("rope_scaling" if hf.has("rope_scaling") else "rope_parameters").values or _DEFAULT_ROPE
+    own = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    hf = hf.with_defaults(q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64)
+    hf = hf.with_values(rope_scaling=None, rope_parameters=own)
+    routing = group_routing(hf, num_experts=128, experts_per_token=4, scale=1.0)
+    return deepseek_like(
         hf,
-        vocab_size=131072,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        max_position_embeddings=1048576,
-    )
-    routing = Routing(
-        num_experts=hf.integer("n_routed_experts", 128),
-        experts_per_token=hf.integer("num_experts_per_tok", 4),
-        normalized=hf.flag("norm_topk_prob", True),
-        scale=hf.number("routed_scaling_factor", 1.0),
-        num_groups=hf.integer("n_group", 1),
-        top_groups=hf.integer("topk_group", 1),
-        group_score="top2_sum",
-    )
-    attention, max_length = latent_attention(hf, dims, max_model_len, hf.flag("rope_interleave", True))
-    rope = read_rope(hf, attention.rope_head_dim, dims.max_position_embeddings)
-    return deepseek_spec(
-        hf,
-        dims,
-        replace(attention, query_scale=read_query_scale(rope)),
-        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
-        mixture(hf, routing, expert_size=2048, num_shared=1),
-        first_dense=hf.integer("first_k_dense_replace", 0, minimum=0),
-        max_position_embeddings=max_length,
+        max_model_len,
+        _DEFAULTS,
+        replace(routing, scoring="softmax", correction_bias=False),
+        first_dense=0,
+        expert_size=2048,
+        num_shared=1,
+        interleaved=hf.flag("rope_interleave", True),
+        scales_queries=True,
     )
 
 
-def _with_rope(config: Mapping[str, Any]) -> HFConfig:
-    """The configuration with rope parameters of the rotated part of a head alone."""
-    hf = HFConfig(config)
-    section = hf.section("rope_scaling" if hf.has("rope_scaling") else "rope_parameters").values or _DEFAULT_ROPE
-    own = {key: value for key, value in section.items() if key != "partial_rotary_factor"}
-    return HFConfig({**config, "rope_scaling": None, "rope_parameters": own})
-
-
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    stacked = stacked_expert_source(name, spec, "mlp.experts", transposed=False)
-    return stacked or llama_source(name, DEEPSEEK_LAYER_KEYS)
+tensor_source = keys(DEEPSEEK_LAYER_KEYS, stacked=StackedExperts("mlp.experts", transposed=False))

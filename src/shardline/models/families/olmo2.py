@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Dims, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import attention, llama_source
-from shardline.models.post_norm_layout import POST_NORM_LAYER_KEYS, post_norm_layer
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, Rope, TensorSource
+from shardline.models.llama_like import POST_NORM_LAYER_KEYS, LlamaLike, keys, llama_like
+from shardline.models.rope import RopeConfig
+from shardline.models.spec import GQA, DecoderSpec, Norm
+
+DEFAULTS = Defaults(vocab=50304, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
 
 
-def read_olmo_dims(hf: HFConfig) -> Dims:
-    """The sizes of OLMo 2 and 3."""
-    return read_dims(
-        hf,
-        vocab_size=50304,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=None,
-        head_dim=None,
-        max_position_embeddings=2048,
-    )
-
-
-def olmo_layer(hf: HFConfig, dims: Dims, norm: Norm, rope: Rope, window: int | None = None) -> Layer:
-    """A layer of OLMo 2 or 3."""
+def read_olmo(hf: HFConfig, max_model_len: int | None, rope: RopeConfig | None = None) -> tuple[LlamaLike, GQA]:
+    """What OLMo 2 and 3 share, and their attention without a window."""
+    llama = llama_like(hf, max_model_len, DEFAULTS, norm=Norm("rms", 1e-5, rounds_once=True), rope=rope)
     bias = hf.flag("attention_bias", False)
-    gqa = attention(dims, rope, window=window)
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
-    return post_norm_layer(
-        replace(gqa, qkv_bias=bias, output_bias=bias, qk_norm=norm, norms_all_heads=True), dense, norm
-    )
+    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias, qk_norm=llama.norm, norms_all_heads=True)
+    return llama, gqa
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_olmo_dims(hf)
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5), rounds_once=True)
-    return DecoderSpec(
-        model_type="olmo2",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=(olmo_layer(hf, dims, norm, rope.build(max_model_len)),) * dims.num_layers,
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    llama, gqa = read_olmo(hf, max_model_len)
+    return llama.spec(llama.post_norm_layer(gqa))
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, POST_NORM_LAYER_KEYS)
+tensor_source = keys(POST_NORM_LAYER_KEYS)

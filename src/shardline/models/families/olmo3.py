@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
-from shardline.models.config_fields import layer_windows, read_dtype
-from shardline.models.families.olmo2 import olmo_layer, read_olmo_dims
+from msgspec.structs import replace
+
+from shardline.models.config_fields import full_every, layer_windows, read_dims
+from shardline.models.families import olmo2
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import llama_source, windowed_layers
-from shardline.models.post_norm_layout import POST_NORM_LAYER_KEYS
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Norm, TensorSource
+from shardline.models.rope import read_rope, rope_sections
+from shardline.models.spec import DecoderSpec, Layer
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_olmo_dims(hf)
-    default_types = ["full_attention" if index % 4 == 3 else "sliding_attention" for index in range(dims.num_layers)]
-    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
-    sections = hf.section("rope_parameters")
-    full = hf.section("rope_scaling") if hf.has("rope_scaling") else sections.section("full_attention")
-    full_rope, window_rope = (
+    dims = read_dims(hf, olmo2.DEFAULTS)
+    types = full_every(4, dims.num_layers)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
+    full_rope, rope = (
         read_rope(hf, dims.head_dim, dims.max_position_embeddings, section=section, default_theta=500_000.0)
-        for section in (full, sections.section("sliding_attention"))
+        for section in rope_sections(hf)
     )
-    full_table, window_table = full_rope.build(max_model_len), window_rope.build(max_model_len)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5), rounds_once=True)
-    return DecoderSpec(
-        model_type="olmo3",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=windowed_layers(
-            windows,
-            lambda window: olmo_layer(hf, dims, norm, full_table if window is None else window_table, window),
-        ),
-        final_norm=norm,
-        max_position_embeddings=full_rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    llama, gqa = olmo2.read_olmo(hf, max_model_len, full_rope)
+    windowed = replace(gqa, rope=rope.build(max_model_len))
+
+    @cache
+    def layer(window: int | None) -> Layer:
+        return llama.post_norm_layer(gqa if window is None else replace(windowed, window=window))
+
+    return llama.spec(map(layer, windows))
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, POST_NORM_LAYER_KEYS)
+tensor_source = olmo2.tensor_source

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import read_activation, read_dims, read_dtype
-from shardline.models.families.qwen2 import qwen_windows
+from shardline.models.config_fields import Defaults
+from shardline.models.families.qwen2 import windowed_spec
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import attention, llama_source, pre_norm_layer, windowed_layers
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
+from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.spec import DecoderSpec
+
+_DEFAULTS = Defaults(
+    vocab=151936, hidden=4096, intermediate=22016, layers=32, heads=32, kv_heads=32, head_dim=128, positions=32768
+)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=22016,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        max_position_embeddings=32768,
-    )
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
-    bias = hf.flag("attention_bias", False)
-    full = replace(attention(dims, rope.build(max_model_len)), qk_norm=norm, qkv_bias=bias, output_bias=bias)
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
-    return DecoderSpec(
-        model_type="qwen3",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=windowed_layers(
-            qwen_windows(hf, dims), lambda window: pre_norm_layer(replace(full, window=window), dense, norm)
-        ),
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
+    return windowed_spec(llama, replace(llama.attention, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias))
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name)
+tensor_source = keys(LAYER_KEYS)

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
-from shardline.models.rope import read_rope, rotated_layers
-from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.rope import rotated_layers
+from shardline.models.spec import DecoderSpec, Layer
+
+_DEFAULTS = Defaults(vocab=128256, hidden=2048, intermediate=11008, layers=36, heads=16, kv_heads=4, positions=32768)
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_layers=36,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=None,
-        max_position_embeddings=32768,
-    )
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings, default_theta=2_000_000.0)
-    table = rope.build(max_model_len)
-    norm, bias = Norm("rms", hf.number("rms_norm_eps", 1e-6)), hf.flag("attention_bias", False)
-    gqa = replace(attention(dims, table), qkv_bias=bias, output_bias=bias)
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
-    is_rotated = rotated_layers(hf, dims.num_layers)
+    llama = llama_like(hf, max_model_len, _DEFAULTS, theta=2_000_000.0)
+    bias, num_layers = hf.flag("attention_bias", False), llama.dims.num_layers
+    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    dense = replace(llama.dense, bias=hf.flag("mlp_bias", False))
+    is_rotated = rotated_layers(hf, num_layers)
     window = hf.optional_integer("sliding_window", None) if hf.flag("use_sliding_window", False) else None
-    default_types = ["full_attention" if rotated or window is None else "sliding_attention" for rotated in is_rotated]
-    kinds = list(zip(is_rotated, layer_windows(hf, dims.num_layers, window, default_types), strict=True))
+    types = ["full_attention" if rotated or window is None else "sliding_attention" for rotated in is_rotated]
 
+    @cache
     def layer(rotated: bool, window: int | None) -> Layer:
-        return pre_norm_layer(replace(gqa, rope=table if rotated else None, window=window), dense, norm)
+        return llama.layer(replace(gqa, rope=gqa.rope if rotated else None, window=window), dense)
 
-    layers = {kind: layer(*kind) for kind in kinds}
-    return DecoderSpec(
-        model_type="smollm3",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(layers[kind] for kind in kinds),
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
-    )
+    return llama.spec(map(layer, is_rotated, layer_windows(hf, num_layers, window, types)), tied=True)
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name)
+tensor_source = keys(LAYER_KEYS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,13 +22,12 @@ REFUSAL = "an indexer chooses the tokens of its attention, which the engine does
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
     indexer = Indexer(
         hf.integer("index_n_heads", 64), hf.integer("index_head_dim", 128), hf.integer("index_topk", 2048)
     )
-    dense = deepseek_v3.decoder_spec(config, max_model_len)
+    dense = deepseek_v3.decoder_spec(hf, max_model_len)
     sparse: dict[int, Layer] = {}
     for layer in dense.layers:
         if id(layer) not in sparse:

@@ -10,13 +10,15 @@ layers choose experts by token ids. Scores are square roots of softplus, not sig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
 from shardline.models.compressed import OVERLAPPING, CompressedMQA, StreamedLayer
-from shardline.models.config_fields import Dims, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
+from shardline.models.deepseek_like import shared_experts
 from shardline.models.hf_config import HFConfig
+from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.spec import DecoderSpec, Dense, Indexer, MoE, Norm, Routing, TensorSource
 
@@ -49,48 +51,32 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.up": "ffn.shared_experts.w3",
     "feed_forward.shared.down": "ffn.shared_experts.w2",
 }
+_DEFAULTS = Defaults(
+    vocab=129280, hidden=4096, intermediate=2048, layers=43, heads=64, kv_heads=1, head_dim=512, positions=1048576
+)
 _EXPERT_KEYS: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 
 REFUSAL = "its attention reads compressed entries of the cache, which the engine does not have"
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=129280,
-        hidden_size=4096,
-        intermediate_size=2048,
-        num_layers=43,
-        num_heads=64,
-        num_kv_heads=1,
-        head_dim=512,
-        max_position_embeddings=1048576,
-    )
+    dims = read_dims(hf, _DEFAULTS)
     hf.only("num_key_value_heads", 1)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     moe, num_hashed = _experts(hf), hf.integer("num_hash_layers", 3, minimum=0)
     hashed = replace(moe, routing=replace(moe.routing, correction_bias=False))
     streams = hf.integer("hc_mult", 4)
-    kinds = [(ratio, index < num_hashed) for index, ratio in enumerate(_ratios(hf, dims.num_layers))]
-    made = {
-        (ratio, by_hash): StreamedLayer(
-            _attention(hf, dims, ratio), hashed if by_hash else moe, norm, norm, streams=streams
-        )
-        for ratio, by_hash in set(kinds)
-    }
-    return DecoderSpec(
-        model_type="deepseek_v4",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(made[kind] for kind in kinds),
-        final_norm=norm,
-        max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+
+    @cache
+    def layer(ratio: int, by_hash: bool) -> StreamedLayer:
+        experts = hashed if by_hash else moe
+        return StreamedLayer(_attention(hf, dims, ratio), experts, norm, norm, streams=streams)
+
+    hashes = [index < num_hashed for index in range(dims.num_layers)]
+    layers = map(layer, _ratios(hf, dims.num_layers), hashes)
+    return decoder(hf.with_values(model_type="deepseek_v4"), dims, norm, layers)
 
 
 def _ratios(hf: HFConfig, num_layers: int) -> Sequence[int]:
@@ -136,9 +122,7 @@ def _experts(hf: HFConfig) -> MoE:
         correction_bias=True,
     )
     expert = Dense(hf.integer("moe_intermediate_size", 2048), read_activation(hf, "hidden_act", "silu"))
-    num_shared = hf.integer("n_shared_experts", 1, minimum=0)
-    shared = replace(expert, intermediate_size=num_shared * expert.intermediate_size) if num_shared else None
-    return MoE(routing, expert, shared)
+    return MoE(routing, expert, shared_experts(expert, hf.integer("n_shared_experts", 1, minimum=0)))
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

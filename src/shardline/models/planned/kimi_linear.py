@@ -7,13 +7,12 @@ decay has a number per channel, not per head, from a product of low rank, so a s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
-from shardline.models.config_fields import read_dims, read_dtype
-from shardline.models.deepseek_layout import DEEPSEEK_LAYER_KEYS
+from shardline.models.config_fields import Defaults, read_dims
+from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, shared_experts
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import llama_source
-from shardline.models.parameters import expert_of, parse_name
+from shardline.models.llama_like import decoder, keys
 from shardline.models.spec import (
     MLA,
     DecoderSpec,
@@ -25,7 +24,6 @@ from shardline.models.spec import (
     PlannedMoE,
     Rope,
     Routing,
-    TensorSource,
 )
 
 _KEYS: Mapping[str, str] = {
@@ -38,27 +36,30 @@ _KEYS: Mapping[str, str] = {
     "attention.decay_log": "self_attn.A_log",
     "attention.decay_offset": "self_attn.dt_bias",
     "attention.norm": "self_attn.o_norm",
+    "feed_forward.router": "block_sparse_moe.gate",
+    "feed_forward.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "feed_forward.experts.*.gate": "block_sparse_moe.experts.*.gate_proj",
+    "feed_forward.experts.*.up": "block_sparse_moe.experts.*.up_proj",
+    "feed_forward.experts.*.down": "block_sparse_moe.experts.*.down_proj",
+    "feed_forward.shared.gate": "block_sparse_moe.shared_experts.gate_proj",
+    "feed_forward.shared.up": "block_sparse_moe.shared_experts.up_proj",
+    "feed_forward.shared.down": "block_sparse_moe.shared_experts.down_proj",
     "feed_forward.latent_down": "block_sparse_moe.routed_down_proj",
     "feed_forward.latent_up": "block_sparse_moe.routed_up_proj",
 }
+_DEFAULTS = Defaults(vocab=163840, hidden=2304, intermediate=9216, layers=27, heads=32, positions=1048576)
 
 REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
     dims = read_dims(
         hf,
-        vocab_size=163840,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_layers=27,
-        num_heads=32,
-        num_kv_heads=None,
-        head_dim=hf.integer("qk_rope_head_dim", 64),
-        max_position_embeddings=hf.integer("model_max_length", 1048576),
+        _DEFAULTS._replace(
+            head_dim=hf.integer("qk_rope_head_dim", 64), positions=hf.integer("model_max_length", 1048576)
+        ),
     )
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     linear = hf.section("linear_attn_config")
@@ -69,21 +70,13 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     moe = _experts(hf)
     num_dense = hf.integer("first_k_dense_replace", 1, minimum=0)
     full = set(linear.sizes("full_attn_layers", len(linear.values.get("full_attn_layers") or ())))
-    made = {
-        (is_full, is_dense): Layer(latent if is_full else delta, dense if is_dense else moe, norm, norm)
-        for is_full in (True, False)
-        for is_dense in (True, False)
-    }
-    return DecoderSpec(
-        model_type="kimi_linear",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(made[index + 1 in full, index < num_dense] for index in range(dims.num_layers)),
-        final_norm=norm,
-        max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+
+    @cache
+    def layer(is_full: bool, is_dense: bool) -> Layer:
+        return Layer(latent if is_full else delta, dense if is_dense else moe, norm, norm)
+
+    layers = [layer(index + 1 in full, index < num_dense) for index in range(dims.num_layers)]
+    return decoder(hf.with_values(model_type="kimi_linear"), dims, norm, layers)
 
 
 def _latent_attention(hf: HFConfig, num_heads: int, norm: Norm) -> MLA:
@@ -113,19 +106,10 @@ def _experts(hf: HFConfig) -> MoE:
         correction_bias=True,
     )
     expert = Dense(hf.integer("moe_intermediate_size"), "silu")
-    num_shared = hf.integer("num_shared_experts", 1, minimum=0)
-    shared = Dense(num_shared * expert.intermediate_size, "silu") if num_shared else None
+    shared = shared_experts(expert, hf.integer("num_shared_experts", 1, minimum=0))
     if (latent := hf.optional_integer("routed_expert_hidden_size", None)) is None:
         return MoE(routing, expert, shared)
     return PlannedMoE(routing, expert, shared, latent=latent)
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    layer, part, kind = parse_name(name)
-    if part == "feed_forward.router" or expert_of(part) is not None or part.startswith("feed_forward.shared"):
-        block = "block_sparse_moe"
-        source = llama_source(name, _KEYS) if kind == "weight" else None
-        key = f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if source is None else source.key
-        return TensorSource(key.replace(".mlp.", f".{block}."))
-    return llama_source(name, _KEYS)
+tensor_source = keys(_KEYS)

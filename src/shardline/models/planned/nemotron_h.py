@@ -8,10 +8,10 @@ groups, and whose key size is its state size; so it has a projection of one row 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from shardline.models.config_fields import read_dims, read_dtype
+from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.hf_config import HFConfig
+from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.spec import (
     GQA,
@@ -51,27 +51,19 @@ _MIXER_KEYS: Mapping[str, str] = {
     "feed_forward.latent_down": "fc1_latent_proj",
     "feed_forward.latent_up": "fc2_latent_proj",
 }
+_DEFAULTS = Defaults(
+    vocab=131072, hidden=4096, intermediate=21504, layers=52, heads=32, kv_heads=8, head_dim=128, positions=8192
+)
 _NONE = Dense(0, "relu", gated=False)
 
 REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
-    hf = HFConfig(config)
     head_dim = hf.optional_integer("head_dim", None) or hf.integer("attention_head_dim", 128)
-    dims = read_dims(
-        HFConfig({**config, "head_dim": head_dim}),
-        vocab_size=131072,
-        hidden_size=4096,
-        intermediate_size=21504,
-        num_layers=52,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-    )
+    dims = read_dims(hf.with_values(head_dim=head_dim), _DEFAULTS)
     parts: dict[str, Attention | Dense | MoE] = {
         "mamba": LinearAttention(
             num_key_heads=hf.integer("n_groups", 8),
@@ -87,16 +79,8 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     if "moe" in blocks:
         parts["moe"] = _experts(hf)
     norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
-    return DecoderSpec(
-        model_type="nemotron_h",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=_paired(hf, blocks, parts, norm),
-        final_norm=norm,
-        max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    layers = _paired(hf, blocks, parts, norm)
+    return decoder(hf.with_values(model_type="nemotron_h"), dims, norm, layers)
 
 
 def _blocks(hf: HFConfig) -> list[str]:

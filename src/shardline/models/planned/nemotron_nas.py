@@ -6,14 +6,14 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
 
 from shardline.models.config_fields import divided, read_activation, read_dtype
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import llama_source
+from shardline.models.llama_like import LAYER_KEYS, keys
 from shardline.models.rope import read_rope
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
 
 _SIZE_STEP = 256
 
@@ -21,26 +21,24 @@ REFUSAL = "some of its layers have no attention, which the engine does not suppo
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = HFConfig(config)
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     head_dim = divided(hf, "hidden_size", hidden, heads)
     rope = read_rope(hf, head_dim, hf.integer("max_position_embeddings"))
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     activation = read_activation(hf, "hidden_act", "silu")
-    made: dict[tuple[int, int], Layer] = {}
-    layers = []
-    for heads_in_group, size in _attention_layers(hf, hidden):
-        if (heads_in_group, size) not in made:
-            gqa = GQA(heads, heads // heads_in_group, head_dim, head_dim**-0.5, rope=rope.build(max_model_len))
-            made[heads_in_group, size] = Layer(gqa, Dense(size, activation), norm, norm)
-        layers.append(made[heads_in_group, size])
+
+    @cache
+    def layer(heads_in_group: int, size: int) -> Layer:
+        gqa = GQA(heads, heads // heads_in_group, head_dim, head_dim**-0.5, rope=rope.build(max_model_len))
+        return Layer(gqa, Dense(size, activation), norm, norm)
+
     return DecoderSpec(
         model_type="nemotron_nas",
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hidden,
-        layers=tuple(layers),
+        layers=tuple(layer(*sizes) for sizes in _attention_layers(hf, hidden)),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
         dtype=read_dtype(hf),
@@ -74,6 +72,5 @@ def _size(hidden: int, multiple: float) -> int:
     return -(-int(2 * multiple * hidden / 3) // _SIZE_STEP) * _SIZE_STEP
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`. Layers are not those of the checkpoint, since some of these are joined."""
-    return llama_source(name)
+tensor_source = keys(LAYER_KEYS)
+"""Layers are not those of the checkpoint, since some of these are joined."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, read_activation, read_dims, read_routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import MOE_LAYER_KEYS, llama_source
-from shardline.models.moe_config import read_routing
+from shardline.models.llama_like import MOE_LAYER_KEYS, decoder, llama_source
 from shardline.models.parameters import parse_name
 from shardline.models.spec import DecoderSpec, Dense, Layer, LinearAttention, MoE, Norm, PlannedGQA, TensorSource
 
@@ -25,26 +23,18 @@ _KEYS: Mapping[str, str] = {
     "attention.decay_offset": "linear_attn.dt_bias",
     "attention.norm": "linear_attn.norm",
 }
+_DEFAULTS = Defaults(
+    vocab=248320, hidden=4096, intermediate=12288, layers=32, heads=16, kv_heads=4, head_dim=256, positions=262144
+)
 
 REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layer for multi-token prediction is left out."""
-    hf = HFConfig(config)
     has_experts = hf.has("num_experts")
-    dims = read_dims(
-        hf,
-        vocab_size=248320,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=32,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=256,
-        max_position_embeddings=262144,
-    )
+    dims = read_dims(hf, _DEFAULTS)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
     full = PlannedGQA(
         dims.num_heads,
@@ -73,16 +63,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     types = hf.values.get("layer_types") or [
         "linear_attention" if (index + 1) % every else "full_attention" for index in range(dims.num_layers)
     ]
-    return DecoderSpec(
-        model_type=hf.text("model_type"),
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(linear_layer if kind == "linear_attention" else full_layer for kind in types),
-        final_norm=norm,
-        max_position_embeddings=dims.max_position_embeddings,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+    return decoder(hf, dims, norm, (linear_layer if kind == "linear_attention" else full_layer for kind in types))
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

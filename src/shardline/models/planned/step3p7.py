@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.config_fields import Defaults, layer_windows, read_routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_layout import MOE_LAYER_KEYS, attention, llama_source, pre_norm_layer
-from shardline.models.moe_config import read_routing
-from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Layer, MoE, Norm, TensorSource
+from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
+from shardline.models.spec import DecoderSpec, Layer, MoE, Norm
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -24,28 +22,18 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.up": "share_expert.up_proj",
     "feed_forward.shared.down": "share_expert.down_proj",
 }
+_DEFAULTS = Defaults(
+    vocab=128896, hidden=4096, intermediate=11264, layers=45, heads=64, kv_heads=8, head_dim=128, positions=65536
+)
 
 REFUSAL = "the engine has no layers for this model type yet"
 """Why the engine cannot load the model type."""
 
 
-def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
-    hf = HFConfig(config)
-    dims = read_dims(
-        hf,
-        vocab_size=128896,
-        hidden_size=4096,
-        intermediate_size=11264,
-        num_layers=45,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=65536,
-    )
-    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
-    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
-    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
+    llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5))
+    dims, dense = llama.dims, llama.dense
     routing = replace(
         read_routing(hf, num_experts=288, experts_per_token=8, normalized=True),
         scoring="sigmoid",
@@ -58,22 +46,13 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     windows = layer_windows(
         hf, dims.num_layers, hf.optional_integer("sliding_window", 512), ["full_attention"] * dims.num_layers
     )
-    made: dict[tuple[int | None, bool], Layer] = {}
-    for window in set(windows):
-        gqa = replace(attention(dims, rope.build(max_model_len), window=window), qk_norm=norm)
-        made[window, True], made[window, False] = pre_norm_layer(gqa, dense, norm), pre_norm_layer(gqa, moe, norm)
-    return DecoderSpec(
-        model_type="step3p7",
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        layers=tuple(made[window, index < num_dense] for index, window in enumerate(windows)),
-        final_norm=norm,
-        max_position_embeddings=rope.max_length,
-        dtype=read_dtype(hf),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
-    )
+
+    @cache
+    def layer(window: int | None, is_dense: bool) -> Layer:
+        gqa = replace(llama.attention, window=window, qk_norm=llama.norm)
+        return llama.layer(gqa, dense if is_dense else moe)
+
+    return llama.spec(map(layer, windows, [index < num_dense for index in range(dims.num_layers)]))
 
 
-def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`."""
-    return llama_source(name, _LAYER_KEYS)
+tensor_source = keys(_LAYER_KEYS)

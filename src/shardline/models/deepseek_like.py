@@ -1,0 +1,147 @@
+"""What DeepSeek-like model types share: latent attention, dense first layers, and experts in the other layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
+from shardline.models.hf_config import HFConfig
+from shardline.models.llama_like import MOE_LAYER_KEYS, decoder
+from shardline.models.rope import RopeConfig, read_rope
+from shardline.models.spec import MLA, DecoderSpec, Dense, Layer, MoE, Norm, Routing
+
+DEEPSEEK_MOE_LAYER_KEYS: Mapping[str, str] = {
+    **MOE_LAYER_KEYS,
+    "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.shared.gate": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.up": "mlp.shared_experts.up_proj",
+    "feed_forward.shared.down": "mlp.shared_experts.down_proj",
+}
+"""See `llama_like.LAYER_KEYS`."""
+DEEPSEEK_LAYER_KEYS: Mapping[str, str] = {
+    **DEEPSEEK_MOE_LAYER_KEYS,
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+
+_LATENT_NORM = Norm("rms", 1e-6)
+"""Norm of the latents. Its eps is fixed: the models' own code does not use rms_norm_eps here."""
+
+
+def deepseek_like(
+    hf: HFConfig,
+    max_model_len: int | None,
+    defaults: Defaults,
+    routing: Routing,
+    *,
+    first_dense: int,
+    expert_size: int,
+    num_shared: int,
+    interleaved: bool,
+    bias: bool = False,
+    scales_queries: bool = False,
+) -> DecoderSpec:
+    """A model with latent attention, whose first layers are dense. The other layers have experts.
+
+    `first_dense`, `expert_size` and `num_shared` are what transformers assumes if their keys are missing. `interleaved`
+    says that the rope rotates neighbouring elements, `bias` that dense and shared blocks have biases, and
+    `scales_queries` that queries grow with their position.
+
+    Raises:
+        ValueError: a key is missing, has the wrong type, or needs something that is not supported.
+    """
+    hf.only("num_key_value_heads", hf.integer("num_attention_heads", defaults.heads))
+    hf.only("moe_layer_freq", 1)
+    dims = read_dims(hf, defaults._replace(head_dim=hf.integer("qk_rope_head_dim", 64)))
+    rope = read_rope(hf, hf.integer("qk_rope_head_dim", 64), dims.max_position_embeddings)
+    attention = _latent_attention(hf, dims, rope, max_model_len, interleaved)
+    if scales_queries:
+        attention = replace(attention, query_scale=rope.query_scale())
+    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=bias)
+    moe = mixture(hf, routing, expert_size=expert_size, num_shared=num_shared, shared_bias=bias)
+    layers = dense_first(hf, dims, first_dense, Layer(attention, dense, norm, norm), Layer(attention, moe, norm, norm))
+    return decoder(hf, dims, norm, layers, max_length=rope.max_length)
+
+
+def dense_first(hf: HFConfig, dims: Dims, first_dense: int, dense: Layer, moe: Layer) -> tuple[Layer, ...]:
+    """Dense layers, then layers with experts. `first_dense` is the default of first_k_dense_replace."""
+    num_dense = min(hf.integer("first_k_dense_replace", first_dense, minimum=0), dims.num_layers)
+    return (dense,) * num_dense + (moe,) * (dims.num_layers - num_dense)
+
+
+def _latent_attention(hf: HFConfig, dims: Dims, rope: RopeConfig, max_model_len: int | None, interleaved: bool) -> MLA:
+    nope_head_dim = hf.integer("qk_nope_head_dim", 128)
+    q_lora_rank = hf.optional_integer("q_lora_rank", 1536)
+    return MLA(
+        num_heads=dims.num_heads,
+        kv_lora_rank=hf.integer("kv_lora_rank", 512),
+        nope_head_dim=nope_head_dim,
+        rope_head_dim=rope.rotary_dim,
+        value_head_dim=hf.integer("v_head_dim", 128),
+        scale=(nope_head_dim + rope.rotary_dim) ** -0.5 * _score_factor(rope),
+        rope=replace(rope.build(max_model_len), interleaved=interleaved),
+        kv_norm=_LATENT_NORM,
+        q_lora_rank=q_lora_rank,
+        q_norm=None if q_lora_rank is None else _LATENT_NORM,
+        bias=hf.flag("attention_bias", False),
+    )
+
+
+def _score_factor(rope: RopeConfig) -> float:
+    """The square of YaRN's mscale. In these models it multiplies the whole score, not only its rotated part."""
+    if rope.kind == "default" or not rope.section.values.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.section.number("factor")
+    mscale = 0.1 * rope.section.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return mscale * mscale
+
+
+def group_routing(
+    hf: HFConfig, *, num_experts: int, experts_per_token: int, scale: float, num_groups: int = 1, top_groups: int = 1
+) -> Routing:
+    """DeepSeek V3's routing by groups. The other arguments are what transformers assumes if keys are missing."""
+    return Routing(
+        num_experts=hf.integer("n_routed_experts", num_experts),
+        experts_per_token=hf.integer("num_experts_per_tok", experts_per_token),
+        scoring="sigmoid",
+        normalized=hf.flag("norm_topk_prob", True),
+        scale=hf.number("routed_scaling_factor", scale),
+        num_groups=hf.integer("n_group", num_groups),
+        top_groups=hf.integer("topk_group", top_groups),
+        group_score="top2_sum",
+        correction_bias=True,
+    )
+
+
+def mixture(hf: HFConfig, routing: Routing, *, expert_size: int, num_shared: int, shared_bias: bool = False) -> MoE:
+    """Experts of `expert_size`, and one block that stands for all shared experts.
+
+    Raises:
+        ValueError: the experts do not divide into the groups, or a token needs more experts than are eligible.
+    """
+    if routing.num_experts % routing.num_groups:
+        raise hf.error("n_group", f"must divide n_routed_experts ({routing.num_experts}), got {routing.num_groups}")
+    if routing.top_groups > routing.num_groups:
+        raise hf.error("topk_group", f"must be at most n_group ({routing.num_groups}), got {routing.top_groups}")
+    if routing.group_score == "top2_sum" and routing.num_experts < 2 * routing.num_groups:
+        raise hf.error("n_group", f"must leave at least two experts a group, got {routing.num_groups}")
+    eligible = routing.num_experts // routing.num_groups * routing.top_groups
+    if routing.experts_per_token > eligible:
+        raise hf.error("num_experts_per_tok", f"is {routing.experts_per_token}, and only {eligible} are eligible")
+    expert = Dense(hf.integer("moe_intermediate_size", expert_size), read_activation(hf, "hidden_act", "silu"))
+    return MoE(
+        routing, expert, shared_experts(expert, hf.integer("n_shared_experts", num_shared, minimum=0), shared_bias)
+    )
+
+
+def shared_experts(expert: Dense, count: int, bias: bool = False) -> Dense | None:
+    """One block that stands for `count` shared experts; None: there are none."""
+    return replace(expert, intermediate_size=count * expert.intermediate_size, bias=bias) if count else None
