@@ -6,7 +6,7 @@ import torch
 
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.tensors import QuantizedRows
-from shardline.models.spec import Routing
+from shardline.models.feed_forward import Routing
 from shardline.runtime.ops.moe import experts, routing
 from shardline.weights.base import weight_format
 from shardline.weights.formats import int8, packed

@@ -19,8 +19,8 @@ from scripts.claims.base import (
     option,
     short,
 )
+from shardline.models.attention import cached_token_bytes
 from shardline.models.sizes import checkpoint_bytes, flops
-from shardline.models.step_work import cached_token_bytes
 from shardline.models.stored_weights import StoredRules
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Demand, Layout

@@ -23,7 +23,7 @@ from scripts.house.machine import PROTOCOLS
 FORMATS = ("int8", "int4", "fp8")
 _KERNELS = (f"{PACKAGE}.kernels", f"{PACKAGE}.runtime.machines")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
-_PLANNED_ROOM = f"{PACKAGE}.models.planned"
+_PLANNED_ROOM = f"{PACKAGE}.planner.models"
 _ARRAYS = ("torch", "np", "numpy", "tl")
 
 
@@ -69,7 +69,7 @@ def _in_identifier(name: str) -> list[str]:
 def model_files(source: Path = SOURCE) -> dict[str, Path]:
     """`model_type` -> its file: a file in models/families/, or a file in models/ with both functions of a family.
 
-    Files of models that only the planner knows, in models/planned/, are models too.
+    Files of models that only the planner knows, in planner/models/, are models too.
     """
     files = module_files(source)
     room = next(room for room in _MODEL_ROOMS if room in files)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, MLA
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
+from shardline.planner.planned_model import PlannedModel
 
 _PROMPTS = ((2048, 3000), (16384, 1500), (math.inf, 1000))
 """(longest prompt or output, requests) of TensorRT-LLM's table of throughput."""
@@ -60,11 +59,9 @@ def _cache_bytes(model: PlannedModel, layout: Layout, cluster: Cluster) -> float
 def _token_bytes(model: PlannedModel, layout: Layout) -> float:
     """Bytes of one token in the cache, as the tool estimates them: every rank has at least one head."""
     spec = model.spec
-    kinds = [layer.attention for layer in spec.layers if isinstance(layer.attention, (GQA, MLA))]
-    first = kinds[0]
-    if isinstance(first, GQA):
-        heads, size = first.num_kv_heads, first.head_dim
-    else:
+    first = next(layer.attention for layer in spec.layers if layer.attention.key_dim)
+    heads, size = first.num_kv_heads, first.key_dim
+    if first.latent_sizes:
         heads, size = first.num_heads, spec.hidden_size // first.num_heads
     element = 1 if layout.kv == "fp8" else 2
     return 2.0 * len(spec.layers) * max(layout.tensor * layout.data, heads) * size * element

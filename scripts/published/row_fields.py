@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.checkpoints.quantization import usual_rules
 from shardline.planner.catalog import find_model, shipped_facts, stored_as
 from shardline.planner.memory import bits_label
+from shardline.planner.planned_model import PlannedModel
 
 _NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*([km])?\b", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1024.0, "m": 1024.0 * 1024.0}

@@ -12,7 +12,6 @@ from typing import TextIO
 
 from scripts.published import row_fields
 from scripts.published.offline import bench_limits, num_prompts
-from shardline.checkpoints.planning import PlannedModel
 from shardline.models.sizes import stage_spans
 from shardline.models.step_work import StepWork, step_work
 from shardline.planner import vllm
@@ -22,6 +21,7 @@ from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit, stored_weights
+from shardline.planner.planned_model import PlannedModel
 from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "published" / "results.csv.gz"

@@ -14,11 +14,11 @@ from msgspec.structs import replace as replace_struct
 from scripts.published.row_fields import number as field_number
 from scripts.published.row_fields import plain_gpu, published_model, read_label
 from scripts.published.rows import open_table
-from shardline.checkpoints.planning import PlannedModel
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit
+from shardline.planner.planned_model import PlannedModel
 
 _MEMORY = "kv_gib_per_gpu"
 _DEFAULT_UTILIZATION = 0.9

@@ -26,7 +26,8 @@ from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.kv_groups import KVGroup
-from shardline.models.spec import DecoderSpec, KVDType
+from shardline.models.parts import KVDType
+from shardline.models.spec import DecoderSpec
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_variant
 

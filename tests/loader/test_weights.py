@@ -14,8 +14,8 @@ from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.models.parameters import parameters
-from shardline.models.partition import Span, check_tensor_parallel
-from shardline.models.sharding import Numerics, shard, shard_shape
+from shardline.models.partition import Span
+from shardline.models.sharding import Numerics, check_tensor_parallel, shard, shard_shape
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.weights import CheckpointWeights, WeightSource, open_weights

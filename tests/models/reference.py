@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, MoE, Norm, QueryScale, Rope, Routing
+from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.parts import Norm, QueryScale, Rope
+from shardline.models.spec import DecoderSpec
 
 Weights = Mapping[str, Tensor]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm, Rope, Routing, TokenInput
+from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.parts import Norm, Rope
+from shardline.models.spec import DecoderSpec, Layer, TokenInput
 
 
 @st.composite

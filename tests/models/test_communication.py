@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.checkpoints.planning import read_planned
 from shardline.models.communication import (
     Traffic,
     all_reduce_payload,
@@ -15,8 +14,9 @@ from shardline.models.communication import (
     ranks_met,
     tensor_traffic,
 )
+from shardline.models.feed_forward import Routing
 from shardline.models.partition import Span
-from shardline.models.spec import Routing
+from shardline.planner.planned_model import read_planned
 
 _70B = {
     "model_type": "llama",

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.models.kv_groups import blocks_per_request, kv_groups, longest_request
-from shardline.models.partition import (
-    Span,
-    balance_stages,
-    check_tensor_parallel,
-    parse_stages,
-    split_dim,
-    split_heads,
-    split_query_heads,
-)
+from shardline.models.partition import Span, balance_stages, parse_stages, split_dim, split_heads
+from shardline.models.sharding import check_tensor_parallel
 from shardline.models.spec import DecoderSpec
 from tests.models.specs import decoder_specs
 
@@ -112,7 +105,7 @@ def test_refused_tensor_parallel_sizes_name_sizes_that_work(spec: DecoderSpec, s
             check_tensor_parallel(spec, int(number))
     else:
         for layer in spec.layers:
-            assert all(heads.size for heads in split_query_heads(layer.attention, size))
+            assert all(heads.size for heads in layer.attention.split_heads(size))
         assert all(span.size for span in split_dim(spec.hidden_size, size))
 
 

@@ -8,7 +8,9 @@ import pytest
 import transformers
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.spec import MLA, DecoderSpec, Dense, MoE, Routing
+from shardline.models.attention import MLA
+from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.spec import DecoderSpec
 
 _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
     "llama": transformers.LlamaConfig,

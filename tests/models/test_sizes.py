@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.topology import RankGrid
+from shardline.models.attention import GQA, MLA
 from shardline.models.kv_groups import kv_groups
 from shardline.models.parameters import parameters, stage_parameters
-from shardline.models.partition import ExpertShare, Span, check_tensor_parallel, split_heads
-from shardline.models.sharding import Numerics, shard, shard_shape
+from shardline.models.partition import ExpertShare, Span, split_heads
+from shardline.models.sharding import Numerics, check_tensor_parallel, shard, shard_shape
 from shardline.models.sizes import (
     attended_pairs,
     flops,
@@ -25,7 +26,7 @@ from shardline.models.sizes import (
     stage_spans,
     weight_bytes,
 )
-from shardline.models.spec import GQA, MLA, DecoderSpec
+from shardline.models.spec import DecoderSpec
 from shardline.weights.base import PLAIN, FormatChoice
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward

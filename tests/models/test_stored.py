@@ -10,19 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.checkpoints.lookup import decoder_spec, family, known_families
-from shardline.checkpoints.planning import planned_config, planned_families, read_planned
 from shardline.checkpoints.quantization import methods, read_stored, usual_rules
 from shardline.config.topology import RankGrid
 from shardline.models.hf_config import HFConfig
-from shardline.models.parameters import (
-    embeds_tokens,
-    is_kept_in_float32,
-    is_linear,
-    parameters,
-    stage_parameters,
-)
-from shardline.models.partition import ExpertShare, check_tensor_parallel
-from shardline.models.sharding import Numerics, shard, shard_shape
+from shardline.models.parameters import embeds_tokens, is_kept_in_float32, is_linear, parameters, stage_parameters
+from shardline.models.partition import ExpertShare
+from shardline.models.sharding import Numerics, check_tensor_parallel, shard, shard_shape
 from shardline.models.sizes import (
     checkpoint_bytes,
     largest_weight_bytes,
@@ -33,6 +26,7 @@ from shardline.models.sizes import (
 )
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import ModulePatterns, Packing, StoredRules
+from shardline.planner.planned_model import planned_config, planned_families, read_planned
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats import format_names
 from tests.models.specs import decoder_specs

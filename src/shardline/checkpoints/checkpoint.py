@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from shardline.checkpoints.folder_files import not_itself, weight_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
-from shardline.models.parameters import Shape, expert_of, parameters, parse_name
+from shardline.models.parameters import expert_of, parameters, parse_name
+from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, TensorEntry, tensor_problems
 from shardline.models.stored_weights import RuleBook, StoredRules

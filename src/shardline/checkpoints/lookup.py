@@ -5,18 +5,21 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from msgspec.structs import replace
 
 import shardline.models.families
-import shardline.models.planned
 from shardline.checkpoints.quantization import check_loadable
 from shardline.checkpoints.wrapper import text_config
+from shardline.models.attention import GQA
 from shardline.models.hf_config import HFConfig
-from shardline.models.spec import GQA, DecoderSpec, Layer, MoE, Norm, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
 
 NORMS_HOLD_OFFSET = "norms_hold_offset"
 """Key of a configuration that was made from a GGUF file. True: see above."""
@@ -51,26 +54,6 @@ def _norm(norm: Norm) -> Norm:
     return replace(norm, weight_offset=0.0)
 
 
-_RECURRENT = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "lfm2",
-    "lfm2_moe",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "zamba2",
-)
-"""Well-known model types with recurrent layers that have no file in `planned/`."""
 _MAX_EXPERTS = 1 << 18
 """Experts of all layers. The largest models have a hundred thousand."""
 
@@ -101,7 +84,7 @@ def family(model_type: str) -> Family:
     known = known_families()
     if model_type in known:
         return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
-    if refusal := _refusal(model_type):
+    if refusal := _refusals().get(model_type.replace("-", "_")):  # some types have a hyphen
         raise ValueError(f"model_type {model_type!r} is not supported: {refusal}")
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -114,20 +97,11 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.families.__path__)))
 
 
-def _refusal(model_type: str) -> str:
-    """What the engine lacks for a model type; empty: this is not known."""
-    if model_type in _RECURRENT:
-        return "its recurrent layers keep a state per request, which the engine does not have"
-    if (module := module_of_planned(model_type)) is None:
-        return ""
-    return str(importlib.import_module(module).REFUSAL)
-
-
-def module_of_planned(model_type: str) -> str | None:
-    """The module of a model type that only the planner knows; None: it knows none."""
-    name = model_type.replace("-", "_")  # some types have a hyphen
-    known = (module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__))
-    return f"{shardline.models.planned.__name__}.{name}" if name in known else None
+@functools.cache
+def _refusals() -> Mapping[str, str]:
+    """What the engine lacks, by the model type that needs it."""
+    types: dict[str, list[str]] = json.loads(Path(__file__).with_name("unsupported.json").read_text(encoding="utf-8"))
+    return {model_type: reason for reason, of_reason in types.items() for model_type in of_reason}
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
@@ -150,7 +124,7 @@ def _check_experts(spec: DecoderSpec) -> None:
     Raises:
         ValueError: there are too many.
     """
-    experts = [one.feed_forward.routing.num_experts for one in spec.layers if isinstance(one.feed_forward, MoE)]
+    experts = [routing.num_experts for one in spec.layers if (routing := one.feed_forward.routing) is not None]
     if sum(experts) > _MAX_EXPERTS:
         raise ValueError(
             f"the configuration has {sum(experts)} experts in {len(experts)} layers, and at most {_MAX_EXPERTS} are "

@@ -14,8 +14,8 @@ from shardline.cli.flags import engine_config
 from shardline.config.engine import option_names
 
 if TYPE_CHECKING:
-    from shardline.checkpoints.planning import PlannedModel
     from shardline.planner.layout import Demand
+    from shardline.planner.planned_model import PlannedModel
     from shardline.planner.simulation.workload import SimulatedRequest, Workload
 
 _SECONDS = {"ms": 1e-3, "s": 1.0}

@@ -12,8 +12,9 @@ from shardline.deployment.length import choose_length
 from shardline.deployment.machine import Machine
 from shardline.models.kv_groups import kv_groups
 from shardline.models.partition import Span
+from shardline.models.parts import DTYPE_BYTES, DType, KVDType
 from shardline.models.sizes import kv_block_bytes
-from shardline.models.spec import DTYPE_BYTES, MLA, DecoderSpec, DType, KVDType, LinearAttention
+from shardline.models.spec import DecoderSpec
 
 BLOCK_TOKENS = 16
 """Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
@@ -37,8 +38,7 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
             f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
             f"{BLOCK_TOKENS} tokens; {BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
         )
-    kinds = {layer.attention for layer in set(spec.layers) if not isinstance(layer.attention, LinearAttention)}
-    dims = [kind.latent_dim if isinstance(kind, MLA) else kind.head_dim for kind in kinds]
+    dims = [layer.attention.key_dim for layer in set(spec.layers) if layer.attention.key_dim]
     for dim in dims:
         if dim % 2 and device == "cpu" and dtype == "bfloat16":
             raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")

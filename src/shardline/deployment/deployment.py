@@ -11,8 +11,9 @@ from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Host, Machine
 from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import Span
+from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics
-from shardline.models.spec import DecoderSpec, DType, KVDType
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
 from shardline.weights.base import FormatChoice
 

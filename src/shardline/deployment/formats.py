@@ -10,9 +10,9 @@ import msgspec
 from shardline.checkpoints.quantization import methods
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
-from shardline.models.parameters import layer_parameters
+from shardline.models.parts import DType, KVDType
 from shardline.models.sizes import OwnFormats
-from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import BlockLayout, Form
 from shardline.models.stored_weights import PackingRule, StoredRules, StoredWeights
 from shardline.weights.base import PLAIN, FormatChoice
@@ -132,7 +132,7 @@ def own_formats(form_of: Callable[[str], Form | None], spec: DecoderSpec, device
 
     @functools.cache
     def layer_class(index: int) -> Hashable:
-        names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))
+        names = (part for part, _ in spec.layers[index].parameters(spec.hidden_size, num_experts=1))
         return tuple(format_of(f"layers.{index}.{name}") for name in names)
 
     return OwnFormats(format_of, layer_class)
@@ -173,10 +173,11 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
         return dtype
     if devices[0].kind == "cpu" and dtype == "bfloat16":
         for attention in {layer.attention for layer in spec.layers}:
-            if isinstance(attention, MLA) and (attention.kv_lora_rank % 2 or attention.rope_head_dim % 2):
+            latents = attention.latent_sizes[1:]
+            if any(size % 2 for size in latents):
                 raise ValueError(
-                    f"kv_cache_dtype {asked} of latents with {attention.kv_lora_rank} + {attention.rope_head_dim} "
-                    "elements: on a CPU, bf16 needs even numbers; use --kv-cache-dtype auto or --dtype float32"
+                    f"kv_cache_dtype {asked} of latents with {' + '.join(map(str, latents))} elements: on a CPU, bf16 "
+                    "needs even numbers; use --kv-cache-dtype auto or --dtype float32"
                 )
     if asked == "int8":
         return "int8"

@@ -12,8 +12,9 @@ from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation,
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Device, Machine
 from shardline.models.kv_groups import KVGroup, blocks_per_request, longest_request
+from shardline.models.parts import DType
 from shardline.models.sizes import step_bytes
-from shardline.models.spec import DecoderSpec, DType
+from shardline.models.spec import DecoderSpec
 
 
 class MemoryUse(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from shardline.config.units import format_bytes
 from shardline.deployment.cache import BLOCK_TOKENS
 from shardline.deployment.deployment import Deployment, MeasuredPool
 from shardline.deployment.formats import general_rule, has_e4m3
-from shardline.models.spec import DTYPE_BYTES
+from shardline.models.parts import DTYPE_BYTES
 from shardline.models.stored_layout import BlockLayout
 
 

@@ -26,10 +26,11 @@ from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.gpu_refusal import gpu_refusal
-from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
-from shardline.models.sharding import Numerics
+from shardline.models.partition import Span
+from shardline.models.parts import DType
+from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
 from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
-from shardline.models.spec import DecoderSpec, DType, MoE
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
 
@@ -194,8 +195,8 @@ def _rank_weights(
 
 
 def _num_experts(spec: DecoderSpec) -> int:
-    blocks = [layer.feed_forward for layer in spec.layers]
-    return max((block.routing.num_experts for block in blocks if isinstance(block, MoE)), default=0)
+    routings = [layer.feed_forward.routing for layer in spec.layers]
+    return max((routing.num_experts for routing in routings if routing is not None), default=0)
 
 
 def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardline.deployment.deployment import Deployment, FixedPool
-from shardline.models.spec import MLA
 from shardline.segment.layout import SegmentLayout
 
 
@@ -23,7 +22,7 @@ def _shared_kv_bytes(deployment: Deployment) -> tuple[int, ...]:
     if (
         grid.tensor == 1
         or not cache.latents_shared
-        or not all(isinstance(layer.attention, MLA) for layer in deployment.spec.layers)
+        or not all(layer.attention.shares_cache for layer in deployment.spec.layers)
     ):
         return ()
     assert isinstance(cache.pool, FixedPool), "host memory is not measured"

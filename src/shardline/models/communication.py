@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from shardline.models.feed_forward import Routing
+from shardline.models.kv_groups import stores_tokens
 from shardline.models.partition import Span
-from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, Layer, LinearAttention, MoE, Routing
+from shardline.models.spec import DecoderSpec, Layer
 
 Exchange = Literal["exact", "fast", "vllm"]
 """How tensor-parallel ranks exchange: gathers of finished values, all-reduces in float32, or all-reduces in 16 bits."""
@@ -83,9 +85,8 @@ def expert_traffic(
     if ranks == 1:
         return total
     for layer, count in count_layers(spec, layers):
-        if not isinstance(layer.feed_forward, MoE):
+        if (routing := layer.feed_forward.routing) is None:
             continue
-        routing = layer.feed_forward.routing
         met = ranks_met(routing, ranks) * (ranks - 1) / ranks
         back = routing.experts_per_token * (ranks - 1) / ranks if exchange == "exact" else met
         owned = num_tokens / ranks
@@ -104,9 +105,10 @@ def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: flo
         return NOTHING
     total = NOTHING
     for layer, count in count_layers(spec, layers):
-        if isinstance(layer.attention, LinearAttention):
+        if not stores_tokens(layer.attention):
             continue
-        elements = layer.attention.num_heads * (2 + output_size(layer.attention) // layer.attention.num_heads)
+        heads = layer.attention.num_heads
+        elements = heads * (2 + layer.attention.output_size // heads)
         total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
     return total
 
@@ -124,13 +126,6 @@ def kv_transfer_bytes(kv_bytes_per_token: int, num_tokens: int) -> int:
     return kv_bytes_per_token * num_tokens
 
 
-def output_size(attention: Attention) -> int:
-    """Elements of attention's output for a token, over all heads."""
-    if isinstance(attention, LinearAttention):
-        return attention.value_size
-    return attention.num_heads * attention.value_head_dim
-
-
 @functools.lru_cache(maxsize=256)
 def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ...]:
     """The different layers of a stage, and how often each occurs."""
@@ -142,21 +137,10 @@ def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ..
 
 def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:
     """(elements for a token, gathers) of one layer if no sum crosses a rank."""
-    attention, feed_forward = layer.attention, layer.feed_forward
-    elements, messages = output_size(attention) + hidden_size, 2
-    if isinstance(attention, MLA):
-        elements += (attention.q_lora_rank or 0) + attention.latent_dim
-        messages += 1
+    latents = sum(layer.attention.latent_sizes)
+    elements, messages = layer.attention.output_size + hidden_size + latents, 2 + (latents > 0)
     if layer.token_input is not None:
         elements += layer.token_input.size + hidden_size
         messages += 2
-    if isinstance(feed_forward, Dense):
-        if not feed_forward.intermediate_size:
-            return elements, messages
-        return elements + feed_forward.intermediate_size + hidden_size, messages + 2
-    routing, shared = feed_forward.routing, feed_forward.shared
-    elements += routing.experts_per_token * feed_forward.expert.intermediate_size + hidden_size
-    if shared is not None:
-        elements += shared.intermediate_size
-        messages += 1
-    return elements, messages + 2
+    block_elements, block_messages = layer.feed_forward.gathered(hidden_size)
+    return elements + block_elements, messages + block_messages

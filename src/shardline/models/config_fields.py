@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardline.models.feed_forward import Routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.spec import Activation, DType, Routing
+from shardline.models.parts import Activation, DType
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

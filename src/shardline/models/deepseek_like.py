@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from shardline.models.attention import MLA
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, decoder
+from shardline.models.parts import Norm
 from shardline.models.rope import RopeConfig, read_rope
-from shardline.models.spec import MLA, DecoderSpec, Dense, Layer, MoE, Norm, Routing
+from shardline.models.spec import DecoderSpec, Layer
 
 DEEPSEEK_MOE_LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,

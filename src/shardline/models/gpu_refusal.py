@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardline.models.spec import GQA, MLA, DecoderSpec, Dense, Layer, MoE
+from shardline.models.attention import GQA, MLA
+from shardline.models.feed_forward import Dense, MoE
+from shardline.models.spec import DecoderSpec, Layer
 
 
 def gpu_refusal(spec: DecoderSpec) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.models.spec import GQA, Attention, DecoderSpec, LinearAttention
+from shardline.models.attention import Attention
+from shardline.models.spec import DecoderSpec
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -41,15 +42,13 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
 
 def stores_tokens(attention: Attention) -> bool:
     """Whether a layer with this attention stores something for each token: keys and values, or a latent."""
-    if isinstance(attention, GQA):
-        return attention.kv_source is None
-    return not isinstance(attention, LinearAttention)
+    return attention.key_dim > 0 and attention.kv_source is None
 
 
 def storing_layer(spec: DecoderSpec, index: int) -> int:
     """The layer whose keys and values layer `index` reads: itself, or the one that shares them."""
-    attention = spec.layers[index].attention
-    return index if not isinstance(attention, GQA) or attention.kv_source is None else attention.kv_source
+    source = spec.layers[index].attention.kv_source
+    return index if source is None else source
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims, read_dtype
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.parameters import expert_of, layer_parameters, parse_name
+from shardline.models.parameters import expert_of, parse_name
+from shardline.models.parts import Norm
 from shardline.models.rope import RopeConfig, read_rope
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, TensorSource
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
 
 KeyFinder = Callable[[str, DecoderSpec], TensorSource]
 """See `lookup.Family.tensor_source`."""
@@ -221,7 +224,7 @@ def keys(
         layer, part, kind = parse_name(name)
         if layer is not None and fused is not None and part in key_of:
             key = key_of[part]
-            sizes = {name: shape[0] for name, shape in layer_parameters(spec.layers[layer], spec.hidden_size)}
+            sizes = {name: shape[0] for name, shape in spec.layers[layer].parameters(spec.hidden_size)}
             before = fused[key][: fused[key].index(part)]
             rows = sum(sizes[f"{one}.{kind}"] for one in before), sizes[f"{part}.{kind}"]
             return TensorSource(f"model.layers.{layer}.{key}.{kind}", rows=rows)

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Layer, MoE
-
 
 class ExpertShare(NamedTuple):
     """The place of one rank, `rank`, among the `size` ranks over which whole experts are spread."""
@@ -33,6 +31,10 @@ class Span(msgspec.Struct, frozen=True):
     def size(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+    def scaled(self, width: int) -> Span:
+        """The elements of the range if each index stands for `width` of them."""
+        return Span(self.start * width, self.stop * width)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,86 +82,6 @@ def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShar
             first = kv_head * group
             shares.append(HeadShare(Span(first + heads.start, first + heads.stop), Span(kv_head, kv_head + 1)))
     return tuple(shares)
-
-
-def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
-    """The query heads of each of `parts` ranks.
-
-    Heads of latent attention are split as evenly as possible, since all of them share one latent.
-
-    Raises:
-        ValueError: a rank would have no head. See also `split_heads`.
-    """
-    if isinstance(attention, GQA):
-        return tuple(share.heads for share in split_heads(attention.num_heads, attention.num_kv_heads, parts))
-    if parts > attention.num_heads:
-        raise ValueError(f"{parts} ranks cannot share {attention.num_heads} attention heads")
-    return split_dim(attention.num_heads, parts)
-
-
-@functools.lru_cache(maxsize=256)
-def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a tensor-parallel size that does not work for some layer.
-
-    Raises:
-        ValueError: the size does not work. The message names the nearest sizes that work.
-    """
-    if _splits(spec, size):
-        return
-    legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
-    below = max(n for n in legal if n < size)
-    above = min((n for n in legal if n > size), default=None)
-    nearest = f"{below}" if above is None else f"{below} or {above}"
-    heads = spec.layers[0].attention
-    kv_heads = f"{heads.num_kv_heads} KV heads" if isinstance(heads, GQA) else "one latent for all of them"
-    raise ValueError(
-        f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
-        f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"
-    )
-
-
-def _splits(spec: DecoderSpec, size: int) -> bool:
-    try:
-        for attention in {layer.attention for layer in spec.layers}:
-            split_query_heads(attention, size)
-            if isinstance(attention, MLA) and size > attention.latent_dim:
-                return False
-    except ValueError:
-        return False
-    smallest = min(_narrowest(layer) for layer in spec.layers)
-    inputs = spec.hidden_size if spec.token_input is None else spec.token_input.size
-    return size <= min(smallest, inputs, spec.hidden_size, spec.vocab_size)
-
-
-def _narrowest(layer: Layer) -> int:
-    """The smallest intermediate size of a layer's feed-forward blocks."""
-    feed_forward = layer.feed_forward
-    if not isinstance(feed_forward, MoE):
-        return feed_forward.intermediate_size
-    blocks = [feed_forward.expert] + ([] if feed_forward.shared is None else [feed_forward.shared])
-    return min(block.intermediate_size for block in blocks)
-
-
-def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
-    """Refuse expert parallelism over `tensor` x `data` ranks a stage if some layer has fewer experts.
-
-    Raises:
-        ValueError: the model has no experts, or too few. The message says what works.
-    """
-    counts = [layer.feed_forward.routing.num_experts for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
-    if not counts:
-        raise ValueError(
-            f"enable_expert_parallel needs a mixture-of-experts model, but {spec.model_type} has no experts; leave "
-            "it out"
-        )
-    if tensor * data > min(counts):
-        ranks = f"{tensor} ranks (tensor_parallel_size)"
-        if data > 1:
-            ranks = f"{tensor * data} ranks (tensor_parallel_size {tensor} x data_parallel_size {data})"
-        raise ValueError(
-            f"enable_expert_parallel gives every rank whole experts, and {ranks} cannot share {min(counts)}; "
-            f"use {min(counts)} ranks a stage or fewer, or leave enable_expert_parallel out"
-        )
 
 
 def balance_stages(

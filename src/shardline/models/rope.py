@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.models.hf_config import MAX_INTEGER, HFConfig
-from shardline.models.spec import QueryScale, Rope
+from shardline.models.parts import QueryScale, Rope
 
 _Frequencies = tuple[NDArray[np.float32], float]
 _MAX_HEAD_DIM = 1 << 16

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
-from shardline.models.compressed import CompressedMQA
 from shardline.models.parameters import expert_of, parse_name
-from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
-from shardline.models.spec import GQA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
+from shardline.models.partition import ExpertShare, Span, split_dim
+from shardline.models.spec import DecoderSpec
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
-_WHOLE_PARTS = (
-    "feed_forward.router",
-    "feed_forward.router_logits",
-    "feed_forward.expert_scale",
-    "feed_forward.shared_gate",
-    "feed_forward.latent_down",
-    "feed_forward.latent_up",
-)
 
 
 def shard(
@@ -40,7 +32,7 @@ def shard(
 
     In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
     q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
-    Compressed attention has whole parts but for q_up, o_down and o, which are split by heads, groups and like any o.
+    Each kind of attention says how its own parts are split.
 
     Raises:
         ValueError: the name is not a parameter of a decoder, or this number of ranks cannot share the heads.
@@ -57,34 +49,22 @@ def shard(
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":
         return (None,)
-    if part.startswith(("attention.indexer", "attention.compressor")) or part.endswith("_streams"):
-        return (None, None) if part.endswith("_position") else whole
+    if part.endswith("_streams"):
+        return whole
     if part.startswith("feed_forward."):
         return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
     if part.startswith("token_input."):
         return _shard_token_input(name, spec, tp_rank, tp_size, numerics)
-    attention = spec.layers[layer].attention
-    if part in _projections(attention):
-        return _split(0, _projection_span(attention, part, tp_rank, tp_size), whole)
-    if part == "attention.sinks":
-        return (split_query_heads(attention, tp_size)[tp_rank],)
-    if part != "attention.o":
-        raise ValueError(f"{name!r} is no canonical parameter name")
-    if numerics == "exact":
+    is_output = part == "attention.o"
+    if is_output and numerics == "exact":
         return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
-    if kind == "bias":
-        return whole
-    if isinstance(attention, CompressedMQA):
-        return _split(1, _output_rows(attention, tp_rank, tp_size), whole)
-    heads = split_query_heads(attention, tp_size)[tp_rank]
-    return _split(1, _scaled(heads, _output_width(attention)), whole)
-
-
-def _output_width(attention: Attention) -> int:
-    """Elements of attention's output per query head."""
-    if isinstance(attention, LinearAttention):
-        return attention.value_size // attention.num_key_heads
-    return attention.value_head_dim
+    try:
+        own = spec.layers[layer].attention.split(part, tp_rank, tp_size)
+    except KeyError:
+        raise ValueError(f"{name!r} is no canonical parameter name") from None
+    if own is None or (is_output and kind == "bias"):
+        return (None, None) if part.endswith("_position") else whole
+    return _split(1 if is_output else 0, own, whole)
 
 
 def _shard_feed_forward(
@@ -95,21 +75,21 @@ def _shard_feed_forward(
     whole: Spans = (None, None) if kind == "weight" else (None,)
     feed_forward = spec.layers[layer].feed_forward
     block, _, projection = part.rpartition(".")
-    if isinstance(feed_forward, MoE) and part in _WHOLE_PARTS:
+    if part in feed_forward.whole_parts:
         return whole
-    expert = expert_of(part)
-    dense = _dense_block(feed_forward, block)
+    expert, routing = expert_of(part), feed_forward.routing
+    dense = feed_forward.find_block(block)
     if dense is None or projection not in ("gate", "up", "down"):
         raise ValueError(f"{name!r} is no canonical parameter name")
     if experts is not None and expert is not None:
-        assert isinstance(feed_forward, MoE)
-        mine = split_dim(feed_forward.routing.num_experts, experts.size)[experts.rank]
+        assert routing is not None
+        mine = split_dim(routing.num_experts, experts.size)[experts.rank]
         return whole if mine.start <= expert < mine.stop else _split(0, Span(0, 0), whole)
     if projection != "down":
         return _split(0, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
     if numerics == "exact":
-        latent = feed_forward.latent_size if isinstance(feed_forward, MoE) and expert is not None else None
-        return _split(0, split_dim(latent or spec.hidden_size, tp_size)[tp_rank], whole)
+        width = spec.hidden_size if expert is None else feed_forward.expert_width(spec.hidden_size)
+        return _split(0, split_dim(width, tp_size)[tp_rank], whole)
     return whole if kind == "bias" else _split(1, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
 
 
@@ -133,69 +113,64 @@ def _shard_token_input(name: str, spec: DecoderSpec, tp_rank: int, tp_size: int,
     )
 
 
-def _dense_block(feed_forward: Dense | MoE, block: str) -> Dense | None:
-    """The Dense whose linears have names below `block`; None if there is none."""
-    if isinstance(feed_forward, Dense):
-        return feed_forward if block == "feed_forward" else None
-    if block == "feed_forward.shared":
-        return feed_forward.shared
-    return feed_forward.expert if expert_of(f"{block}.") is not None else None
-
-
 def shard_shape(shape: tuple[int, ...], spans: Spans) -> tuple[int, ...]:
     """Shape of the part `spans` of a tensor with `shape`."""
     return tuple(size if span is None else span.size for size, span in zip(shape, spans, strict=True))
 
 
-def _projections(attention: Attention) -> tuple[str, ...]:
-    """The parts that turn a layer's input into queries, keys and values."""
-    if isinstance(attention, LinearAttention):
-        return tuple(f"attention.{part}" for part in ("qkv", "z", "beta", "decay", "conv", "decay_log", "decay_offset"))
-    if isinstance(attention, CompressedMQA):
-        return "attention.q_down", "attention.q_up", "attention.kv_down", "attention.o_down"
-    if isinstance(attention, GQA):
-        return "attention.q", "attention.k", "attention.v"
-    q_parts = ("attention.q",) if attention.q_lora_rank is None else ("attention.q_down", "attention.q_up")
-    return *q_parts, "attention.kv_down", "attention.kv_up"
-
-
-def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int) -> Span:
-    if isinstance(attention, LinearAttention):
-        num_rows = attention.conv_size if part in ("attention.qkv", "attention.conv") else attention.num_value_heads
-        num_rows = attention.value_size if part == "attention.z" else num_rows
-        return _scaled(split_query_heads(attention, tp_size)[tp_rank], num_rows // attention.num_key_heads)
-    if isinstance(attention, CompressedMQA):
-        if part == "attention.o_down":
-            return _output_rows(attention, tp_rank, tp_size)
-        if part == "attention.q_up":
-            return _scaled(split_query_heads(attention, tp_size)[tp_rank], attention.head_dim)
-        return Span(0, attention.query_rank if part == "attention.q_down" else attention.head_dim)
-    if isinstance(attention, GQA):
-        share = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[tp_rank]
-        width = attention.value_head_dim if part == "attention.v" else attention.head_dim
-        if isinstance(attention, PlannedGQA) and part == "attention.q":
-            width *= 1 + attention.output_gate
-        return _scaled(share.heads if part == "attention.q" else share.kv_heads, width)
-    if part in ("attention.q_down", "attention.kv_down"):
-        q_rank = attention.q_lora_rank or 0
-        rows = split_dim(q_rank + attention.latent_dim, tp_size)[tp_rank]
-        if part == "attention.q_down":
-            return Span(min(rows.start, q_rank), min(rows.stop, q_rank))
-        return Span(max(rows.start - q_rank, 0), max(rows.stop - q_rank, 0))
-    heads = split_query_heads(attention, tp_size)[tp_rank]
-    if part == "attention.kv_up":
-        return _scaled(heads, attention.nope_head_dim + attention.value_head_dim)
-    return _scaled(heads, attention.query_head_dim)
-
-
-def _output_rows(attention: CompressedMQA, tp_rank: int, tp_size: int) -> Span:
-    """The rows of o_down that a rank has: those of whole groups of heads."""
-    return _scaled(split_dim(attention.output_groups, tp_size)[tp_rank], attention.output_rank)
-
-
-def _scaled(span: Span, width: int) -> Span:
-    return Span(span.start * width, span.stop * width)
-
-
 def _split(dim: int, span: Span, whole: Spans) -> Spans:
     return (*whole[:dim], span, *whole[dim + 1 :])
+
+
+@functools.lru_cache(maxsize=256)
+def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
+    """Refuse a tensor-parallel size that does not work for some layer.
+
+    Raises:
+        ValueError: the size does not work. The message names the nearest sizes that work.
+    """
+    if _splits(spec, size):
+        return
+    legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
+    below = max(n for n in legal if n < size)
+    above = min((n for n in legal if n > size), default=None)
+    nearest = f"{below}" if above is None else f"{below} or {above}"
+    heads = spec.layers[0].attention
+    kv_heads = "one latent for all of them" if heads.latent_sizes else f"{heads.num_kv_heads} KV heads"
+    raise ValueError(
+        f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
+        f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"
+    )
+
+
+def _splits(spec: DecoderSpec, size: int) -> bool:
+    try:
+        for attention in {layer.attention for layer in spec.layers}:
+            attention.split_heads(size)
+    except ValueError:
+        return False
+    smallest = min(layer.feed_forward.narrowest for layer in spec.layers)
+    inputs = spec.hidden_size if spec.token_input is None else spec.token_input.size
+    return size <= min(smallest, inputs, spec.hidden_size, spec.vocab_size)
+
+
+def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
+    """Refuse expert parallelism over `tensor` x `data` ranks a stage if some layer has fewer experts.
+
+    Raises:
+        ValueError: the model has no experts, or too few. The message says what works.
+    """
+    counts = [routing.num_experts for layer in spec.layers if (routing := layer.feed_forward.routing) is not None]
+    if not counts:
+        raise ValueError(
+            f"enable_expert_parallel needs a mixture-of-experts model, but {spec.model_type} has no experts; leave "
+            "it out"
+        )
+    if tensor * data > min(counts):
+        ranks = f"{tensor} ranks (tensor_parallel_size)"
+        if data > 1:
+            ranks = f"{tensor * data} ranks (tensor_parallel_size {tensor} x data_parallel_size {data})"
+        raise ValueError(
+            f"enable_expert_parallel gives every rank whole experts, and {ranks} cannot share {min(counts)}; "
+            f"use {min(counts)} ranks a stage or fewer, or leave enable_expert_parallel out"
+        )

@@ -9,36 +9,23 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from shardline.config.topology import RankPlace
+from shardline.models.attention import Attention
+from shardline.models.feed_forward import Routing
 from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
-from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.parameters import (
     CountedParameter,
-    Shape,
     counted_parameters,
     embeds_tokens,
     expert_of,
     is_kept_in_float32,
     is_linear,
     is_looked_up,
-    layer_parameters,
     parse_name,
 )
 from shardline.models.partition import ExpertShare, Span, balance_stages, parse_stages, split_dim, split_heads
+from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import (
-    DTYPE_BYTES,
-    GQA,
-    MLA,
-    Attention,
-    DecoderSpec,
-    Dense,
-    DType,
-    KVDType,
-    Layer,
-    LinearAttention,
-    MoE,
-    Routing,
-)
+from shardline.models.spec import DecoderSpec, Layer
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import PLAIN, FormatChoice, Role
 
@@ -274,7 +261,7 @@ def kv_block_bytes(
     deepest: dict[tuple[KVPart, ...], tuple[int, int]] = {}
     for group in groups:
         attention = spec.layers[group.layers[0]].attention
-        shape = kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype)
+        shape = attention.kv_parts(_local_kv_heads(attention, place), 1, 1, dtype)
         depth = sum(stage.start <= index < stage.stop for index in group.layers)
         size = _layer_kv_bytes(attention, place, dtype, latents_shared)
         deepest[shape] = max(deepest.get(shape, (0, size)), (depth, size))
@@ -282,15 +269,9 @@ def kv_block_bytes(
 
 
 def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
-    """Bytes of the states of one request on the rank at `place`: float32 for the rule, bfloat16 for the convolution."""
-    stage, total = stages[place.pp_rank], 0
-    for layer in spec.layers[stage.start : stage.stop]:
-        attention = layer.attention
-        if isinstance(attention, LinearAttention):
-            heads = split_dim(attention.num_heads, len(place.peers("tensor")))[place.tp_rank].size
-            whole = 4 * attention.state_size + 2 * (attention.conv_width - 1) * attention.conv_size
-            total += whole * heads // attention.num_heads
-    return total
+    """Bytes of the states of one request on the rank at `place`."""
+    stage, ranks = stages[place.pp_rank], len(place.peers("tensor"))
+    return sum(layer.attention.state_bytes(place.tp_rank, ranks) for layer in spec.layers[stage.start : stage.stop])
 
 
 @functools.lru_cache(maxsize=256)
@@ -300,19 +281,11 @@ def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) 
     Rows are whole. The sum counts residual streams and their neighbours, the projections of the feed-forward block, the
     layers' inputs for each token, and the fp32 logits twice.
     """
-    widest = max(_projected(layer.feed_forward) for layer in spec.layers)
+    widest = max(layer.feed_forward.projected_size for layer in spec.layers)
     inputs = 0 if spec.token_input is None else 4 * len(spec.layers) * spec.token_input.size
     hidden = (5 + spec.residual_streams) * spec.hidden_size
     activations = num_tokens * (hidden + 2 * widest + inputs) * DTYPE_BYTES[dtype]
     return activations + 2 * 4 * num_seqs * spec.vocab_size
-
-
-def _projected(feed_forward: Dense | MoE) -> int:
-    """Elements per token in the output of a feed-forward block's first projections."""
-    if isinstance(feed_forward, MoE):
-        shared = 0 if feed_forward.shared is None else _projected(feed_forward.shared)
-        return feed_forward.routing.experts_per_token * _projected(feed_forward.expert) + shared
-    return (1 + feed_forward.gated) * feed_forward.intermediate_size
 
 
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:
@@ -325,7 +298,7 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     for layer, count in _counted_layers(spec):
         matrices = round(_num_met(layer, spec.hidden_size, num_tokens=1, dims=2))
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
-        total += count * (2 * num_tokens * matrices + 2 * multiplications_per_pair(layer.attention) * pairs)
+        total += count * (2 * num_tokens * matrices + 2 * layer.attention.multiplications_per_pair * pairs)
     return total
 
 
@@ -362,28 +335,16 @@ def _held(
         yield CountedParameter("lm_head.weight", (spec.vocab_size, spec.hidden_size), 1, 0)
 
 
-def multiplications_per_pair(attention: Attention) -> int:
-    """Multiplications of one query with one key and its value, over all heads.
-
-    Latent attention computes in the dims of the latent. Linear attention has no such pairs.
-    """
-    if isinstance(attention, LinearAttention):
-        return 0
-    if isinstance(attention, MLA):
-        return attention.num_heads * (attention.latent_dim + attention.kv_lora_rank)
-    return attention.num_heads * (attention.head_dim + attention.value_head_dim)
-
-
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
-    num_bytes = sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
-    if isinstance(attention, MLA) and latents_shared:
+    num_bytes = sum(part.num_bytes for part in attention.kv_parts(_local_kv_heads(attention, place), 1, 1, dtype))
+    if attention.shares_cache and latents_shared:
         return split_dim(num_bytes, len(place.peers("tensor")), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
     return num_bytes
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
-    if not isinstance(attention, GQA):
+    if attention.num_kv_heads == 1:
         return 1
     return split_heads(attention.num_heads, attention.num_kv_heads, len(place.peers("tensor")))[
         place.tp_rank
@@ -397,15 +358,14 @@ def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None =
     choose at random and independently.
     """
     always = of_expert = 0
-    for name, shape in layer_parameters(layer, hidden_size, num_experts=1):
+    for name, shape in layer.parameters(hidden_size, num_experts=1):
         if dims in (None, len(shape)) and not is_looked_up(name):
             if expert_of(name) is None:
                 always += math.prod(shape)
             else:
                 of_expert += math.prod(shape)
-    if isinstance(layer.feed_forward, MoE):
-        return always + of_expert * experts_met(layer.feed_forward.routing, num_tokens)
-    return always
+    routing = layer.feed_forward.routing
+    return always if routing is None else always + of_expert * experts_met(routing, num_tokens)
 
 
 def experts_met(routing: Routing, num_tokens: float) -> float:

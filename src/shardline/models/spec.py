@@ -7,275 +7,18 @@ field names, since there is a part for every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"]
-"""clamped_swish is gpt-oss's gate: (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) for g = min(gate, 7)."""
-DType = Literal["float32", "bfloat16", "float16"]
-KVDType = DType | Literal["int8", "float8_e4m3fn"]
-"""Types of the KV cache. One-byte types have a float32 scale for each token and head (latents: for each token)."""
+from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.feed_forward import FeedForward
+from shardline.models.parts import Activation, DType, Norm, Parameters, linear_parameters, norm_parameters
 
-DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-"""Bytes per element."""
-
-
-class Norm(msgspec.Struct, frozen=True, array_like=True):
-    """RMSNorm or LayerNorm over the last dim."""
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    weight_offset: float = 0.0
-    """Number that is added to the weight: 1.0 in Gemma."""
-    bias: bool = False
-    rounds_once: bool = False
-    """Whether an RMSNorm's quotient is multiplied by the weight before it is rounded, as it is with an offset."""
-
-
-class Rope(msgspec.Struct, frozen=True, array_like=True):
-    """Rotary position embedding with its scaling folded in. It depends on the configuration, never on the length."""
-
-    inv_freq: tuple[float, ...]
-    """[rotary_dim / 2], radians per position."""
-    attention_scaling: float = 1.0
-    """Factor of cos and sin (YaRN's mscale)."""
-    interleaved: bool = False
-    """True: pairs (0,1), (2,3), ...; False: pairs (i, i + rotary_dim/2)."""
-
-
-class QueryScale(msgspec.Struct, frozen=True, array_like=True):
-    """A factor of queries that grows with their position: 1 + beta * ln(1 + floor((position + offset) / length))."""
-
-    beta: float
-    length: int
-    offset: int = 0
-
-
-class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: Rope | None = None
-    window: int | None = None
-    """A token sees itself and the window - 1 tokens before it."""
-    softcap: float | None = None
-    """scores = softcap * tanh(scores / softcap)"""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: Norm | None = None
-    """Norm over head_dim of q and k, before rope."""
-    norms_all_heads: bool = False
-    """Whether qk_norm is over all heads of q at once, and over all heads of k (OLMo 2, MiniMax-M2)."""
-    sinks: bool = False
-    """Whether each head has a learned score of a key without a value, which every token sees (gpt-oss)."""
-    chunked: bool = False
-    """Whether `window` is the size of chunks: a token sees the tokens of its own chunk (Llama 4)."""
-    rotated_norm: Norm | None = None
-    """Norm without weights over head_dim of q and k, after rope (Llama 4)."""
-    query_scale: QueryScale | None = None
-    value_is_key: bool = False
-    """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
-    value_norm: Norm | None = None
-    """Norm without weights over head_dim of values (Gemma 4)."""
-    kv_source: int | None = None
-    """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
-
-    @property
-    def value_head_dim(self) -> int:
-        """Elements of a value head."""
-        return self.head_dim
-
-
-class Indexer(msgspec.Struct, frozen=True, array_like=True):
-    """The part of sparse attention that chooses the tokens to attend to (DeepSeek-V3.2, MiniMax-M3).
-
-    It caches a key of one-byte elements and a float32 scale per token.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    """The most tokens that a token attends to."""
-
-
-class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention with parts that only the planner knows."""
-
-    output_gate: bool = False
-    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
-    value_size: int | None = None
-    """Elements of a value head; None: as many as of a key head (other in MiMo-V2)."""
-    indexer: Indexer | None = None
-    """None: a token sees all tokens of its window."""
-
-    @property
-    def value_head_dim(self) -> int:
-        """Elements of a value head."""
-        return self.head_dim if self.value_size is None else self.value_size
-
-
-class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
-
-    It always uses the absorbed form, which applies the up-projections of keys and values to queries and outputs. So the
-    cache holds [kv_lora_rank + rope_head_dim] per token, and prefill and decode give the same bits.
-    """
-
-    num_heads: int
-    kv_lora_rank: int
-    nope_head_dim: int
-    """Size of the part of a query and key head that is not rotated."""
-    rope_head_dim: int
-    """Size of the rotated part. All heads share the key's rotated part."""
-    value_head_dim: int
-    scale: float
-    """Factor of the scores, with YaRN's mscale folded in."""
-    rope: Rope
-    kv_norm: Norm
-    """Norm over the latent."""
-    q_lora_rank: int | None = None
-    """None: queries are projected directly."""
-    q_norm: Norm | None = None
-    """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
-    bias: bool = False
-    """Whether the projections down to the latents and the output projection have a bias."""
-    query_scale: QueryScale | None = None
-
-    @property
-    def window(self) -> None:
-        """A token sees all tokens before it."""
-        return None
-
-    @property
-    def query_head_dim(self) -> int:
-        """Elements of one projected query head."""
-        return self.nope_head_dim + self.rope_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Elements cached per token: the latent, then the rotated part of the key."""
-        return self.kv_lora_rank + self.rope_head_dim
-
-
-class SparseMLA(MLA, frozen=True, array_like=True, tag=True):
-    """Latent attention to the tokens that an indexer chooses. Only the planner knows it."""
-
-    indexer: Indexer = Indexer(64, 128, 2048)
-
-
-class LinearAttention(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Gated delta rule (Yang et al., 2024): a state of fixed size per request instead of keys and values per token.
-
-    Only the planner knows it. A short causal convolution precedes the rule.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_width: int
-    """Tokens that the convolution sees."""
-
-    @property
-    def num_heads(self) -> int:
-        """Heads that ranks can share: a rank gets whole key heads."""
-        return self.num_key_heads
-
-    @property
-    def window(self) -> None:
-        """No token is cached, so no window limits the cache."""
-        return None
-
-    @property
-    def conv_size(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_head_dim + self.value_size
-
-    @property
-    def value_size(self) -> int:
-        """Elements of all value heads."""
-        return self.num_value_heads * self.value_head_dim
-
-    @property
-    def state_size(self) -> int:
-        """Elements of the state of one request, without the convolution's."""
-        return self.value_size * self.key_head_dim
-
-
-Attention = GQA | MLA | LinearAttention
-
-
-class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated."""
-
-    intermediate_size: int
-    activation: Activation
-    gated: bool = True
-    bias: bool = False
-
-
-class Routing(msgspec.Struct, frozen=True, array_like=True):
-    """How a token chooses experts: the `experts_per_token` best fp32 scores, and the lowest id on ties."""
-
-    num_experts: int
-    experts_per_token: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the router's logits over all experts. It is applied before experts are chosen."""
-    normalized: bool = True
-    """Whether the chosen experts' scores are divided by their sum."""
-    scale: float = 1.0
-    """Factor of the experts' weights, applied last."""
-    num_groups: int = 1
-    """Experts form groups of equal size. Only experts of the best `top_groups` groups are eligible."""
-    top_groups: int = 1
-    group_score: Literal["max", "top2_sum"] = "max"
-    """How the score of a group follows from the scores of its experts."""
-    correction_bias: bool = False
-    """Whether a learned bias per expert is added to the scores for choosing; it is not in the weights (DeepSeek-V3)."""
-    logits_bias: bool = False
-    """Whether a learned bias per expert is added to the router's logits (gpt-oss)."""
-    logits_scale: float = 1.0
-    """Factor of the router's logits."""
-    expert_scale: bool = False
-    """Whether each expert has a learned factor of its weight, applied last (Gemma 4)."""
-    scales_input: bool = False
-    """Whether a token's weight multiplies the expert's input instead of its output (Llama 4). A token then has one
-    expert."""
-
-
-class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Mixture of experts: the sum of weight * expert(x) over a token's chosen experts, plus the shared block."""
-
-    routing: Routing
-    expert: Dense
-    shared: Dense | None = None
-    """A block for every token. It is as wide as all shared experts together."""
-    shared_gate: bool = False
-    """Whether the shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
-    own_norms: Norm | None = None
-    """The router and the experts read norms of their own of the residual stream, and the outputs of the experts and of
-    the shared block are normalised before they are added (Gemma 4)."""
-
-    @property
-    def latent_size(self) -> int | None:
-        """Elements of the experts' inputs and outputs; None: as many as of the residual stream."""
-        return None
-
-
-class PlannedMoE(MoE, frozen=True, array_like=True, tag=True):
-    """Experts that compute in a smaller space, with projections into it and out of it. Only the planner knows it."""
-
-    latent: int = 1024
-
-    @property
-    def latent_size(self) -> int | None:
-        """Elements of the experts' inputs and outputs."""
-        return self.latent
+if TYPE_CHECKING:
+    AnyAttention = Attention
+else:  # what engines send each other; the kinds that only the planner knows never leave it
+    AnyAttention = GQA | MLA
 
 
 class TokenInput(msgspec.Struct, frozen=True, array_like=True):
@@ -293,6 +36,14 @@ class TokenInput(msgspec.Struct, frozen=True, array_like=True):
     norm: Norm
     """The kind of both norms."""
 
+    def parameters(self, hidden_size: int) -> Parameters:
+        """The parameters, see `models.parameters`."""
+        yield "token_input.embed.weight", (self.vocab_size, self.size)
+        yield from linear_parameters("token_input.projection", self.size, hidden_size)
+        yield from linear_parameters("token_input.gate", self.size, hidden_size)
+        yield from linear_parameters("token_input.down", hidden_size, self.size)
+        yield from norm_parameters("token_input.norm", self.norm, hidden_size)
+
 
 class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x))).
@@ -300,8 +51,8 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     A norm that is None is left out.
     """
 
-    attention: Attention
-    feed_forward: Dense | MoE
+    attention: AnyAttention
+    feed_forward: FeedForward
     """A Dense of size 0 stands for none: a layer of Nemotron-H may be attention alone."""
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
@@ -319,6 +70,23 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     def residual_streams(self) -> int:
         """Number of residual streams."""
         return 1
+
+    def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
+        """(name without `layers.{i}.`, full shape) of the parameters, with the first `num_experts` experts only."""
+        yield from norm_parameters("attention_norm", self.attention_norm, hidden_size)
+        yield from self.attention.parameters(hidden_size)
+        yield from norm_parameters("post_attention_norm", self.post_attention_norm, hidden_size)
+        yield from norm_parameters("feed_forward_norm", self.feed_forward_norm, hidden_size)
+        yield from self.feed_forward.parameters(hidden_size, num_experts)
+        yield from norm_parameters("post_feed_forward_norm", self.post_feed_forward_norm, hidden_size)
+        if self.token_input is not None:
+            yield from self.token_input.parameters(hidden_size)
+        if self.output_scale:
+            yield "output_scale.bias", (1,)
+
+    def head_parameters(self, hidden_size: int) -> Parameters:
+        """Parameters that the model has once, between its layers and the final norm."""
+        yield from ()
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):

@@ -3,66 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.config.topology import RankPlace
+from shardline.models.attention import AttentionWork
 from shardline.models.communication import (
     NOTHING,
     Exchange,
     Traffic,
     count_layers,
     expert_traffic,
-    output_size,
     pipeline_traffic,
     tensor_traffic,
 )
-from shardline.models.compressed import CompressedMQA, cache_rows, token_bytes
-from shardline.models.kv_shapes import indexer_keys, indexer_of, kv_parts
+from shardline.models.feed_forward import Routing
 from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
-from shardline.models.partition import Span, split_heads
+from shardline.models.partition import Span
+from shardline.models.parts import DTYPE_BYTES, KVDType
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import experts_met, multiplications_per_pair, rank_total, state_bytes
-from shardline.models.spec import (
-    DTYPE_BYTES,
-    GQA,
-    MLA,
-    Attention,
-    DecoderSpec,
-    Dense,
-    Indexer,
-    KVDType,
-    LinearAttention,
-    MoE,
-    Routing,
-    SparseMLA,
-)
+from shardline.models.sizes import experts_met, rank_total, state_bytes
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 
 _FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
 _STREAM_LAUNCHES = 4
 """Kernels that mix residual streams for a layer's two blocks, and write to them."""
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """Attention of equal layers on a rank, summed over these layers."""
-
-    window: int | None
-    """The most tokens that a token attends to; None: all before it."""
-    bytes_per_token: float
-    """Bytes of keys and values of one cached token."""
-    decode_flops: float
-    """Operations of a decoded token with one cached token."""
-    prefill_flops: float
-    """Operations of a prompt's token with one token before it."""
-
-    def shared_by(self, ranks: int) -> AttentionWork:
-        """The part of one of `ranks` that share each request's keys and values."""
-        return AttentionWork(
-            self.window, self.bytes_per_token / ranks, self.decode_flops / ranks, self.prefill_flops / ranks
-        )
 
 
 @dataclass(frozen=True)
@@ -169,10 +136,8 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, stages, parts, count, numerics, whole_experts, whole)
 
-    routings = [
-        layer.feed_forward.routing for layer, _ in count_layers(spec, stage) if isinstance(layer.feed_forward, MoE)
-    ]
-    routing = routings[-1] if routings else None
+    routings = [layer.feed_forward.routing for layer, _ in count_layers(spec, stage)]
+    routing = next((one for one in reversed(routings) if one is not None), None)
     ranks = len(place.peers("expert")) if whole_experts and routing is not None else 1
     # A token's chosen experts are spread evenly over the ranks that hold experts.
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
@@ -224,31 +189,12 @@ def num_launches(spec: DecoderSpec, stage: Span) -> int:
     return sum(
         number
         * (
-            _attention_launches(layer.attention)
-            + _feed_forward_launches(layer.feed_forward)
+            layer.attention.num_launches
+            + layer.feed_forward.num_launches
             + _STREAM_LAUNCHES * (layer.residual_streams > 1)
         )
         for layer, number in count_layers(spec, stage)
     )
-
-
-def _attention_launches(attention: Attention) -> int:
-    if isinstance(attention, LinearAttention):
-        return 8  # norm, two projections, convolution, gates, delta rule, gated norm, output
-    if isinstance(attention, MLA):
-        # norm, down, norms, up, absorption, rotation, attention, merge, values, output; the indexer has six more
-        return 10 + 6 * isinstance(attention, SparseMLA)
-    if isinstance(attention, CompressedMQA):
-        # norm, down, norms, up, rotation, attention, inverse rotation, two outputs; compressors have two
-        return 9 + 2 * (attention.ratio > 0) + 8 * (attention.indexer is not None)
-    # norm, projection, rotation, attention, output
-    return 5 + (attention.qk_norm is not None) + 6 * (indexer_of(attention) is not None)
-
-
-def _feed_forward_launches(feed_forward: Dense | MoE) -> int:
-    if isinstance(feed_forward, MoE):
-        return 9 + 2 * (feed_forward.latent_size is not None)
-    return 4 if feed_forward.intermediate_size else 0
 
 
 def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
@@ -275,36 +221,17 @@ def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
     """Bytes of a token's activations that the kernels of a stage read and write on one of `tensor` ranks."""
     total = 0.0
     for layer, number in count_layers(spec, stage):
-        attention, feed_forward = layer.attention, layer.feed_forward
-        hidden, inner = 8 * spec.hidden_size, 6 * output_size(attention) / tensor
+        feed_forward, routing = layer.feed_forward, layer.feed_forward.routing
+        hidden, inner = 8 * spec.hidden_size, 6 * layer.attention.output_size / tensor
         if (streams := layer.residual_streams) > 1:
             hidden += 2 * 3 * streams * spec.hidden_size  # each block reads them twice and writes them
-        if isinstance(feed_forward, MoE):
-            chosen = feed_forward.routing.experts_per_token
+        chosen = 1
+        if routing is not None:
+            chosen = routing.experts_per_token
             hidden += 2 * chosen * spec.hidden_size
-            inner += 6 * chosen * feed_forward.expert.intermediate_size / tensor
-        else:
-            inner += 6 * feed_forward.intermediate_size / tensor
+        inner += 6 * chosen * feed_forward.block.intermediate_size / tensor
         total += number * (hidden + inner)
     return total * DTYPE_BYTES[spec.dtype]
-
-
-def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> float:
-    """Bytes of one token in one layer on the fullest of `tensor` ranks, without scales per token.
-
-    Of compressed attention it is a token's part of the entries; all ranks have them.
-    """
-    if isinstance(attention, CompressedMQA):
-        return token_bytes(attention, dtype)
-    heads = 1
-    if isinstance(attention, GQA):
-        shares = split_heads(attention.num_heads, attention.num_kv_heads, tensor)
-        heads = max(share.kv_heads.size for share in shares)
-    plain: KVDType = "bfloat16"
-    return sum(
-        part.num_bytes if part.dtype != plain else part.num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[plain]
-        for part in kv_parts(attention, heads, 1, 1, plain)
-    )
 
 
 def attention_work(
@@ -312,50 +239,13 @@ def attention_work(
 ) -> tuple[AttentionWork, ...]:
     """Attention on one of `tensor` ranks with a KV cache of type `dtype`, for each kind of layer of a stage.
 
-    With `expands`, prompts compute latent attention with the keys and values of each head, not in the dims of the
-    latent.
+    For `expands` see `Attention.work`.
     """
-    found: list[AttentionWork] = []
-    for layer, number in count_layers(spec, stage):
-        attention = layer.attention
-        if isinstance(attention, LinearAttention):
-            continue
-        if isinstance(attention, CompressedMQA):
-            found.extend(_compressed_work(attention, number, tensor, dtype))
-            continue
-        indexer = indexer_of(attention)
-        window = attention.window if indexer is None else indexer.top_k
-        pair = 2 * multiplications_per_pair(attention) / tensor
-        prefill = pair
-        if expands and isinstance(attention, MLA) and not isinstance(attention, SparseMLA):
-            prefill = 2 * attention.num_heads * (attention.query_head_dim + attention.value_head_dim) / tensor
-        num_bytes = cached_token_bytes(attention, tensor, dtype)
-        if indexer is not None:
-            keys = sum(part.num_bytes for part in indexer_keys(indexer, 1, 1))
-            num_bytes -= keys
-            found.append(_indexer_work(indexer, number, keys))
-        found.append(AttentionWork(window, number * num_bytes, number * pair, number * prefill))
-    return tuple(found)
-
-
-def _indexer_work(indexer: Indexer, number: int, key_bytes: float, ratio: int = 1) -> AttentionWork:
-    """An indexer reads all of its keys: one of `key_bytes` for each `ratio` tokens. Every rank has all of its heads."""
-    flops = number * 2 * indexer.num_heads * indexer.head_dim / ratio
-    return AttentionWork(None, number * key_bytes / ratio, flops, flops)
-
-
-def _compressed_work(attention: CompressedMQA, number: int, tensor: int, dtype: KVDType) -> Iterator[AttentionWork]:
-    """Attention to the window and to entries, and what the indexer reads."""
-    pair = 2 * multiplications_per_pair(attention) / tensor
-    window, entries, keys = cache_rows(attention, dtype)
-    indexer = attention.indexer
-    yield AttentionWork(window.window, number * window.num_bytes, number * pair, number * pair)
-    if entries is not None:
-        chosen = None if indexer is None else indexer.top_k * entries.ratio
-        flops = number * pair / entries.ratio
-        yield AttentionWork(chosen, number * entries.num_bytes / entries.ratio, flops, flops)
-    if keys is not None and indexer is not None:
-        yield _indexer_work(indexer, number, keys.num_bytes, keys.ratio)
+    return tuple(
+        one.scaled(number)
+        for layer, number in count_layers(spec, stage)
+        for one in layer.attention.work(tensor, dtype, expands=expands)
+    )
 
 
 def _seen(context: float, window: int | None) -> float:

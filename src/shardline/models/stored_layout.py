@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from shardline.models.parameters import Shape
+from shardline.models.parts import Shape
 
 SCALE_TYPES = ("F32", "F16", "BF16")
 EXPONENT_TYPES = ("U8", "F8_E8M0")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shardline.models.parameters import Shape, is_kept_in_float32, is_linear, parse_name
-from shardline.models.spec import DTYPE_BYTES, DType
+from shardline.models.parameters import is_kept_in_float32, is_linear, parse_name
+from shardline.models.parts import DTYPE_BYTES, DType, Shape
 from shardline.models.stored_layout import Form, Layout
 
 _NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardline.models.sizes import stage_spans
-from shardline.models.spec import MoE
 from shardline.planner.hardware import GB
 from shardline.planner.layout import Layout
 from shardline.planner.search import Option, Plan
@@ -56,7 +55,7 @@ def _axes(plan: Plan, option: Option, ranks: int) -> Iterator[tuple[str, Layout]
     yield "tp", dataclasses.replace(alone, tensor=ranks)
     if ranks <= len(plan.model.spec.layers):
         yield "pp", dataclasses.replace(alone, pipeline=ranks)
-    if any(isinstance(layer.feed_forward, MoE) for layer in plan.model.spec.layers):
+    if any(layer.feed_forward.routing for layer in plan.model.spec.layers):
         yield "ep", dataclasses.replace(alone, data=ranks, whole_experts=True)
     if alone.engine == "shardline":
         yield "cp", dataclasses.replace(alone, context=ranks)

@@ -13,10 +13,10 @@ from msgspec.structs import replace as replace_struct
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.names import is_gguf, split_quant
 from shardline.checkpoints.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
-from shardline.checkpoints.planning import PlannedModel, read_planned, read_planned_gguf
 from shardline.checkpoints.quantization import read_stored, usual_rules, with_quantization
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import StoredRules
+from shardline.planner.planned_model import PlannedModel, read_planned, read_planned_gguf
 
 _CONFIG = "config.json"
 _HUB_TIMEOUT = 5.0

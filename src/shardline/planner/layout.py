@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.length import check_length
+from shardline.planner.planned_model import PlannedModel
 from shardline.planner.simulation.workload import SimulatedRequest
 
 ENGINES = ("shardline", "vllm")

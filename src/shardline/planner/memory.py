@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.checkpoints.quantization import usual_rules
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
-from shardline.models.compressed import is_compressed
 from shardline.models.kv_groups import blocks_per_request, longest_request
 from shardline.models.partition import Span
+from shardline.models.parts import KVDType
 from shardline.models.sizes import stage_spans, step_bytes
-from shardline.models.spec import DecoderSpec, KVDType
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Demand, Layout
+from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.options import decisive_options
+from shardline.planner.planned_model import PlannedModel
 
 VERDICTS = ("no", "tight", "comfortable", "generous")
 _PLAIN = "bf16"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.config.units import parse_bytes
-from shardline.models.spec import DType
+from shardline.models.parts import DType
+from shardline.planner.planned_model import PlannedModel
 
 SEARCHED = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "context_parallel_size",

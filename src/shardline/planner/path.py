@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from shardline.models.partition import Span, check_tensor_parallel
-from shardline.models.spec import MoE
+from shardline.models.partition import Span
+from shardline.models.sharding import check_tensor_parallel
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GB, GIB, GpuLink
 from shardline.planner.layout import Layout
@@ -147,10 +147,10 @@ def _is_legal(plan: Plan, tensor: int, engine: str) -> bool:
 
 
 def _experts(plan: Plan) -> Question:
-    blocks = [layer.feed_forward for layer in plan.model.spec.layers if isinstance(layer.feed_forward, MoE)]
-    if not blocks:
+    routings = [layer.feed_forward.routing for layer in plan.model.spec.layers]
+    routing = next((routing for routing in routings if routing is not None), None)
+    if routing is None:
         return Question("dense or experts?", "no layer has experts", "dense: every step reads all weights")
-    routing = blocks[0].routing
     return Question(
         "dense or experts?",
         f"{routing.num_experts} experts, {routing.experts_per_token} a token",

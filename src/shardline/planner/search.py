@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.checkpoints.planning import PlannedModel
-from shardline.models.compressed import is_compressed
-from shardline.models.partition import check_tensor_parallel
-from shardline.models.spec import MoE
+from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
 from shardline.planner.constants import Timing, shipped_timing
 from shardline.planner.hardware import Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, stored_weights
+from shardline.planner.models.parts.compressed import is_compressed
+from shardline.planner.planned_model import PlannedModel
 from shardline.planner.speed import Speed, layout_speed
 
 _SECONDS_PER_HOUR = 3600
@@ -226,7 +225,7 @@ def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed
     if engine == "shardline":
         check_tensor_parallel(model.spec, tensor)
     else:
-        has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
+        has_experts = any(layer.feed_forward.routing for layer in model.spec.layers)
         smallest = Layout(
             engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto"
         )
@@ -312,7 +311,7 @@ def per_million(price_per_hour: float, tokens_per_second: float) -> float:
 
 def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
-    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
+    has_experts = any(layer.feed_forward.routing for layer in model.spec.layers)
     experts = (False, True) if has_experts else (False,)
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
     numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"

@@ -7,7 +7,6 @@ import functools
 from dataclasses import dataclass
 from typing import cast
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.models.communication import Exchange, context_traffic
 from shardline.models.partition import Span
 from shardline.models.step_work import StepWork, attention_work, step_work
@@ -16,6 +15,7 @@ from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Interval, Timing
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, held_weights, kv_dtype
+from shardline.planner.planned_model import PlannedModel
 from shardline.planner.timing import Latency, Load, LoopSteps, by_little, loop_latency, loop_steps
 
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}

@@ -6,18 +6,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardline.checkpoints.planning import PlannedModel
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.config.units import parse_bytes
+from shardline.models.attention import MLA, cached_token_bytes
 from shardline.models.communication import count_layers
-from shardline.models.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
+from shardline.models.kv_groups import stores_tokens
 from shardline.models.partition import Span
+from shardline.models.parts import KVDType
 from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
-from shardline.models.spec import GQA, MLA, DecoderSpec, KVDType, LinearAttention, MoE
-from shardline.models.step_work import cached_token_bytes
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 from shardline.planner.hardware import GIB, Gpu
 from shardline.planner.layout import Layout
+from shardline.planner.models.parts.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
+from shardline.planner.planned_model import PlannedModel
 
 BLOCK_SIZE = 16
 _BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
@@ -52,13 +54,13 @@ def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
             return f"vLLM needs a tensor-parallel size that divides the {attention.num_heads} attention heads, not {tp}"
         if isinstance(attention, CompressedMQA) and attention.output_groups % tp:
             return f"vLLM cannot share {attention.output_groups} groups of outputs among {tp} ranks"
-        if isinstance(attention, GQA) and attention.num_kv_heads % tp and tp % attention.num_kv_heads:
+        if attention.num_kv_heads % tp and tp % attention.num_kv_heads:
             return f"vLLM cannot share {attention.num_kv_heads} KV heads among {tp} ranks"
     if layout.kv.startswith("int"):
         return f"vLLM has no KV cache in {layout.kv}, only in floats of 8 bits"
     if layout.pipeline > len(spec.layers):
         return f"{layout.pipeline} stages need as many layers, and the model has {len(spec.layers)}"
-    has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
+    has_experts = any(layer.feed_forward.routing for layer in spec.layers)
     if layout.whole_experts and not has_experts:
         return "expert parallelism needs a model with experts"
     return _block_refusal(spec, stored, layout)
@@ -72,7 +74,7 @@ def options_refusal(spec: DecoderSpec, options: Mapping[str, Any]) -> str:
     if "block_size" in options and is_compressed(spec):
         return f"the blocks of compressed entries have {_COMPRESSED_BLOCK} tokens; leave --block-size out"
     attentions = [layer.attention for layer in spec.layers]
-    is_uneven = any(isinstance(attention, LinearAttention) or attention.window is not None for attention in attentions)
+    is_uneven = any(not stores_tokens(one) or one.window is not None for one in attentions)
     if "num_gpu_blocks_override" in options and (is_uneven or is_compressed(spec)):
         return "blocks of unlike layers differ in size; use --kv-cache-memory instead of --num-gpu-blocks-override"
     return ""
@@ -94,8 +96,7 @@ def _block_refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> 
         if kind in seen:
             continue
         seen.add(kind)
-        is_expert = isinstance(layer.feed_forward, MoE)
-        block = layer.feed_forward.expert if isinstance(layer.feed_forward, MoE) else layer.feed_forward
+        is_expert, block = layer.feed_forward.routing is not None, layer.feed_forward.block
         packing = stored.packing(f"layers.{index}.feed_forward.{'experts.0.' * is_expert}down.weight")
         ranks = 1 if is_expert and layout.whole_experts else layout.tensor
         if packing is None or ranks == 1:
@@ -181,7 +182,7 @@ def request_size(
     plain = [
         (layer.attention, count)
         for layer, count in counted
-        if not isinstance(layer.attention, (LinearAttention, CompressedMQA))
+        if stores_tokens(layer.attention) and not isinstance(layer.attention, CompressedMQA)
     ]
     kinds = [
         _Blocks(attention.window, block_size, int(count * block_size * cached_token_bytes(attention, tensor, dtype)))

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
+from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.feed_forward import MoE
 from shardline.models.kv_groups import last_storing_layer, storing_layer
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, MLA, Attention, MoE, Norm
+from shardline.models.parts import Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.feed_forward import DenseFeedForward

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardline.models.kv_groups import KVGroup
-from shardline.models.kv_shapes import KVPart
 from shardline.models.partition import Span, split_dim
-from shardline.models.spec import KVDType
+from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.parallel.groups import RankGroups
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.experts import sort_slots
-from shardline.models.spec import Routing
+from shardline.models.feed_forward import Routing
 from shardline.runtime.ops.moe import exchange, experts
 from shardline.runtime.ops.moe.experts import expert_down_reference, slot_products_reference
 from shardline.runtime.ops.moe.routing import route_experts_reference

@@ -11,7 +11,7 @@ from benchmarks.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
 from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
-from shardline.models.spec import Rope
+from shardline.models.parts import Rope
 from shardline.runtime.machines.cuda import fused_layers as fused_ops
 from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
 from shardline.runtime.ops import norm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.models.spec import Routing
+from shardline.models.feed_forward import Routing
 from shardline.runtime.ops.moe.routing import route_experts, route_experts_reference
 from tests.ops.helpers import KERNELS, assert_same_bits, randn
 

@@ -19,8 +19,11 @@ from shardline.checkpoints.gguf.header import (
 )
 from shardline.checkpoints.gguf.names import all_parts
 from shardline.checkpoints.stored.gguf import form_of
-from shardline.models.parameters import Shape, expert_of, is_linear, layer_parameters, parameters, parse_name
-from shardline.models.spec import GQA, MLA, DecoderSpec, Dense, MoE
+from shardline.models.attention import Attention
+from shardline.models.feed_forward import FeedForward
+from shardline.models.parameters import expert_of, is_linear, parameters, parse_name
+from shardline.models.parts import Shape
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import Form
 from shardline.models.stored_weights import Packing, StoredRules, StoredWeights
 
@@ -95,10 +98,10 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         return
     expert = expert_of(part)
     if expert is not None:
-        moe = spec.layers[layer].feed_forward
-        assert isinstance(moe, MoE), f"{name} belongs to an expert"
+        routing = spec.layers[layer].feed_forward.routing
+        assert routing is not None, f"{name} belongs to an expert"
         own = part.rpartition(".")[2]
-        yield from _expert_places(layer, own, kind, shape, expert, moe.routing.num_experts)
+        yield from _expert_places(layer, own, kind, shape, expert, routing.num_experts)
         return
     prefix = f"blk.{layer}."
     if part in _WHOLE_KEYS:
@@ -109,7 +112,7 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         return
     if part == "feed_forward.router" and kind == "bias":
         yield Place(f"{prefix}exp_probs_b.bias", shape, 0)
-    if part == "attention.q_norm" and isinstance(spec.layers[layer].attention, MLA):
+    if part == "attention.q_norm" and spec.layers[layer].attention.latent_sizes:
         yield Place(f"{prefix}{_LATENT_Q_NORM}.{kind}", shape, 0)
         return
     if part in _LAYER_KEYS:
@@ -133,14 +136,14 @@ def _token_input_place(layer: int, part: str, shape: Shape, num_layers: int) -> 
 
 
 def _fused_places(
-    prefix: str, part: str, kind: str, shape: Shape, attention: object, feed_forward: object
+    prefix: str, part: str, kind: str, shape: Shape, attention: Attention, feed_forward: FeedForward
 ) -> Iterator[Place]:
     """Places in tensors that hold q, k and v, or gate and up, one after another."""
-    if isinstance(attention, GQA) and part in ("attention.q", "attention.k", "attention.v"):
-        q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    if not attention.latent_sizes and part in ("attention.q", "attention.k", "attention.v"):
+        q_size, kv_size = attention.num_heads * attention.key_dim, attention.num_kv_heads * attention.key_dim
         first = {"attention.q": 0, "attention.k": q_size, "attention.v": q_size + kv_size}[part]
         yield Place(f"{prefix}attn_qkv.{kind}", (q_size + 2 * kv_size, *shape[1:]), first)
-    if isinstance(feed_forward, Dense) and feed_forward.gated and part in ("feed_forward.gate", "feed_forward.up"):
+    if feed_forward.routing is None and feed_forward.block.gated and part in ("feed_forward.gate", "feed_forward.up"):
         first = 0 if part == "feed_forward.gate" else shape[0]
         yield Place(f"{prefix}ffn_up.{kind}", (2 * shape[0], *shape[1:]), first)
 
@@ -317,15 +320,14 @@ class GGUFCheckpoint:
         if found is None or (layer := int(found.group(1))) >= len(spec.layers):
             return _UNUSED.fullmatch(key) is not None or found is not None
         attention = spec.layers[layer].attention
-        reads_only = isinstance(attention, GQA) and attention.kv_source is not None
+        reads_only = attention.kv_source is not None
         return _UNUSED.fullmatch(key) is not None or (reads_only and key[found.end() :] in _KEYS_AND_VALUES)
 
     def _interleaved_heads(self, name: str, spec: DecoderSpec) -> int:
         layer, part, _ = parse_name(name)
         if layer is None or part not in ("attention.q", "attention.k") or self.architecture not in _INTERLEAVED:
             return 0
-        attention = spec.layers[layer].attention
-        return attention.head_dim if isinstance(attention, GQA) else 0
+        return spec.layers[layer].attention.key_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +339,7 @@ class GGUFStoredWeights(StoredWeights):
 
     def layer_class(self, index: int) -> Hashable:
         """Equal for layers whose weights are packed alike."""
-        names = (part for part, _ in layer_parameters(self.spec.layers[index], self.spec.hidden_size, num_experts=1))
+        names = (part for part, _ in self.spec.layers[index].parameters(self.spec.hidden_size, num_experts=1))
         return tuple(self.packing(f"layers.{index}.{name}") for name in names)
 
     def _find_packing(self, name: str) -> Packing | None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.checkpoints.folder_files import not_itself
-from shardline.models.parameters import Shape
+from shardline.models.parts import Shape
 
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_ENTRIES = 1 << 16

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, divided, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(vocab=256000, hidden=8192, intermediate=22528, layers=40, heads=64, positions=8192)
 

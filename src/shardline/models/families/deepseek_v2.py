@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like
+from shardline.models.feed_forward import Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import keys
-from shardline.models.spec import DecoderSpec, Routing
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=102400, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
 

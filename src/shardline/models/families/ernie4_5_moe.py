@@ -6,9 +6,11 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_MOE_LAYER_KEYS, shared_experts
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import llama_like, llama_source
-from shardline.models.spec import DecoderSpec, Dense, MoE, Norm, Routing, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, TensorSource
 
 _DEFAULTS = Defaults(vocab=103424, hidden=2560, intermediate=12288, layers=28, heads=20, kv_heads=4, positions=131072)
 

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import POST_NORM_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(vocab=102400, hidden=4096, intermediate=16384, layers=32, heads=32, kv_heads=32, positions=2048)
 

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(
     vocab=256000, hidden=3072, intermediate=24576, layers=28, heads=16, kv_heads=16, head_dim=256, positions=8192

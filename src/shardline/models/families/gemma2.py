@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(
     vocab=256000, hidden=2304, intermediate=9216, layers=26, heads=8, kv_heads=4, head_dim=256, positions=8192

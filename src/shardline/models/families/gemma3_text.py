@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, full_every, layer_windows, read_dims
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.parts import Norm
 from shardline.models.rope import read_rope, rope_sections
-from shardline.models.spec import DecoderSpec, Layer, Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(
     vocab=262208, hidden=2304, intermediate=9216, layers=26, heads=8, kv_heads=4, head_dim=256, positions=131072

@@ -11,7 +11,9 @@ from functools import cache
 
 from msgspec.structs import replace
 
+from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults, Dims, full_every, layer_windows, read_dims
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import (
     FOUR_NORM_LAYER_KEYS,
@@ -21,8 +23,9 @@ from shardline.models.llama_like import (
     llama_like,
 )
 from shardline.models.parameters import parse_name
+from shardline.models.parts import Norm
 from shardline.models.rope import proportional_rope, read_rope, rope_sections
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, Routing, TensorSource, TokenInput
+from shardline.models.spec import DecoderSpec, Layer, TensorSource, TokenInput
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec
 
 _LAYER_KEYS: Mapping[str, str] = {
     **FOUR_NORM_LAYER_KEYS,

@@ -8,7 +8,8 @@ from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_MOE_LAYER_KEYS, dense_first, group_routing, mixture
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import keys, llama_like
-from shardline.models.spec import DecoderSpec, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=151552, hidden=4096, intermediate=10944, layers=46, heads=96, kv_heads=8, positions=131072)
 

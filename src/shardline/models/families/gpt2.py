@@ -3,10 +3,13 @@ tensor."""
 
 from __future__ import annotations
 
+from shardline.models.attention import GQA
 from shardline.models.config_fields import MAX_LAYERS, divided, read_activation, read_dtype
+from shardline.models.feed_forward import Dense
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
 
 _MODEL_KEYS = {"embed": "wte", "positions": "wpe", "final_norm": "ln_f"}
 _LAYER_KEYS = {

@@ -8,9 +8,11 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, full_every, layer_windows, read_routing
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys, llama_like
-from shardline.models.spec import DecoderSpec, Dense, Layer, MoE, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,

@@ -8,10 +8,12 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, layer_windows
+from shardline.models.feed_forward import MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys, llama_like
+from shardline.models.parts import Norm, QueryScale
 from shardline.models.rope import rotated_layers
-from shardline.models.spec import DecoderSpec, Layer, MoE, Norm, QueryScale, Routing
+from shardline.models.spec import DecoderSpec, Layer
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, read_dims, read_routing
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, MoE
+from shardline.models.spec import DecoderSpec
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MIXTRAL_LAYER_KEYS,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, read_routing
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, MoE, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=32000, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, positions=131072)
 

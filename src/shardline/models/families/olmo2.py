@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import POST_NORM_LAYER_KEYS, LlamaLike, keys, llama_like
+from shardline.models.parts import Norm
 from shardline.models.rope import RopeConfig
-from shardline.models.spec import GQA, DecoderSpec, Norm
+from shardline.models.spec import DecoderSpec
 
 DEFAULTS = Defaults(vocab=50304, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
 

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.parts import Norm
 from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Norm
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=32064, hidden=3072, intermediate=8192, layers=32, heads=32, positions=4096)
 

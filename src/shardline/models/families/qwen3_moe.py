@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, read_routing, sparse_layers
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, MoE
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=151936, hidden=2048, intermediate=6144, layers=24, heads=32, kv_heads=4, positions=32768)
 

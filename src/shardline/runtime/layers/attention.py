@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
-from shardline.models.kv_shapes import KVPart, kv_parts
-from shardline.models.spec import GQA, KVDType, QueryScale, Rope
+from shardline.models.attention import GQA
+from shardline.models.parts import KVDType, KVPart, QueryScale, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
@@ -83,7 +83,7 @@ class AttentionLayer:
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
         """The tensors that `bind_cache` expects, for keys and values of `dtype`."""
-        return kv_parts(self.spec, self.num_heads[1], num_blocks, block_size, dtype)
+        return self.spec.kv_parts(self.num_heads[1], num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer the memory for its keys and values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
-from shardline.models.spec import Dense
+from shardline.models.feed_forward import Dense
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.ops.activation import ActivationName, activation

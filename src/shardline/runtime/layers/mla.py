@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, QuantizedLatents
-from shardline.models.kv_shapes import KVPart, kv_parts
-from shardline.models.spec import MLA, KVDType
+from shardline.models.attention import MLA
+from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
@@ -69,7 +69,7 @@ class LatentAttentionLayer:
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
         """The tensors that `bind_cache` expects, for latents of `dtype`."""
-        return kv_parts(self._spec, 1, num_blocks, block_size, dtype)
+        return self._spec.kv_parts(1, num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer its pages."""

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.partition import split_dim
-from shardline.models.spec import Dense, MoE, Norm
+from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.norm import NormLayer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
-from shardline.models.spec import Norm
+from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm

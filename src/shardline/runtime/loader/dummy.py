@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardline.models.parameters import Shape, is_kept_in_float32, parameters, parse_name
+from shardline.models.feed_forward import MoE
+from shardline.models.parameters import is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
+from shardline.models.parts import Norm, Shape
 from shardline.models.sharding import Spans, shard_shape
-from shardline.models.spec import GQA, MLA, DecoderSpec, MoE, Norm
+from shardline.models.spec import DecoderSpec
 
 _SPREAD = 0.02 * math.sqrt(12) / 65536
 """Factor of a uniform 16-bit number, for a standard deviation of 0.02. Uniform numbers are drawn ten times as fast as
@@ -88,12 +90,7 @@ class DummyWeights:
         elif layer is None:
             norm = self._spec.final_norm
         elif part.startswith("attention."):
-            attention = self._spec.layers[layer].attention
-            if isinstance(attention, GQA):
-                norm = attention.qk_norm
-            else:
-                assert isinstance(attention, MLA), "only the planner knows other kinds"
-                norm = attention.kv_norm if part == "attention.kv_norm" else attention.q_norm
+            norm = self._spec.layers[layer].attention.norm_of(part)
         elif part.startswith("feed_forward."):
             feed_forward = self._spec.layers[layer].feed_forward
             assert isinstance(feed_forward, MoE)

@@ -11,10 +11,11 @@ from shardline.checkpoints.gguf.checkpoint import FoundPlace, GGUFCheckpoint
 from shardline.checkpoints.gguf.header import PLAIN_TYPES, GGUFTensor
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows, map_part
+from shardline.models.attention import MLA
 from shardline.models.parameters import is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
-from shardline.models.spec import MLA, DecoderSpec
+from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain, kind_number
 from shardline.runtime.loader.slices import read_in_slices
 from shardline.weights.grouped import GroupedWeight, StoredRows, scales_not_finite

@@ -16,7 +16,7 @@ from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
 from shardline.kernels.cuda.triton import linear as products
 from shardline.kernels.cuda.triton import qkv_linear as qkv_kernel
 from shardline.kernels.tensors import LinearInput
-from shardline.models.spec import Rope
+from shardline.models.parts import Rope
 from shardline.runtime.decoder import DecoderLayer, DecoderStage
 from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.feed_forward import ActivatedLinear, DenseFeedForward

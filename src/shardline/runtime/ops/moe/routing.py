@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.contract import Kernels
-from shardline.models.spec import Routing
+from shardline.models.feed_forward import Routing
 
 
 def route_experts(

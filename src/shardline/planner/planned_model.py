@@ -11,15 +11,16 @@ from typing import Any, cast
 
 import msgspec
 
-import shardline.models.planned
+import shardline.planner.models
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint, GGUFStoredWeights
 from shardline.checkpoints.hub import ModelFiles
-from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families, module_of_planned
+from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families
 from shardline.checkpoints.quantization import read_stored
 from shardline.checkpoints.wrapper import text_config
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
-from shardline.models.spec import DecoderSpec, DType
+from shardline.models.parts import DType
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, StoredWeights
 
 _ASSUMED_DTYPE = "bfloat16"
@@ -114,23 +115,25 @@ def planned_family(model_type: str) -> Family:
     Raises:
         ValueError: there is none.
     """
-    if model_type not in known_families() and (module := module_of_planned(model_type)) is not None:
-        return cast(Family, importlib.import_module(module))
+    name = model_type.replace("-", "_")  # some types have a hyphen
+    if model_type not in known_families() and name in planned_families():
+        return cast(Family, importlib.import_module(f"{shardline.planner.models.__name__}.{name}"))
     return family(model_type)
 
 
 @functools.cache
 def planned_families() -> tuple[str, ...]:
     """The model types that only the planner knows."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)))
+    modules = pkgutil.iter_modules(shardline.planner.models.__path__)
+    return tuple(sorted(module.name for module in modules if not module.ispkg))
 
 
 def _spec(text: Mapping[str, Any]) -> DecoderSpec:
-    model_type = HFConfig(text).text("model_type")
-    if model_type not in known_families() and module_of_planned(model_type) is None:
-        known = (*known_families(), *planned_families())
+    hf = HFConfig(text)
+    model_type, known = hf.text("model_type"), {*known_families(), *planned_families()}
+    if model_type.replace("-", "_") not in known:
         raise ValueError(f"no spec for model_type {model_type!r}; known: {', '.join(sorted(known))}")
-    return planned_family(model_type).decoder_spec(HFConfig(text), None)
+    return planned_family(model_type).decoder_spec(hf, None)
 
 
 def _engine_refusal(config: Mapping[str, Any]) -> str:

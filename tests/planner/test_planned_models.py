@@ -6,16 +6,18 @@ import math
 
 import pytest
 
-from shardline.checkpoints.planning import read_planned
-from shardline.models.compressed import CompressedMQA, token_bytes
-from shardline.models.kv_shapes import kv_parts
+from shardline.models.attention import GQA, MLA
+from shardline.models.feed_forward import MoE
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard, shard_shape
 from shardline.models.sizes import checkpoint_bytes
-from shardline.models.spec import GQA, MLA, DecoderSpec, LinearAttention, MoE
+from shardline.models.spec import DecoderSpec
 from shardline.models.step_work import attention_work
 from shardline.planner.catalog import find_model
+from shardline.planner.models.parts.compressed import CompressedMQA, token_bytes
+from shardline.planner.models.parts.linear import LinearAttention
+from shardline.planner.planned_model import read_planned
 
 PUBLISHED = {
     "XiaomiMiMo/MiMo-V2-Flash": (309, 15),
@@ -57,7 +59,7 @@ def test_nemotron_caches_keys_and_values_in_few_layers() -> None:
     assert sum(isinstance(kind, LinearAttention) for kind in kinds) == 23
     assert sum(isinstance(layer.feed_forward, MoE) for layer in spec.layers) == 23
     # 6 layers, keys and values of 2 heads of 128 in 16 bits
-    assert sum(part.num_bytes for kind in kinds for part in kv_parts(kind, 2, 1, 1, "bfloat16")) == 6 * 1024
+    assert sum(part.num_bytes for kind in kinds for part in kind.kv_parts(2, 1, 1, "bfloat16")) == 6 * 1024
 
 
 def test_kimi_k3_mixes_latent_and_recurrent_layers() -> None:
@@ -69,7 +71,7 @@ def test_kimi_k3_mixes_latent_and_recurrent_layers() -> None:
 def test_the_indexer_of_minimax_m3_has_a_cache() -> None:
     spec = find_model("MiniMaxAI/MiniMax-M3").spec
     first, last = spec.layers[0].attention, spec.layers[-1].attention
-    sizes = [sum(part.num_bytes for part in kv_parts(one, 4, 1, 1, "bfloat16")) for one in (first, last)]
+    sizes = [sum(part.num_bytes for part in one.kv_parts(4, 1, 1, "bfloat16")) for one in (first, last)]
     assert sizes == [2 * 4 * 128 * 2, 2 * 4 * 128 * 2 + 128 + 4]
 
 

@@ -8,10 +8,13 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, layer_flags, read_routing
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, llama_like, llama_source
 from shardline.models.parameters import parse_name
-from shardline.models.spec import DecoderSpec, Dense, Indexer, Layer, MoE, Norm, PlannedGQA, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
+from shardline.planner.models.parts.sparse import Indexer, PlannedGQA
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MIXTRAL_LAYER_KEYS,
@@ -22,9 +25,6 @@ _LAYER_KEYS: Mapping[str, str] = {
 _DEFAULTS = Defaults(
     vocab=200064, hidden=6144, intermediate=3072, layers=60, heads=64, kv_heads=4, head_dim=128, positions=1048576
 )
-
-REFUSAL = "an indexer chooses the tokens of its attention, which the engine does not have"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

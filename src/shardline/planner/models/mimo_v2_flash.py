@@ -8,17 +8,17 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, layer_flags
+from shardline.models.feed_forward import MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer, MoE, Norm, PlannedGQA, Routing
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
+from shardline.planner.models.parts.sparse import PlannedGQA
 
 _LAYER_KEYS: Mapping[str, str] = {**MOE_LAYER_KEYS, "attention.sinks": "self_attn.attention_sink"}
 _DEFAULTS = Defaults(
     vocab=152576, hidden=4096, intermediate=16384, layers=48, heads=64, kv_heads=4, head_dim=192, positions=262144
 )
-
-REFUSAL = "its values have another head size than its keys, which the engine does not support"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

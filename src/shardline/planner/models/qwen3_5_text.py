@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, read_activation, read_dims, read_routing
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, decoder, llama_source
 from shardline.models.parameters import parse_name
-from shardline.models.spec import DecoderSpec, Dense, Layer, LinearAttention, MoE, Norm, PlannedGQA, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
+from shardline.planner.models.parts.linear import LinearAttention
+from shardline.planner.models.parts.sparse import PlannedGQA
 
 _KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -27,9 +31,6 @@ _DEFAULTS = Defaults(
     vocab=248320, hidden=4096, intermediate=12288, layers=32, heads=16, kv_heads=4, head_dim=256, positions=262144
 )
 
-REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
-"""Why the engine cannot load the model type."""
-
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layer for multi-token prediction is left out."""
@@ -45,7 +46,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         output_gate=hf.flag("attn_output_gate", True),
     )
     linear = LinearAttention(
-        num_key_heads=hf.integer("linear_num_key_heads", 16),
+        num_heads=hf.integer("linear_num_key_heads", 16),
         num_value_heads=hf.integer("linear_num_value_heads", 32),
         key_head_dim=hf.integer("linear_key_head_dim", 128),
         value_head_dim=hf.integer("linear_value_head_dim", 128),

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardline.models.attention import GQA, Attention
 from shardline.models.config_fields import Defaults, read_dims
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
-from shardline.models.spec import (
-    GQA,
-    Attention,
-    DecoderSpec,
-    Dense,
-    Layer,
-    LinearAttention,
-    MoE,
-    Norm,
-    PlannedMoE,
-    Routing,
-    TensorSource,
-)
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
+from shardline.planner.models.parts.latent_moe import PlannedMoE
+from shardline.planner.models.parts.linear import LinearAttention
 
 _LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _MODEL_KEYS = {"embed": "backbone.embeddings", "final_norm": "backbone.norm_f", "lm_head": "lm_head"}
@@ -56,9 +49,6 @@ _DEFAULTS = Defaults(
 )
 _NONE = Dense(0, "relu", gated=False)
 
-REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
-"""Why the engine cannot load the model type."""
-
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
@@ -66,7 +56,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     dims = read_dims(hf.with_values(head_dim=head_dim), _DEFAULTS)
     parts: dict[str, Attention | Dense | MoE] = {
         "mamba": LinearAttention(
-            num_key_heads=hf.integer("n_groups", 8),
+            num_heads=hf.integer("n_groups", 8),
             num_value_heads=hf.integer("mamba_num_heads", 128),
             key_head_dim=hf.integer("ssm_state_size", 128),
             value_head_dim=hf.integer("mamba_head_dim", 64),

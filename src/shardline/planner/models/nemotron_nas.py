@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from shardline.models.attention import GQA
 from shardline.models.config_fields import divided, read_activation, read_dtype
+from shardline.models.feed_forward import Dense
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, keys
+from shardline.models.parts import Norm
 from shardline.models.rope import read_rope
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _SIZE_STEP = 256
-
-REFUSAL = "some of its layers have no attention, which the engine does not support"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.models.planned import qwen3_5_text
-
-REFUSAL = qwen3_5_text.REFUSAL
-"""Why the engine cannot load the model type."""
+from shardline.planner.models import qwen3_5_text
 
 decoder_spec = qwen3_5_text.decoder_spec
 tensor_source = qwen3_5_text.tensor_source

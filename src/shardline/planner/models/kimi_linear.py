@@ -9,22 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from shardline.models.attention import MLA
 from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, shared_experts
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import decoder, keys
-from shardline.models.spec import (
-    MLA,
-    DecoderSpec,
-    Dense,
-    Layer,
-    LinearAttention,
-    MoE,
-    Norm,
-    PlannedMoE,
-    Rope,
-    Routing,
-)
+from shardline.models.parts import Norm, Rope
+from shardline.models.spec import DecoderSpec, Layer
+from shardline.planner.models.parts.latent_moe import PlannedMoE
+from shardline.planner.models.parts.linear import LinearAttention
 
 _KEYS: Mapping[str, str] = {
     **DEEPSEEK_LAYER_KEYS,
@@ -48,9 +42,6 @@ _KEYS: Mapping[str, str] = {
     "feed_forward.latent_up": "block_sparse_moe.routed_up_proj",
 }
 _DEFAULTS = Defaults(vocab=163840, hidden=2304, intermediate=9216, layers=27, heads=32, positions=1048576)
-
-REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

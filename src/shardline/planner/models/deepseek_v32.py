@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from shardline.models.attention import MLA
 from shardline.models.families import deepseek_v3
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
-from shardline.models.spec import MLA, DecoderSpec, Indexer, Layer, SparseMLA, TensorSource
+from shardline.models.spec import DecoderSpec, Layer, TensorSource
+from shardline.planner.models.parts.sparse import Indexer, SparseMLA
 
 _KEYS: Mapping[str, str] = {
     "attention.indexer_q": "self_attn.indexer.wq_b",
@@ -17,9 +19,6 @@ _KEYS: Mapping[str, str] = {
     "attention.indexer_weights": "self_attn.indexer.weights_proj",
     "attention.indexer_norm": "self_attn.indexer.k_norm",
 }
-
-REFUSAL = "an indexer chooses the tokens of its attention, which the engine does not have"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

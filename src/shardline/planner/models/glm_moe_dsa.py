@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.models.planned import deepseek_v32
-
-REFUSAL = deepseek_v32.REFUSAL
-"""Why the engine cannot load the model type."""
+from shardline.planner.models import deepseek_v32
 
 decoder_spec = deepseek_v32.decoder_spec
 tensor_source = deepseek_v32.tensor_source

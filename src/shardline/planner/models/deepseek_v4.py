@@ -1,4 +1,4 @@
-"""DeepSeek-V4: see `models/compressed.py` for its attention and its residual streams. All layers have experts.
+"""DeepSeek-V4: see `parts/compressed.py` for its attention and its residual streams. All layers have experts.
 
 Counted like this, Flash has 284.3 billion parameters: 277.0 in experts, 1.1 in shared ones, 4.6 in the projections of
 attention, 0.5 in compressors and indexers, 1.1 in embedding and lm_head. Pro has 1,573: 1,547.4, 4.0, 18.3, 1.2, 1.9.
@@ -14,13 +14,16 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.compressed import OVERLAPPING, CompressedMQA, StreamedLayer
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
 from shardline.models.deepseek_like import shared_experts
+from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
-from shardline.models.spec import DecoderSpec, Dense, Indexer, MoE, Norm, Routing, TensorSource
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.planner.models.parts.compressed import OVERLAPPING, CompressedMQA, StreamedLayer
+from shardline.planner.models.parts.sparse import Indexer
 
 _MODEL_KEYS = {"embed": "embed", "final_norm": "norm", "lm_head": "head", "head_streams": "hc_head"}
 _LAYER_KEYS: Mapping[str, str] = {
@@ -56,9 +59,6 @@ _DEFAULTS = Defaults(
 )
 _EXPERT_KEYS: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 
-REFUSAL = "its attention reads compressed entries of the cache, which the engine does not have"
-"""Why the engine cannot load the model type."""
-
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
@@ -90,25 +90,20 @@ def _ratios(hf: HFConfig, num_layers: int) -> Sequence[int]:
 
 
 def _attention(hf: HFConfig, dims: Dims, ratio: int) -> CompressedMQA:
-    recent, groups = hf.integer("sliding_window", 128), hf.integer("o_groups", 8)
+    groups = hf.integer("o_groups", 8)
     if dims.num_heads % groups:
         raise hf.error("o_groups", f"must divide num_attention_heads ({dims.num_heads}), got {groups}")
     indexer = Indexer(hf.integer("index_n_heads", 64), hf.integer("index_head_dim", 128), hf.integer("index_topk", 512))
     return CompressedMQA(
-        dims.num_heads,
-        1,
-        dims.head_dim,
-        dims.head_dim**-0.5,
-        window=None if ratio else recent,
-        sinks=True,
-        value_is_key=True,
-        indexer=indexer if ratio == OVERLAPPING else None,
+        num_heads=dims.num_heads,
+        head_dim=dims.head_dim,
         query_rank=hf.integer("q_lora_rank", 1024),
         rotated_size=hf.integer("qk_rope_head_dim", 64),
         output_groups=groups,
         output_rank=hf.integer("o_lora_rank", 1024),
         ratio=ratio,
-        recent=recent,
+        recent=hf.integer("sliding_window", 128),
+        indexer=indexer if ratio == OVERLAPPING else None,
     )
 
 

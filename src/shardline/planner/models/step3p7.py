@@ -8,9 +8,11 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, layer_windows, read_routing
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer, MoE, Norm
+from shardline.models.parts import Norm
+from shardline.models.spec import DecoderSpec, Layer
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -25,9 +27,6 @@ _LAYER_KEYS: Mapping[str, str] = {
 _DEFAULTS = Defaults(
     vocab=128896, hidden=4096, intermediate=11264, layers=45, heads=64, kv_heads=8, head_dim=128, positions=65536
 )
-
-REFUSAL = "the engine has no layers for this model type yet"
-"""Why the engine cannot load the model type."""
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

@@ -1,0 +1,395 @@
+"""Kinds of attention. Each says its own weights, how ranks share them, what it caches, and how much it computes.
+
+The planner has further kinds, in `planner/models/parts/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from shardline.models.partition import Span, split_dim, split_heads
+from shardline.models.parts import (
+    DTYPE_BYTES,
+    KVDType,
+    KVPart,
+    Norm,
+    Parameters,
+    QueryScale,
+    Rope,
+    linear_parameters,
+    norm_parameters,
+)
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Attention of equal layers on a rank, summed over these layers."""
+
+    window: int | None
+    """The most tokens that a token attends to; None: all before it."""
+    bytes_per_token: float
+    """Bytes of keys and values of one cached token."""
+    decode_flops: float
+    """Operations of a decoded token with one cached token."""
+    prefill_flops: float
+    """Operations of a prompt's token with one token before it."""
+
+    def scaled(self, number: float) -> AttentionWork:
+        """`number` times as much work, over the same tokens."""
+        return AttentionWork(
+            self.window, number * self.bytes_per_token, number * self.decode_flops, number * self.prefill_flops
+        )
+
+    def shared_by(self, ranks: int) -> AttentionWork:
+        """The part of one of `ranks` that share each request's keys and values."""
+        return AttentionWork(
+            self.window, self.bytes_per_token / ranks, self.decode_flops / ranks, self.prefill_flops / ranks
+        )
+
+
+class Attention(msgspec.Struct, frozen=True, array_like=True):
+    """What all kinds of attention can be asked. Names of parameters begin with `attention.`."""
+
+    shares_cache: ClassVar[bool] = False
+    """Whether all heads read all that is cached, so that ranks may share one cache."""
+
+    num_heads: int
+    """Heads that ranks can share."""
+
+    @property
+    def window(self) -> int | None:
+        """A token sees itself and the window - 1 tokens before it; None: all tokens before it."""
+        return None
+
+    @property
+    def kv_source(self) -> int | None:
+        """The layer whose cache this layer reads; None: its own."""
+        return None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of what is cached. Ranks that have no head of their own share one."""
+        return 1
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a cached key in one head; 0: there are no keys."""
+        raise NotImplementedError
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the output for a token, over all heads."""
+        raise NotImplementedError
+
+    @property
+    def latent_sizes(self) -> tuple[int, ...]:
+        """Elements of the latents of queries, of keys and values, and of the rotated part of keys; empty: none."""
+        return ()
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Multiplications of one query with one key and its value, over all heads."""
+        raise NotImplementedError
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels in a usual implementation, the norm before it included."""
+        raise NotImplementedError
+
+    def parameters(self, hidden_size: int) -> Parameters:
+        """The parameters, see `models.parameters`."""
+        raise NotImplementedError
+
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`."""
+        raise NotImplementedError
+
+    def split_heads(self, ranks: int) -> tuple[Span, ...]:
+        """The query heads of each rank.
+
+        Raises:
+            ValueError: a rank would have no head.
+        """
+        if ranks > self.num_heads:
+            raise ValueError(f"{ranks} ranks cannot share {self.num_heads} attention heads")
+        return split_dim(self.num_heads, ranks)
+
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """What one of `ranks` has of parameter `part`: some rows, but of the output projection some columns.
+
+        None: all of it. The output projection is split so only if its products are added up.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
+        if part == "attention.o":
+            return self.split_heads(ranks)[rank].scaled(self.output_size // self.num_heads)
+        raise KeyError(part)
+
+    def kv_parts(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
+        """The cache tensors of a layer on a rank that has `num_kv_heads` of the KV heads. A page has a block."""
+        raise NotImplementedError
+
+    def work(self, ranks: int, dtype: KVDType, *, expands: bool = False) -> Iterator[AttentionWork]:
+        """The work of one layer on the fullest of `ranks` with a KV cache of type `dtype`.
+
+        With `expands`, prompts compute latent attention with the keys and values of each head, not in the dims of the
+        latent.
+        """
+        flops = 2 * self.multiplications_per_pair / ranks
+        yield AttentionWork(self.window, cached_token_bytes(self, ranks, dtype), flops, flops)
+
+    def state_bytes(self, rank: int, ranks: int) -> int:
+        """Bytes of the state of one request on a rank, whatever its length."""
+        return 0
+
+
+def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> float:
+    """Bytes of one token in one layer on the fullest of `ranks`, without scales per token."""
+    heads = 1
+    if attention.num_kv_heads > 1:
+        shares = split_heads(attention.num_heads, attention.num_kv_heads, ranks)
+        heads = max(share.kv_heads.size for share in shares)
+    plain: KVDType = "bfloat16"
+    return sum(
+        part.num_bytes if part.dtype != plain else part.num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[plain]
+        for part in attention.kv_parts(heads, 1, 1, plain)
+    )
+
+
+class GQA(Attention, frozen=True, array_like=True, tag=True):
+    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases."""
+
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it."""
+    softcap: float | None = None
+    """scores = softcap * tanh(scores / softcap)"""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Norm | None = None
+    """Norm over head_dim of q and k, before rope."""
+    norms_all_heads: bool = False
+    """Whether qk_norm is over all heads of q at once, and over all heads of k (OLMo 2, MiniMax-M2)."""
+    sinks: bool = False
+    """Whether each head has a learned score of a key without a value, which every token sees (gpt-oss)."""
+    chunked: bool = False
+    """Whether `window` is the size of chunks: a token sees the tokens of its own chunk (Llama 4)."""
+    rotated_norm: Norm | None = None
+    """Norm without weights over head_dim of q and k, after rope (Llama 4)."""
+    query_scale: QueryScale | None = None
+    value_is_key: bool = False
+    """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
+    value_norm: Norm | None = None
+    """Norm without weights over head_dim of values (Gemma 4)."""
+    kv_source: int | None = None
+    """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a cached key in one head."""
+        return self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the output for a token, over all heads."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Multiplications of one query with one key and its value, over all heads."""
+        return self.num_heads * (self.head_dim + self.value_head_dim)
+
+    @property
+    def num_launches(self) -> int:
+        """Norm, projection, rotation, attention, output."""
+        return 5 + (self.qk_norm is not None)
+
+    def parameters(self, hidden_size: int) -> Parameters:
+        """See `Attention.parameters`."""
+        q_size, k_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        stores, whole = self.kv_source is None, self.norms_all_heads
+        yield from linear_parameters("attention.q", self.query_rows, hidden_size, self.qkv_bias)
+        if stores:
+            yield from linear_parameters("attention.k", k_size, hidden_size, self.qkv_bias)
+        if stores and not self.value_is_key:
+            v_size = self.num_kv_heads * self.value_head_dim
+            yield from linear_parameters("attention.v", v_size, hidden_size, self.qkv_bias)
+        yield from norm_parameters("attention.q_norm", self.qk_norm, q_size if whole else self.head_dim)
+        if stores:
+            yield from norm_parameters("attention.k_norm", self.qk_norm, k_size if whole else self.head_dim)
+        if self.sinks:
+            yield "attention.sinks.bias", (self.num_heads,)
+        yield from linear_parameters("attention.o", hidden_size, self.output_size, self.output_bias)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the projection of queries."""
+        return self.num_heads * self.head_dim
+
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`."""
+        return self.qk_norm
+
+    def split_heads(self, ranks: int) -> tuple[Span, ...]:
+        """See `Attention.split_heads`. Ranks get the query heads of whole KV heads, or share a KV head."""
+        return tuple(share.heads for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
+
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Attention.split`."""
+        share = split_heads(self.num_heads, self.num_kv_heads, ranks)[rank]
+        if part == "attention.q":
+            return share.heads.scaled(self.query_rows // self.num_heads)
+        if part == "attention.k":
+            return share.kv_heads.scaled(self.head_dim)
+        if part == "attention.v":
+            return share.kv_heads.scaled(self.value_head_dim)
+        return share.heads if part == "attention.sinks" else super().split(part, rank, ranks)
+
+    def kv_parts(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
+        """Keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each.
+
+        A back end orders the elements of a page. One-byte types add scales [num_blocks, num_kv_heads, block_size] for
+        both.
+        """
+        tokens = (num_blocks, num_kv_heads, block_size)
+        scales = (KVPart(tokens, "float32"),) * 2 if DTYPE_BYTES[dtype] == 1 else ()
+        return (KVPart((*tokens, self.head_dim), dtype), KVPart((*tokens, self.value_head_dim), dtype), *scales)
+
+
+class MLA(Attention, frozen=True, array_like=True, tag=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
+
+    It always uses the absorbed form, which applies the up-projections of keys and values to queries and outputs. So the
+    cache holds [kv_lora_rank + rope_head_dim] per token, and prefill and decode give the same bits.
+    """
+
+    shares_cache: ClassVar[bool] = True
+
+    kv_lora_rank: int
+    nope_head_dim: int
+    """Size of the part of a query and key head that is not rotated."""
+    rope_head_dim: int
+    """Size of the rotated part. All heads share the key's rotated part."""
+    value_head_dim: int
+    scale: float
+    """Factor of the scores, with YaRN's mscale folded in."""
+    rope: Rope
+    kv_norm: Norm
+    """Norm over the latent."""
+    q_lora_rank: int | None = None
+    """None: queries are projected directly."""
+    q_norm: Norm | None = None
+    """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
+    bias: bool = False
+    """Whether the projections down to the latents and the output projection have a bias."""
+    query_scale: QueryScale | None = None
+
+    @property
+    def query_head_dim(self) -> int:
+        """Elements of one projected query head."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements cached per token: the latent, then the rotated part of the key."""
+        return self.kv_lora_rank + self.rope_head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a cached key."""
+        return self.latent_dim
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the output for a token, over all heads."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def latent_sizes(self) -> tuple[int, ...]:
+        """Elements of the latents of queries, of keys and values, and of the rotated part of keys."""
+        return self.q_lora_rank or 0, self.kv_lora_rank, self.rope_head_dim
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Multiplications of one query with one latent, over all heads."""
+        return self.num_heads * (self.latent_dim + self.kv_lora_rank)
+
+    @property
+    def num_launches(self) -> int:
+        """Norm, down, norms, up, absorption, rotation, attention, merge, values, output."""
+        return 10
+
+    def parameters(self, hidden_size: int) -> Parameters:
+        """See `Attention.parameters`."""
+        q_size = self.num_heads * self.query_head_dim
+        if self.q_lora_rank is None:
+            yield from linear_parameters("attention.q", q_size, hidden_size)
+        else:
+            yield from linear_parameters("attention.q_down", self.q_lora_rank, hidden_size, self.bias)
+            yield from norm_parameters("attention.q_norm", self.q_norm, self.q_lora_rank)
+            yield from linear_parameters("attention.q_up", q_size, self.q_lora_rank)
+        yield from linear_parameters("attention.kv_down", self.latent_dim, hidden_size, self.bias)
+        yield from norm_parameters("attention.kv_norm", self.kv_norm, self.kv_lora_rank)
+        kv_size = self.num_heads * (self.nope_head_dim + self.value_head_dim)
+        yield from linear_parameters("attention.kv_up", kv_size, self.kv_lora_rank)
+        yield from linear_parameters("attention.o", hidden_size, self.output_size, self.bias)
+
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`."""
+        return self.kv_norm if part == "attention.kv_norm" else self.q_norm
+
+    def split_heads(self, ranks: int) -> tuple[Span, ...]:
+        """See `Attention.split_heads`. Heads are split as evenly as possible, since all of them share one latent."""
+        if ranks > self.latent_dim:
+            raise ValueError(f"{ranks} ranks cannot share a latent of {self.latent_dim} elements")
+        return super().split_heads(ranks)
+
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Attention.split`. q_down and kv_down are split like one weight with q_down's rows first."""
+        q_rank = self.q_lora_rank or 0
+        if part in ("attention.q_down", "attention.kv_down"):
+            rows = split_dim(q_rank + self.latent_dim, ranks)[rank]
+            if part == "attention.q_down":
+                return Span(min(rows.start, q_rank), min(rows.stop, q_rank))
+            return Span(max(rows.start - q_rank, 0), max(rows.stop - q_rank, 0))
+        heads = self.split_heads(ranks)[rank]
+        if part == "attention.kv_up":
+            return heads.scaled(self.nope_head_dim + self.value_head_dim)
+        if part == ("attention.q" if self.q_lora_rank is None else "attention.q_up"):
+            return heads.scaled(self.query_head_dim)
+        return super().split(part, rank, ranks)
+
+    def kv_parts(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
+        """Latents [num_blocks, block_size, latent_dim], the same for every `num_kv_heads`.
+
+        With a one-byte type, their rotated part is a tensor of its own in bfloat16, and there is a scale [num_blocks,
+        block_size].
+        """
+        tokens = (num_blocks, block_size)
+        if DTYPE_BYTES[dtype] > 1:
+            return (KVPart((*tokens, self.latent_dim), dtype),)
+        return (
+            KVPart((*tokens, self.kv_lora_rank), dtype),
+            KVPart((*tokens, self.rope_head_dim), "bfloat16"),
+            KVPart(tokens, "float32"),
+        )
+
+    def work(self, ranks: int, dtype: KVDType, *, expands: bool = False) -> Iterator[AttentionWork]:
+        """See `Attention.work`."""
+        absorbed = 2 * self.multiplications_per_pair / ranks
+        expanded = 2 * self.num_heads * (self.query_head_dim + self.value_head_dim) / ranks
+        num_bytes = cached_token_bytes(self, ranks, dtype)
+        yield AttentionWork(None, num_bytes, absorbed, expanded if expands else absorbed)

@@ -1,0 +1,1 @@
+"""Kinds of attention and of experts that only the planner knows."""
