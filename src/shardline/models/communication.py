@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardline.models.feed_forward import Routing
-from shardline.models.kv_groups import stores_tokens
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -105,7 +104,7 @@ def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: flo
         return NOTHING
     total = NOTHING
     for layer, count in count_layers(spec, layers):
-        if not stores_tokens(layer.attention):
+        if not layer.attention.key_dim:
             continue
         heads = layer.attention.num_heads
         elements = heads * (2 + layer.attention.output_size // heads)

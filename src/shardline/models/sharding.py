@@ -58,11 +58,13 @@ def shard(
     is_output = part == "attention.o"
     if is_output and numerics == "exact":
         return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
+    if is_output and kind == "bias":
+        return whole
     try:
         own = spec.layers[layer].attention.split(part, tp_rank, tp_size)
     except KeyError:
         raise ValueError(f"{name!r} is no canonical parameter name") from None
-    if own is None or (is_output and kind == "bias"):
+    if own is None:
         return (None, None) if part.endswith("_position") else whole
     return _split(1 if is_output else 0, own, whole)
 

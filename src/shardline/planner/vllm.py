@@ -10,7 +10,6 @@ from shardline.config.topology import RankGrid, RankPlace
 from shardline.config.units import parse_bytes
 from shardline.models.attention import MLA, cached_token_bytes
 from shardline.models.communication import count_layers
-from shardline.models.kv_groups import stores_tokens
 from shardline.models.partition import Span
 from shardline.models.parts import KVDType
 from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
@@ -74,7 +73,7 @@ def options_refusal(spec: DecoderSpec, options: Mapping[str, Any]) -> str:
     if "block_size" in options and is_compressed(spec):
         return f"the blocks of compressed entries have {_COMPRESSED_BLOCK} tokens; leave --block-size out"
     attentions = [layer.attention for layer in spec.layers]
-    is_uneven = any(not stores_tokens(one) or one.window is not None for one in attentions)
+    is_uneven = any(not one.key_dim or one.window is not None for one in attentions)
     if "num_gpu_blocks_override" in options and (is_uneven or is_compressed(spec)):
         return "blocks of unlike layers differ in size; use --kv-cache-memory instead of --num-gpu-blocks-override"
     return ""
@@ -182,7 +181,7 @@ def request_size(
     plain = [
         (layer.attention, count)
         for layer, count in counted
-        if stores_tokens(layer.attention) and not isinstance(layer.attention, CompressedMQA)
+        if layer.attention.key_dim and not isinstance(layer.attention, CompressedMQA)
     ]
     kinds = [
         _Blocks(attention.window, block_size, int(count * block_size * cached_token_bytes(attention, tensor, dtype)))
