@@ -22,9 +22,9 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment import here
 from shardline.deployment.cache import choose_block_size
 from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
-from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parts import KVDType
 from shardline.models.spec import DecoderSpec

@@ -20,12 +20,12 @@ from shardline.deployment.formats import (
     own_formats,
     stored_forms,
 )
+from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
-from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.partition import Span
 from shardline.models.parts import DType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel

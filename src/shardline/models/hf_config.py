@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MAX_INTEGER = 1 << 48
@@ -10,6 +11,7 @@ MIN_NUMBER, MAX_NUMBER = 1e-20, 1e15
 """Far beyond what any model has. In these bounds, float32 neither overflows nor vanishes."""
 
 
+@dataclass(frozen=True, eq=False)
 class HFConfig:
     """A parsed config.json, or one section of it.
 
@@ -17,17 +19,12 @@ class HFConfig:
     return None for null, and the default for a missing key. The other readers treat null as missing, like transformers.
     """
 
-    def __init__(self, values: Mapping[str, Any], section: str = "") -> None:
-        self.values = values
-        self.section_name = section
+    values: Mapping[str, Any]
+    section_name: str = ""
 
-    def with_values(self, **values: Any) -> HFConfig:
-        """The same configuration with other values of some keys."""
-        return HFConfig({**self.values, **values}, self.section_name)
-
-    def with_defaults(self, **values: Any) -> HFConfig:
-        """The same configuration with values of some keys that it has not."""
-        return HFConfig({**values, **self.values}, self.section_name)
+    def with_values(self, *, defaults: Mapping[str, Any] | None = None, **values: Any) -> HFConfig:
+        """The same configuration with other `values` of some keys, and with `defaults` of keys that it has not."""
+        return HFConfig({**(defaults or {}), **self.values, **values}, self.section_name)
 
     def error(self, key: str, problem: str) -> ValueError:
         """A ValueError about `key`, for the caller to raise."""

@@ -17,7 +17,7 @@ from shardline.checkpoints.hub import ModelFiles
 from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families
 from shardline.checkpoints.quantization import read_stored
 from shardline.checkpoints.wrapper import text_config
-from shardline.models.gpu_refusal import gpu_refusal
+from shardline.deployment.gpu_support import gpu_refusal
 from shardline.models.hf_config import HFConfig
 from shardline.models.parts import DType
 from shardline.models.spec import DecoderSpec

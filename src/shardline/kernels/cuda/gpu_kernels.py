@@ -58,7 +58,7 @@ class CudaKernels(RowKernels):
 
     @staticmethod
     def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None:
-        raise AssertionError("models.gpu_refusal refuses such models")
+        raise AssertionError("deployment.gpu_support refuses such models")
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         """torch's allocator keeps the memory between steps, and for a captured graph."""

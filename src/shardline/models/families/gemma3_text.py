@@ -25,7 +25,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     hf.only("attn_logit_softcapping")
     dims = read_dims(hf, _DEFAULTS)
     full, windowed = rope_sections(hf)
-    windowed = windowed.with_defaults(rope_theta=hf.number("rope_local_base_freq", 10_000.0))
+    windowed = windowed.with_values(defaults={"rope_theta": hf.number("rope_local_base_freq", 10_000.0)})
     length = dims.max_position_embeddings
     llama = llama_like(
         hf,

@@ -25,7 +25,7 @@ _DEFAULTS = Defaults(
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    hf = hf.with_defaults(partial_rotary_factor=0.5)
+    hf = hf.with_values(defaults={"partial_rotary_factor": 0.5})
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1.5625e-7), partial=True, interleaved=True)
     return llama.spec(llama.four_norm_layer(replace(llama.attention, qkv_bias=hf.flag("attention_bias", True))))
 

@@ -16,7 +16,7 @@ _DEFAULTS = Defaults(vocab=151552, hidden=4096, intermediate=10944, layers=46, h
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
-    hf = hf.with_defaults(partial_rotary_factor=0.5)
+    hf = hf.with_values(defaults={"partial_rotary_factor": 0.5})
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), partial=True)
     qk_norm = llama.norm if hf.flag("use_qk_norm", False) else None
     gqa = replace(llama.attention, qkv_bias=hf.flag("attention_bias", False), qk_norm=qk_norm)

@@ -11,6 +11,7 @@ from shardline.models.llama_like import StackedExperts, keys
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=131072, hidden=4096, intermediate=12288, layers=36, heads=32, positions=1048576)
+_DEFAULT_RANKS = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -28,8 +29,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The rope's parameters are those of the rotated part of a head alone."""
     rope = hf.section("rope_scaling" if hf.has("rope_scaling") else "rope_parameters").values or _DEFAULT_ROPE
     own = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    hf = hf.with_defaults(q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64)
-    hf = hf.with_values(rope_scaling=None, rope_parameters=own)
+    hf = hf.with_values(defaults=_DEFAULT_RANKS, rope_scaling=None, rope_parameters=own)
     routing = group_routing(hf, num_experts=128, experts_per_token=4, scale=1.0)
     return deepseek_like(
         hf,

@@ -48,8 +48,8 @@ def paged_attention(
     step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
     split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
     """
-    assert sinks is None, "models.gpu_refusal refuses such models"
-    assert not chunked, "models.gpu_refusal refuses such models"
+    assert sinks is None, "deployment.gpu_support refuses such models"
+    assert not chunked, "deployment.gpu_support refuses such models"
     value_dim = value_cache.shape[3]
     one_token = query.shape[0] == context_lens.shape[0]
     block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)

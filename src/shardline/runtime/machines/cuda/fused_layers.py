@@ -110,7 +110,7 @@ def _normed(
     norm: InputNorm | NoNorm, stream: _Stream, *, reads_unnormed: bool
 ) -> tuple[LinearInput | UnnormedRows, Tensor]:
     """The input of the products after a norm, and the residual stream after the addition before the norm."""
-    assert isinstance(norm, InputNorm), "models.gpu_refusal refuses such models"
+    assert isinstance(norm, InputNorm), "deployment.gpu_support refuses such models"
     spec = norm.spec
     if stream.square_sums is not None and reads_unnormed and spec.kind == "rms":
         rows = UnnormedRows(stream.hidden, stream.square_sums, norm.weight, spec.eps, spec.weight_offset)

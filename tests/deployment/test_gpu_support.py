@@ -1,0 +1,52 @@
+"""Models that only CPUs run are refused in words, and a part that nobody has listed is refused too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shardline.checkpoints.lookup import decoder_spec
+from shardline.deployment.gpu_support import gpu_refusal
+from shardline.models.attention import GQA
+from shardline.planner.catalog import find_model
+from tests.models.checkpoints import make_config
+
+REFUSED = {
+    "gpt_oss": "norm that rounds once, no attention sinks, no bias of a router's logits, no biases of experts",
+    "llama4_text": "attention in chunks, no norm after rope, no scale of experts' inputs, no scale of queries",
+    "olmo2": "norm that rounds once, no norm over all heads, no blocks without a norm before them",
+    "granite": "scaled logits, no scale of the residual stream",
+    "cohere2": "scaled logits, no parallel blocks",
+    "ministral3": "scale of queries by position",
+    "gemma4_text": "layers that read the cache of another layer",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refusals_name_what_is_missing(family: str) -> None:
+    refusal = gpu_refusal(decoder_spec(make_config(family).to_dict()))
+    assert refusal.startswith(f"{family} runs on CPUs only: the GPU kernels have no ")
+    for missing in REFUSED[family].split(", no "):
+        assert missing in refusal
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "mixtral", "gpt2", "glm4"])
+def test_supported_families(family: str) -> None:
+    assert gpu_refusal(decoder_spec(make_config(family).to_dict())) == ""
+
+
+def test_a_field_that_nobody_has_listed_is_refused_if_it_is_set() -> None:
+    class NewGQA(GQA, frozen=True, array_like=True, tag=True):
+        twist: bool = False
+
+    spec = decoder_spec(make_config("llama").to_dict())
+    values: dict[str, Any] = {name: getattr(spec.layers[0].attention, name) for name in GQA.__struct_fields__}
+    layer = replace(spec.layers[0], attention=NewGQA(**values))
+    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewGQA")
+
+
+def test_parts_that_only_the_planner_knows_are_refused() -> None:
+    spec = find_model("deepseek-ai/DeepSeek-V3.2").spec
+    assert gpu_refusal(spec).endswith("the GPU kernels have no SparseMLA")
