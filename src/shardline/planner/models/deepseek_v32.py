@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from shardline.models.attention import MLA
 from shardline.models.families import deepseek_v3
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
@@ -27,13 +27,12 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         hf.integer("index_n_heads", 64), hf.integer("index_head_dim", 128), hf.integer("index_topk", 2048)
     )
     dense = deepseek_v3.decoder_spec(hf, max_model_len)
-    sparse: dict[int, Layer] = {}
-    for layer in dense.layers:
-        if id(layer) not in sparse:
-            assert isinstance(layer.attention, MLA)
-            parts = {name: getattr(layer.attention, name) for name in MLA.__struct_fields__}
-            sparse[id(layer)] = replace(layer, attention=SparseMLA(**parts, indexer=indexer))
-    return replace(dense, layers=tuple(sparse[id(layer)] for layer in dense.layers))
+
+    @cache
+    def sparse(layer: Layer) -> Layer:
+        return replace(layer, attention=SparseMLA(**asdict(layer.attention), indexer=indexer))
+
+    return replace(dense, layers=tuple(map(sparse, dense.layers)))
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

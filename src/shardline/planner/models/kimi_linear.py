@@ -11,7 +11,7 @@ from functools import cache
 
 from shardline.models.attention import MLA
 from shardline.models.config_fields import Defaults, read_dims
-from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, shared_experts
+from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, DEEPSEEK_MOE_LAYER_KEYS, shared_experts
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import decoder, keys
@@ -30,14 +30,11 @@ _KEYS: Mapping[str, str] = {
     "attention.decay_log": "self_attn.A_log",
     "attention.decay_offset": "self_attn.dt_bias",
     "attention.norm": "self_attn.o_norm",
-    "feed_forward.router": "block_sparse_moe.gate",
-    "feed_forward.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
-    "feed_forward.experts.*.gate": "block_sparse_moe.experts.*.gate_proj",
-    "feed_forward.experts.*.up": "block_sparse_moe.experts.*.up_proj",
-    "feed_forward.experts.*.down": "block_sparse_moe.experts.*.down_proj",
-    "feed_forward.shared.gate": "block_sparse_moe.shared_experts.gate_proj",
-    "feed_forward.shared.up": "block_sparse_moe.shared_experts.up_proj",
-    "feed_forward.shared.down": "block_sparse_moe.shared_experts.down_proj",
+    **{
+        part: key.replace("mlp.", "block_sparse_moe.")
+        for part, key in DEEPSEEK_MOE_LAYER_KEYS.items()
+        if part.startswith(("feed_forward.router", "feed_forward.experts", "feed_forward.shared."))
+    },
     "feed_forward.latent_down": "block_sparse_moe.routed_down_proj",
     "feed_forward.latent_up": "block_sparse_moe.routed_up_proj",
 }

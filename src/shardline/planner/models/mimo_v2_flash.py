@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardline.models.config_fields import Defaults, layer_flags
 from shardline.models.feed_forward import MoE, Routing
@@ -25,12 +25,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), eps_key="layernorm_epsilon", partial=True)
     dims, dense = llama.dims, llama.dense
-    full = PlannedGQA(
-        dims.num_heads,
-        dims.num_kv_heads,
-        dims.head_dim,
-        dims.head_dim**-0.5,
-        rope=llama.attention.rope,
+    full = replace(
+        PlannedGQA(**asdict(llama.attention)),
         sinks=hf.flag("add_full_attention_sink_bias", False),
         value_size=hf.integer("v_head_dim", 128),
     )

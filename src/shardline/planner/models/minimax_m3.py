@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardline.models.config_fields import Defaults, layer_flags, read_routing
 from shardline.models.feed_forward import Dense, MoE
@@ -36,12 +36,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     # hidden_act names the clamped gate, which no other family has.
     llama = llama_like(hf.with_values(hidden_act="silu"), max_model_len, _DEFAULTS, norm=norm, theta=5e6, partial=True)
     dims, norm = llama.dims, llama.norm
-    full = PlannedGQA(
-        dims.num_heads,
-        dims.num_kv_heads,
-        dims.head_dim,
-        dims.head_dim**-0.5,
-        rope=llama.attention.rope,
+    full = replace(
+        PlannedGQA(**asdict(llama.attention)),
         qk_norm=norm if hf.flag("use_qk_norm", True) else None,
         output_gate=hf.flag("attention_output_gate", False),
     )

@@ -8,6 +8,7 @@ groups, and whose key size is its state size; so it has a projection of one row 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from shardline.models.attention import GQA, Attention
 from shardline.models.config_fields import Defaults, read_dims
@@ -47,14 +48,13 @@ _MIXER_KEYS: Mapping[str, str] = {
 _DEFAULTS = Defaults(
     vocab=131072, hidden=4096, intermediate=21504, layers=52, heads=32, kv_heads=8, head_dim=128, positions=8192
 )
-_NONE = Dense(0, "relu", gated=False)
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
     head_dim = hf.optional_integer("head_dim", None) or hf.integer("attention_head_dim", 128)
     dims = read_dims(hf.with_values(head_dim=head_dim), _DEFAULTS)
-    parts: dict[str, Attention | Dense | MoE] = {
+    mixers: Mapping[str, Attention] = {
         "mamba": LinearAttention(
             num_heads=hf.integer("n_groups", 8),
             num_value_heads=hf.integer("mamba_num_heads", 128),
@@ -63,14 +63,18 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             conv_width=hf.integer("conv_kernel", 4),
         ),
         "attention": GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim**-0.5),
-        "mlp": Dense(dims.intermediate_size, "relu", gated=False),
     }
-    blocks = _blocks(hf)
-    if "moe" in blocks:
-        parts["moe"] = _experts(hf)
+    pairs = _paired(hf, _blocks(hf))
     norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
-    layers = _paired(hf, blocks, parts, norm)
-    return decoder(hf.with_values(model_type="nemotron_h"), dims, norm, layers)
+
+    @cache
+    def layer(mixer: str, follower: str) -> Layer:
+        if not follower:
+            return Layer(mixers[mixer], Dense(0, "relu", gated=False), norm, None)
+        dense = Dense(dims.intermediate_size, "relu", gated=False)
+        return Layer(mixers[mixer], _experts(hf) if follower == "moe" else dense, norm, norm)
+
+    return decoder(hf.with_values(model_type="nemotron_h"), dims, norm, (layer(*pair) for pair in pairs))
 
 
 def _blocks(hf: HFConfig) -> list[str]:
@@ -101,13 +105,11 @@ def _experts(hf: HFConfig) -> MoE:
     return PlannedMoE(routing, expert, shared, latent=latent)
 
 
-def _paired(
-    hf: HFConfig, blocks: Sequence[str], parts: Mapping[str, Attention | Dense | MoE], norm: Norm
-) -> tuple[Layer, ...]:
-    """One layer for each Mamba or attention block. Equal layers are one object."""
+def _paired(hf: HFConfig, blocks: Sequence[str]) -> list[tuple[str, str]]:
+    """(Mamba or attention block, the block that follows it or nothing) of each layer."""
     pairs: list[tuple[str, str]] = []
     for block in blocks:
-        if block not in parts:
+        if block not in _LETTERS.values():
             raise hf.error("layers_block_type", f"has {block!r}; known: {', '.join(_LETTERS.values())}")
         if block in ("mamba", "attention"):
             pairs.append((block, ""))
@@ -115,13 +117,7 @@ def _paired(
             raise hf.error("layers_block_type", f"has a block of kind {block} that follows no Mamba or attention block")
         else:
             pairs[-1] = (pairs[-1][0], block)
-    made: dict[tuple[str, str], Layer] = {}
-    for mixer, follower in set(pairs):
-        attention, feed_forward = parts[mixer], parts.get(follower, _NONE)
-        assert isinstance(attention, (GQA, LinearAttention))
-        assert isinstance(feed_forward, (Dense, MoE))
-        made[mixer, follower] = Layer(attention, feed_forward, norm, norm if follower else None)
-    return tuple(made[pair] for pair in pairs)
+    return pairs
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
@@ -137,7 +133,7 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
         return TensorSource(f"backbone.layers.{block}.mixer.gate.e_score_correction_bias")
     expert = expert_of(part)
     if part == "attention.o":
-        key = "out_proj" if isinstance(spec.layers[layer].attention, LinearAttention) else "o_proj"
+        key = "out_proj" if not spec.layers[layer].attention.key_dim else "o_proj"
     elif expert is None:
         key = _MIXER_KEYS[part]
     else:

@@ -70,6 +70,6 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     """See `lookup.Family`."""
     layer, part, _ = parse_name(name)
-    if layer is not None and part == "attention.o" and isinstance(spec.layers[layer].attention, LinearAttention):
+    if layer is not None and part == "attention.o" and not spec.layers[layer].attention.key_dim:
         return TensorSource(f"model.layers.{layer}.linear_attn.out_proj.weight")
     return llama_source(name, _KEYS)
