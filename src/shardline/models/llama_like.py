@@ -207,7 +207,7 @@ class StackedExperts(NamedTuple):
         )
 
 
-def keys(
+def checkpoint_keys(
     layer_keys: Mapping[str, str],
     *,
     stacked: StackedExperts | None = None,

@@ -138,7 +138,8 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     above = min((n for n in legal if n > size), default=None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     heads = spec.layers[0].attention
-    kv_heads = "one latent for all of them" if heads.latent_sizes else f"{heads.num_kv_heads} KV heads"
+    has_keys = heads.key_dim and not heads.latent_sizes
+    kv_heads = f"{heads.num_kv_heads} KV heads" if has_keys else "one latent for all of them"
     raise ValueError(
         f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
         f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, divided, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -41,4 +41,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return replace(llama.spec(map(layer, windows), tied=True), logits_scale=hf.number("logit_scale", 0.0625))
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

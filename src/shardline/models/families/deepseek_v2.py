@@ -6,7 +6,7 @@ from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like
 from shardline.models.feed_forward import Routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import keys
+from shardline.models.llama_like import checkpoint_keys
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=102400, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
@@ -42,4 +42,4 @@ def _routing(hf: HFConfig) -> Routing:
     )
 
 
-tensor_source = keys(DEEPSEEK_LAYER_KEYS)
+tensor_source = checkpoint_keys(DEEPSEEK_LAYER_KEYS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like, group_routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import keys
+from shardline.models.llama_like import checkpoint_keys
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=129280, hidden=7168, intermediate=18432, layers=61, heads=128, positions=4096)
@@ -27,4 +27,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     )
 
 
-tensor_source = keys(DEEPSEEK_LAYER_KEYS)
+tensor_source = checkpoint_keys(DEEPSEEK_LAYER_KEYS)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import POST_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import POST_NORM_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -32,4 +32,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(map(layer, layer_windows(hf, num_layers, sliding_window, types)))
 
 
-tensor_source = keys(POST_NORM_LAYER_KEYS)
+tensor_source = checkpoint_keys(POST_NORM_LAYER_KEYS)

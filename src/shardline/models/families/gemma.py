@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec
 
@@ -27,4 +27,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return replace(llama.spec(layer, tied=True), embedding_scale=llama.dims.hidden_size**0.5)
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -19,7 +19,7 @@ from shardline.models.llama_like import (
     FOUR_NORM_LAYER_KEYS,
     MOE_LAYER_KEYS,
     StackedExperts,
-    keys,
+    checkpoint_keys,
     llama_like,
 )
 from shardline.models.parameters import parse_name
@@ -143,7 +143,7 @@ def _experts(hf: HFConfig, dims: Dims, dense: Dense, norm: Norm) -> MoE:
     return MoE(routing, expert, shared=dense, own_norms=norm)
 
 
-_other_source = keys(_LAYER_KEYS, stacked=StackedExperts("experts", transposed=False))
+_other_source = checkpoint_keys(_LAYER_KEYS, stacked=StackedExperts("experts", transposed=False))
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec
 
@@ -30,4 +30,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.four_norm_layer(replace(llama.attention, qkv_bias=hf.flag("attention_bias", True))))
 
 
-tensor_source = keys(_LAYER_KEYS, fused={"mlp.gate_up_proj": ("feed_forward.gate", "feed_forward.up")})
+tensor_source = checkpoint_keys(_LAYER_KEYS, fused={"mlp.gate_up_proj": ("feed_forward.gate", "feed_forward.up")})

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_MOE_LAYER_KEYS, dense_first, group_routing, mixture
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import keys, llama_like
+from shardline.models.llama_like import checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec
 
@@ -25,4 +25,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(dense_first(hf, llama.dims, 1, llama.layer(gqa), moe))
 
 
-tensor_source = keys(DEEPSEEK_MOE_LAYER_KEYS)
+tensor_source = checkpoint_keys(DEEPSEEK_MOE_LAYER_KEYS)

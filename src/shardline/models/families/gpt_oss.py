@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, full_every, layer_windows, read_routing
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -56,4 +56,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(map(layer, windows))
 
 
-tensor_source = keys(_LAYER_KEYS, stacked=StackedExperts("mlp.experts", alternating=True))
+tensor_source = checkpoint_keys(_LAYER_KEYS, stacked=StackedExperts("mlp.experts", alternating=True))

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=32000, hidden=4096, intermediate=11008, layers=32, heads=32, positions=2048)
@@ -19,4 +19,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.layer(replace(llama.attention, qkv_bias=bias, output_bias=bias), dense))
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

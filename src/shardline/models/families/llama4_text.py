@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.feed_forward import MoE, Routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, checkpoint_keys, llama_like
 from shardline.models.parts import Norm, QueryScale
 from shardline.models.rope import rotated_layers
 from shardline.models.spec import DecoderSpec, Layer
@@ -73,4 +73,4 @@ def _sparse_layers(hf: HFConfig, num_layers: int) -> list[bool]:
     return [index in given for index in range(num_layers)]
 
 
-tensor_source = keys(_LAYER_KEYS, stacked=StackedExperts("feed_forward.experts"))
+tensor_source = checkpoint_keys(_LAYER_KEYS, stacked=StackedExperts("feed_forward.experts"))

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, read_dims, read_routing
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec
 
 _LAYER_KEYS: Mapping[str, str] = {
@@ -36,4 +36,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.layer(replace(llama.attention, qk_norm=llama.norm, norms_all_heads=True), moe))
 
 
-tensor_source = keys(_LAYER_KEYS)
+tensor_source = checkpoint_keys(_LAYER_KEYS)

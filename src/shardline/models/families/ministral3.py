@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec
 
@@ -35,4 +35,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.layer(replace(llama.attention, window=window, query_scale=llama.rope.query_scale())))
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

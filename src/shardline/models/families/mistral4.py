@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like, group_routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import StackedExperts, keys
+from shardline.models.llama_like import StackedExperts, checkpoint_keys
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=131072, hidden=4096, intermediate=12288, layers=36, heads=32, positions=1048576)
@@ -44,4 +44,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     )
 
 
-tensor_source = keys(DEEPSEEK_LAYER_KEYS, stacked=StackedExperts("mlp.experts", transposed=False))
+tensor_source = checkpoint_keys(DEEPSEEK_LAYER_KEYS, stacked=StackedExperts("mlp.experts", transposed=False))

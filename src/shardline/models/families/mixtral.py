@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, read_routing
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec
 
@@ -22,4 +22,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.layer(gqa, moe))
 
 
-tensor_source = keys(MIXTRAL_LAYER_KEYS)
+tensor_source = checkpoint_keys(MIXTRAL_LAYER_KEYS)

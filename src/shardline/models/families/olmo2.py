@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import POST_NORM_LAYER_KEYS, LlamaLike, keys, llama_like
+from shardline.models.llama_like import POST_NORM_LAYER_KEYS, LlamaLike, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.rope import RopeConfig
 from shardline.models.spec import DecoderSpec
@@ -29,4 +29,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.post_norm_layer(gqa))
 
 
-tensor_source = keys(POST_NORM_LAYER_KEYS)
+tensor_source = checkpoint_keys(POST_NORM_LAYER_KEYS)

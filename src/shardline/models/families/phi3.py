@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec
@@ -31,7 +31,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(llama.layer(replace(llama.attention, window=hf.optional_integer("sliding_window", None))))
 
 
-tensor_source = keys(
+tensor_source = checkpoint_keys(
     LAYER_KEYS,
     fused={
         "self_attn.qkv_proj": ("attention.q", "attention.k", "attention.v"),

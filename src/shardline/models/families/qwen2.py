@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, LlamaLike, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, LlamaLike, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(vocab=151936, hidden=4096, intermediate=22016, layers=32, heads=32, kv_heads=32, positions=32768)
@@ -37,4 +37,4 @@ def windowed_spec(llama: LlamaLike, attention: GQA) -> DecoderSpec:
     return llama.spec(map(layer, layer_windows(hf, num_layers, window, types)))
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, layer_windows, read_routing, sparse_layers
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec, Layer
 
 _DEFAULTS = Defaults(vocab=151936, hidden=2048, intermediate=5632, layers=24, heads=16, kv_heads=16, positions=32768)
@@ -46,4 +46,4 @@ def _windows(hf: HFConfig, num_layers: int) -> list[int | None]:
     return layer_windows(hf, num_layers, window, types)
 
 
-tensor_source = keys(MOE_LAYER_KEYS)
+tensor_source = checkpoint_keys(MOE_LAYER_KEYS)

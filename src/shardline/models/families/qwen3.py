@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults
 from shardline.models.families.qwen2 import windowed_spec
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(
@@ -21,4 +21,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return windowed_spec(llama, replace(llama.attention, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias))
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, read_routing, sparse_layers
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=151936, hidden=2048, intermediate=6144, layers=24, heads=32, kv_heads=4, positions=32768)
@@ -24,4 +24,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(moe if sparse else dense for sparse in sparse_layers(hf, llama.dims.num_layers))
 
 
-tensor_source = keys(MOE_LAYER_KEYS)
+tensor_source = checkpoint_keys(MOE_LAYER_KEYS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline.models.families import qwen3_moe
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, keys
+from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, checkpoint_keys
 from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = {
@@ -25,4 +25,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return qwen3_moe.decoder_spec(hf.with_values(defaults=_DEFAULTS, norm_topk_prob=True), max_model_len)
 
 
-tensor_source = keys(MOE_LAYER_KEYS, stacked=StackedExperts("mlp.experts"))
+tensor_source = checkpoint_keys(MOE_LAYER_KEYS, stacked=StackedExperts("mlp.experts"))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.rope import rotated_layers
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -32,4 +32,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(map(layer, is_rotated, layer_windows(hf, num_layers, window, types)), tied=True)
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -14,7 +14,7 @@ from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, DEEPSEEK_MOE_LAYER_KEYS, shared_experts
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import decoder, keys
+from shardline.models.llama_like import checkpoint_keys, decoder
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.planner.models.parts.latent_moe import PlannedMoE
@@ -100,4 +100,4 @@ def _experts(hf: HFConfig) -> MoE:
     return PlannedMoE(routing, expert, shared, latent=latent)
 
 
-tensor_source = keys(_KEYS)
+tensor_source = checkpoint_keys(_KEYS)

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from shardline.models.config_fields import Defaults, layer_flags
 from shardline.models.feed_forward import MoE, Routing
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.planner.models.parts.sparse import PlannedGQA
@@ -47,13 +47,13 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         correction_bias=True,
     )
     moe = MoE(routing, replace(dense, intermediate_size=hf.integer("moe_intermediate_size", 2048)))
-    has_window = layer_flags(hf, "hybrid_layer_pattern", dims.num_layers)
 
     @cache
     def layer(has_window: bool, sparse: bool) -> Layer:
         return llama.layer(windowed if has_window else full, moe if sparse else dense)
 
-    return llama.spec(map(layer, has_window, layer_flags(hf, "moe_layer_freq", dims.num_layers)))
+    windows = layer_flags(hf, "hybrid_layer_pattern", dims.num_layers)
+    return llama.spec(map(layer, windows, layer_flags(hf, "moe_layer_freq", dims.num_layers)))
 
 
-tensor_source = keys(_LAYER_KEYS)
+tensor_source = checkpoint_keys(_LAYER_KEYS)

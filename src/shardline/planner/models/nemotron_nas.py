@@ -13,7 +13,7 @@ from shardline.models.attention import GQA
 from shardline.models.config_fields import divided, read_activation, read_dtype
 from shardline.models.feed_forward import Dense
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import LAYER_KEYS, keys
+from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys
 from shardline.models.parts import Norm
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Layer
@@ -72,5 +72,5 @@ def _size(hidden: int, multiple: float) -> int:
     return -(-int(2 * multiple * hidden / 3) // _SIZE_STEP) * _SIZE_STEP
 
 
-tensor_source = keys(LAYER_KEYS)
+tensor_source = checkpoint_keys(LAYER_KEYS)
 """Layers are not those of the checkpoint, since some of these are joined."""

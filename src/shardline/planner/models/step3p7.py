@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardline.models.config_fields import Defaults, layer_windows, read_routing
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
-from shardline.models.llama_like import MOE_LAYER_KEYS, keys, llama_like
+from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -54,4 +54,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     return llama.spec(map(layer, windows, [index < num_dense for index in range(dims.num_layers)]))
 
 
-tensor_source = keys(_LAYER_KEYS)
+tensor_source = checkpoint_keys(_LAYER_KEYS)
