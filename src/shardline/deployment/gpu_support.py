@@ -56,7 +56,7 @@ _WORDS: Mapping[str, str] = {
 
 def gpu_refusal(spec: DecoderSpec) -> str:
     """Why GPUs cannot run a model, in one line; empty: they can."""
-    missing = dict.fromkeys(_missing(spec))
+    missing = dict.fromkeys(what for part in (*dict.fromkeys(spec.layers), spec) for what in _missing(part))
     if not missing:
         return ""
     return f"{spec.model_type} runs on CPUs only: the GPU kernels have no {', no '.join(missing)}"
@@ -75,10 +75,7 @@ def _missing(part: Struct) -> Iterator[str]:
                 yield _WORDS.get(f"{kind}.{field.name}", f"{kind}.{field.name}")
         elif isinstance(value, Struct):
             yield from _missing(value)
-    if isinstance(part, DecoderSpec):
-        for layer in dict.fromkeys(part.layers):
-            yield from _missing(layer)
-    elif isinstance(part, Layer) and not part.parallel and None in (part.attention_norm, part.feed_forward_norm):
+    if isinstance(part, Layer) and not part.parallel and None in (part.attention_norm, part.feed_forward_norm):
         yield "blocks without a norm before them"
     elif isinstance(part, MoE) and part.expert.bias:
         yield "biases of experts"
