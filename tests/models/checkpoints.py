@@ -440,7 +440,7 @@ def randomize(model: nn.Module, seed: int) -> None:
                     values *= 0.3
                 elif parameter.dim() >= 2:
                     values *= parameter.shape[-1] ** -0.5
-                elif name == "bias":
+                elif name in ("bias", "sinks"):  # sinks are not initialized
                     values *= 0.2
                 else:
                     # A norm's weight: spread around what it was made with, 1 or 0.

@@ -159,7 +159,7 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     takes_rope = family not in ("deepseek_v2", "gpt2", "qwen3_moe")
     assert ("qkv_linear" in launched) == takes_rope
     assert ("add_linear" in launched) == (family != "gemma2")
-    monkeypatch.setattr(worker.stage, "_fused", None)
+    monkeypatch.setattr(worker.stage, "fused", None)
     launched.clear()
     for ours, theirs in zip(actual, two_steps(worker), strict=True):
         assert_same_bits(ours, theirs)

@@ -200,7 +200,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(GridExecutor, "__call__", named)
     step = step_of([40], 0)
     with torch.inference_mode():
-        fused = worker.stage._fused
+        fused = worker.stage.fused
         assert isinstance(fused, CudaFusedLayers)
         assert fused.fits_step(step)
         first, second, third = fused._layers
@@ -222,10 +222,9 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
 def test_what_is_captured(tmp_path: Path, capturable: bool, layout: dict[str, object], is_replayed: bool) -> None:
     """Everything but exchanges over host memory, and those for whose sizes the host waits."""
     setup = setup_of(make_checkpoint("mixtral", tmp_path), **layout)
-    groups = make_single_rank_groups()
-    tensor = dataclasses.replace(groups, tensor=Group(capturable, setup.grid.tensor))
-    backend = CudaBackend(CPU, "none", "none")
-    worker = Worker(setup, backend, dataclasses.replace(tensor, experts=tensor.tensor))
+    group = Group(capturable, setup.grid.tensor)
+    groups = dataclasses.replace(make_single_rank_groups(), collectives={"tensor": group, "expert": group})
+    worker = Worker(setup, CudaBackend(CPU, "none", "none"), groups)
     replay = worker._make_replay(Stage())  # type: ignore[arg-type]
     assert isinstance(replay, GraphReplay if is_replayed else NoReplay)
 
