@@ -31,7 +31,6 @@ from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.options import decisive_options
 from shardline.planner.planned_model import PlannedModel
 
-VERDICTS = ("no", "tight", "comfortable", "generous")
 _PLAIN = "bf16"
 _GENEROUS = 4
 """Times the wanted concurrency from which memory is generous."""

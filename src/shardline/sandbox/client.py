@@ -231,7 +231,3 @@ def _end_process(requests: socket.socket, process: subprocess.Popen[bytes]) -> N
     requests.close()
     process.kill()
     process.wait()
-
-
-def _start_process(command: list[str], requests_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, pass_fds=[requests_fd], stdin=subprocess.DEVNULL, env=env.for_sandbox())
