@@ -59,10 +59,11 @@ wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve
 exact: dev ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
 
-chaos: dev ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
-	$(BIN)/python -m tests.faults.chaos --product --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
-	$(BIN)/python -m tests.faults.chaos --faults 20 --only kill --layout "-pp 2" --seed $(or $(SEED),0)
-	$(BIN)/python -m tests.faults.chaos_pairs --pairs $(or $(PAIRS),120) --seed $(or $(SEED),0)
+chaos: dev ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600; goes on where it stopped
+	mkdir -p build/chaos  # clients pause, so that replicas start in seconds on a few cores
+	$(BIN)/python -m tests.faults.chaos --product --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0) --pause 0.5 --report build/chaos/faults.json
+	$(BIN)/python -m tests.faults.chaos --faults 20 --only kill --layout "-pp 2" --seed $(or $(SEED),0) --pause 0.5 --report build/chaos/stages.json
+	$(BIN)/python -m tests.faults.chaos_pairs --pairs $(or $(PAIRS),120) --seed $(or $(SEED),0) --pause 0.5 --report build/chaos/pairs.json
 	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
 	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 

@@ -1,10 +1,11 @@
 """Faults, one after another, under streaming clients: every answer must equal that of an undisturbed run.
 
-    python -m tests.faults.chaos --product --faults 100 --seed 1 --minutes 15
+    python -m tests.faults.chaos --product --faults 100 --seed 1 --minutes 15 --report build/chaos.json
 
 `--product` causes every fault in every process, idle, loading and busy; then `--faults` faults follow at random, most
 of them kills. The server runs two replicas of two stages, each on a host of its own (a network namespace). The log must
-name each fault in time, both replicas must run again, and all streams must go on, before the next fault.
+name each fault in time, both replicas must run again, and all streams must go on, before the next fault. A run with
+`--report` goes on behind the faults that its file has, so hours of faults need not be spent at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -54,6 +56,28 @@ class Report:
     """Faults that were named or over later than promised. Test machines with few cores may be slow."""
     seconds: float = 0.0
     """How long all faults took."""
+    tried: int = 0
+    """Faults or pairs that were caused, or should have been."""
+    left: int = 0
+    """How many of the run's faults are still to be caused."""
+    commits: list[str] = field(default_factory=list)
+    """The states of the tree that were tested, the oldest first."""
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """The report of the runs so far; an empty one if there was none."""
+        report = cls()
+        if path.exists():
+            for name, value in json.loads(path.read_text()).items():
+                times = defaultdict(list, value) if isinstance(value, dict) else value
+                setattr(report, name, times)
+        return report
+
+    def save(self, path: Path) -> None:
+        """Keep it for the next run. The file is whole at any time."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(vars(self)))
+        part.replace(path)
 
     def lines(self) -> list[str]:
         """A table of the times in Markdown, and the verdict."""
@@ -70,10 +94,12 @@ class Report:
             f"{self.num_faults} faults in {self.seconds / 60:.1f} minutes; {self.answers} answers compared, "
             f"{len(self.wrong)} errors, {len(self.late)} later than promised; {self.given_up} requests were alone at "
             "a second failure, and ended with an error, as they must",
+            *(f"Tested: {', '.join(self.commits)}" for _ in self.commits[:1]),
             *(f"LATE  {line}" for line in self.late[:40]),
             *(f"WRONG {line}" for line in self.wrong[:40]),
         ]
-        return [*rows, "FAILED" if self.wrong else "PASSED" + f", {len(self.late)} late" * bool(self.late)]
+        notes = f", {self.left} faults are left" * bool(self.left) + f", {len(self.late)} late" * bool(self.late)
+        return [*rows, ("FAILED" if self.wrong else "PASSED") + notes]
 
     @property
     def num_faults(self) -> int:
@@ -146,8 +172,19 @@ class Chaos:
         self._faults = Faults(self.site, self._random)
         self._expected: list[str] = []
 
-    def run(self, faults: Sequence[AnyFault], num_clients: int = 4, seconds: float = 1e9) -> Report:
-        """Cause faults for at most so many seconds, and return what happened."""
+    def run(
+        self, faults: Sequence[AnyFault], num_clients: int = 4, seconds: float = 1e9, kept: Path | None = None
+    ) -> Report:
+        """Cause faults for at most so many seconds, and return what happened.
+
+        `kept`: a file with the report of earlier runs of the same faults. It is written after each fault, and the
+        faults that it has are not caused again.
+        """
+        if kept is not None:
+            self.report = Report.load(kept)
+            self.report.commits = list(dict.fromkeys([*self.report.commits, _commit()]))
+        before, done = self.report.seconds, self.report.tried
+        self.report.left = len(faults) - done
         try:
             self.site.await_ready()
             self._expected = [self._answer(request) for request in REQUESTS]
@@ -156,11 +193,14 @@ class Chaos:
             for client in clients:
                 client.start()
             began = time.monotonic()
-            for number, fault in enumerate(faults, 1):
+            for number, fault in enumerate(faults[done:], done + 1):
                 if time.monotonic() - began > seconds or not self._cause_fault(fault):
                     break
-                self.report.seconds = time.monotonic() - began
+                self.report.seconds = before + time.monotonic() - began
+                self.report.tried, self.report.left = number, len(faults) - number
                 self._show_progress(number, len(faults))
+                if kept is not None:
+                    self.report.save(kept)
             self._stopping.set()
             self._flowing.set()
             for client in clients:
@@ -177,7 +217,7 @@ class Chaos:
     def _show_progress(self, number: int, count: int) -> None:
         """One line that is overwritten, and one that stays after every 50 faults."""
         report = self.report
-        left = report.seconds / number * (count - number) / 60
+        left = report.seconds / number * report.left / 60
         print(
             f"{number}/{count} faults, {report.answers} answers, {len(report.wrong)} errors, {len(report.late)} late, "
             f"{report.seconds / 60:.1f} minutes, about {left:.1f} left ",
@@ -319,6 +359,12 @@ class Chaos:
         return ask(self._client, request, note_piece)
 
 
+def _commit() -> str:
+    """The state of the tree."""
+    words = ("git", "describe", "--always", "--dirty")
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def check_wrong_interface(folder: Path) -> str:
     """A node has an address that the others cannot reach: which line says so, and how the server ends, for people."""
     wrong = "10.99.0.1"
@@ -364,20 +410,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new fault after this time")
     parser.add_argument("--logs", type=Path, help="a folder that keeps the logs of the hosts")
+    parser.add_argument("--report", type=Path, help="a file by which a run goes on where the last one stopped")
     parser.add_argument("--clients", type=int, default=4, help="streams at a time")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of a client after each answer")
     parser.add_argument("--layout", default="-dp 2 -pp 2", help="of the server, on two hosts")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
     chooser = random.Random(arguments.seed)
     known = [fault for fault in PRODUCT if arguments.only in f"{fault.name} {fault.state}"]
     faults = [*(known if arguments.product else ()), *choose_faults(known, arguments.faults, chooser)]
+    if arguments.report and (report := Report.load(arguments.report)).tried >= len(faults):
+        print(
+            f"{arguments.report} has all of these faults; without it they are caused again", *report.lines(), sep="\n"
+        )
+        return 1 if report.wrong else 0
     if arguments.product:
         with tempfile.TemporaryDirectory() as folder:
             print(check_wrong_interface(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(arguments.logs or Path(folder), arguments.seed, arguments.layout.split())
+        chaos = Chaos(arguments.logs or Path(folder), arguments.seed, arguments.layout.split(), arguments.pause)
         try:
-            chaos.run(faults, arguments.clients, 60 * arguments.minutes)
+            chaos.run(faults, arguments.clients, 60 * arguments.minutes, arguments.report)
         except (KeyboardInterrupt, SystemExit):
             chaos.report.wrong.append("interrupted")
     print("\n".join(chaos.report.lines()))

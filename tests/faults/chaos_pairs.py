@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardline.checkpoints.hub import DEMO_FOLDER
-from tests.faults.chaos import LAYOUT, Chaos
+from tests.faults.chaos import LAYOUT, Chaos, Report
 from tests.faults.chaos_faults import Fault, appears
 from tests.faults.processes import alive, command_line
 from tests.faults.shortages import full_disk, small_memory, spare_descriptors
@@ -286,15 +286,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only pairs whose words contain this, for example 'memory node'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new pair after this time")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of a client after each answer")
+    parser.add_argument("--report", type=Path, help="a file by which a run goes on where the last one stopped")
     parser.add_argument("--logs", type=Path, help="a folder to which the logs of the hosts are copied")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
     known = [pair for pair in PAIRS if arguments.only in pair.words]
     pairs = random.Random(arguments.seed).sample(known, min(arguments.pairs, len(known)))
+    if arguments.report and (report := Report.load(arguments.report)).tried >= len(pairs):
+        print(f"{arguments.report} has these pairs; without it they are caused again", *report.lines(), sep="\n")
+        return 1 if report.wrong else 0
     with small_disk() as folder:
-        chaos = PairChaos(folder, arguments.seed)
+        chaos = PairChaos(folder, arguments.seed, pause=arguments.pause)
         try:
-            chaos.run(pairs, seconds=60 * arguments.minutes)
+            chaos.run(pairs, seconds=60 * arguments.minutes, kept=arguments.report)
         except (KeyboardInterrupt, SystemExit):
             chaos.report.wrong.append("interrupted")
         if arguments.logs:
