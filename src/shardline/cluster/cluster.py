@@ -267,7 +267,6 @@ class Cluster:
         return {place.host for place in self.deployment.placements[engine]}
 
     def _restart_head(self) -> None:
-        _log.error("the head process %s; it starts again, and nodes join anew", self._head.describe_end())
         self._head.disconnect()
         with self._present:
             self._hosts = frozenset()
@@ -292,9 +291,13 @@ class Cluster:
     def _note_end(self, head: HeadProcess) -> None:
         """A head process has ended. Nobody else knows whether nodes are there."""
         self._joined.put(HeadFailed("the head process has ended", user_error=False))
+        if head is not self._head:
+            return
         with self._present:
-            if head is self._head:
-                self._hosts = frozenset()
+            self._hosts = frozenset()
+        # Named at once: it starts again when an engine does, which may be some seconds later.
+        if not self._closed and self._deployment is not None:
+            _log.error("the head process %s; it starts again, and nodes join anew", head.describe_end())
 
     def _note_present(self, message: NodesPresent) -> None:
         deployment = self._deployment
