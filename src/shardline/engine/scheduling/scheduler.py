@@ -16,6 +16,7 @@ from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.engine.speculative.ngram import NgramProposer
+from shardline.engine.tiers import Tier
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
@@ -62,6 +63,8 @@ class Scheduler:
     * `draft_token_ids` follow the last token, and only if no other plan in flight steps the sequence. The result has
       one token more than it accepts, and the next step begins with that token.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
+    * `copies` come before anything that the plan computes. What they store was computed by earlier plans, and what they
+      fetch is read by later ones.
     * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
 
     `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
@@ -72,7 +75,8 @@ class Scheduler:
     flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
     prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
 
-    A block returns to the pool when no plan in flight reads or writes it.
+    A block returns to the pool when no plan in flight reads or writes it. If a tier has a part of a sequence's prefix,
+    the sequence starts after the plan that fetches this part.
     """
 
     def __init__(
@@ -85,9 +89,11 @@ class Scheduler:
         max_in_flight: int = 1,
         last_token_known: bool,
         namespace: bytes | None = None,
+        tier: Tier | None = None,
         warns: bool = True,
     ) -> None:
-        """`num_blocks` includes the null block; `namespace`: see `KVCache`; `warns`: whether preemptions are logged."""
+        """`num_blocks` includes the null block; `namespace` and `tier`: see `KVCache`; `warns`: whether preemptions are
+        logged."""
         assert last_token_known or not limits.drafts, "a draft follows tokens that are known"
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
@@ -96,7 +102,12 @@ class Scheduler:
         self.max_samples = limits.max_samples
         self._proposer = NgramProposer(limits.speculation) if limits.drafts else None
         self.kv = KVCache(
-            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
+            cache.groups,
+            num_blocks,
+            cache.block_size,
+            prefix_caching=cache.prefix_caching,
+            namespace=namespace,
+            tier=tier,
         )
         self.registry = RequestRegistry(self.kv, max_model_len=max_model_len)
         self.queues = SequenceQueues(self.kv)
@@ -169,7 +180,7 @@ class Scheduler:
         builder.begin(self.num_steps, now)
         prefills = self._schedule_decodes()
         self._schedule_prefills(prefills)
-        return self._launch() if builder.steps else None
+        return self._launch() if builder.steps or self.kv.traffic.has_copies else None
 
     def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
@@ -182,6 +193,9 @@ class Scheduler:
         flying, sequences, planned = self.in_flight.popleft()
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
+        if flying.has_fetches:
+            self.kv.traffic.finish_fetches(flying.step_id, step_result.lost_slots)
+            self.queues.end_fetches(flying.step_id)
         outputs = self.registry.take_outputs()
         results = {entry.seq_id: entry for entry in step_result.results}
         for sequence, step in zip(sequences, flying.steps, strict=True):
@@ -243,7 +257,7 @@ class Scheduler:
             generated = sequence.num_scheduled >= sequence.num_start_tokens
             most = 1 if generated and self.last_token_known else builder.budget
             builder.place(sequence, min(most, sequence.num_uncomputed))
-        while builder.budget > 0 and not builder.has_preempted and len(self.queues.running) < self.max_running:
+        while builder.budget > 0 and not builder.has_preempted and self.queues.num_admitted < self.max_running:
             sequence_or_none = waiting.peek()
             if sequence_or_none is None or not builder.start(sequence_or_none):
                 return
