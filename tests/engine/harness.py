@@ -189,11 +189,15 @@ class Engine:
                 for table, group in zip(self._tables[step.seq_id], self.shape.groups, strict=True):
                     for block in self._used(table, group, step.start, step.start + step.num_tokens):
                         users[block].add(step.seq_id)
+        fetched = set[int]() if plan.copies is None else {copy.block for copy in plan.copies.fetches}
+        assert not any(users[block] for block in fetched)
         for step in plan.steps:
             tables = self._tables.setdefault(step.seq_id, [[] for _ in self.shape.groups])
             first = step.start // self.shape.block_size
-            for table, new_blocks in zip(tables, step.new_blocks, strict=True):
+            for table, new_blocks, group in zip(tables, step.new_blocks, self.shape.groups, strict=True):
                 table.extend(new_blocks)
+                used = self._used(table, group, step.start, step.start + step.num_tokens)
+                assert fetched.isdisjoint(used), "a step reads what its plan fetches, which may be lost"
                 for block in table[first : -(-(step.start + step.num_tokens) // self.shape.block_size)]:
                     assert users[block] <= {step.seq_id}
 
