@@ -110,7 +110,7 @@ class FakeWorker:
         self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan, salts: dict[int, str]) -> StepResult:
-        lost = [] if plan.copies is None else self._copy(plan.copies)
+        lost = None if plan.copies is None else self._copy(plan.copies)
         for seq_id in plan.ends:
             del self.sequences[seq_id]
         for start in plan.starts:
@@ -128,7 +128,7 @@ class FakeWorker:
         results = [self._sample(step) for step in plan.steps if step.sample]
         return StepResult(plan.step_id, [result for result in results if result is not None], 0.001, lost)
 
-    def _copy(self, copies: BlockCopies) -> list[int]:
+    def _copy(self, copies: BlockCopies) -> list[int] | None:
         offsets, lost = range(self._block_size), []
         for copy in copies.stores:
             content = [self._pool.get((copy.block, offset)) for offset in offsets]
@@ -140,7 +140,7 @@ class FakeWorker:
                 lost.append(copy.slot)
                 content = [None] * self._block_size
             self._pool |= {(copy.block, offset): content[offset] for offset in offsets}
-        return lost
+        return lost if copies.fetches else None
 
     def _apply(self, step: SequenceStep) -> None:
         sequence = self.sequences[step.seq_id]

@@ -97,8 +97,11 @@ class Engine:
     def collect(self) -> None:
         plan = self.in_flight.popleft()
         results: list[StepResult] = [worker.run(plan, self._salts) for worker in self.workers]
-        lost = [slot for result in results for slot in result.lost_slots]
-        self._take(self.scheduler.update(plan, msgspec.structs.replace(results[0], lost_slots=lost)))
+        result = results[0]
+        if plan.has_fetches:
+            lost = [slot for other in results for slot in other.lost_slots or ()]
+            result = msgspec.structs.replace(result, lost_slots=lost)
+        self._take(self.scheduler.update(plan, result))
 
     def turn(self) -> None:
         """One turn of the loop: fill the pipeline, collect one result."""

@@ -39,6 +39,7 @@ def start_worker(start: StartWorker, folder: Path) -> tuple[Worker, RankReady]:
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), WorkerRequest)  # type: ignore[arg-type, var-annotated]
     worker: Worker | None = None
+    is_driver = False
     while True:
         try:
             message = channel.receive()
@@ -46,12 +47,13 @@ def main() -> None:
             return
         if isinstance(message, StartWorker):
             worker, ready = start_worker(message, Path(sys.argv[2]))
+            is_driver = message.rank in message.deployment.grid.drivers
             channel.send(ready)
         else:
             assert isinstance(message, RunStep)
             assert worker is not None
             result = worker.runner.run_step(message.step)
-            if result is not None:
+            if result is not None and is_driver:
                 channel.send(StepDone(result))
 
 

@@ -78,7 +78,7 @@ class TwoHosts(ThreadExecutor):
         self._replies.put(ready.report)
         while (step := steps.get()) is not None:
             result = worker.runner.run_step(step)
-            if result is not None:
+            if result is not None and start.rank in self._deployment.grid.drivers:
                 self._replies.put((start.rank, result))
 
     def _forward(self, start: StartWorker, steps: queue.SimpleQueue[RankStep | None]) -> None:

@@ -35,11 +35,6 @@ class RankPlace:
     next_stage: int | None
     """The rank that receives this one's hidden states; None in the last stage."""
 
-    @property
-    def is_driver(self) -> bool:
-        """Whether this rank reports what its replica samples: it is the first one of the last stage."""
-        return self.next_stage is None and self.cp_rank == self.tp_rank == 0
-
     def __str__(self) -> str:
         replica = f"dp {self.dp_rank}, " if len(self.peers("expert")) > len(self.peers("tensor")) else ""
         return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank})"

@@ -62,7 +62,8 @@ class BlockTraffic:
         """Without a tier, there is nothing to copy."""
         self._pool = pool
         self._tier = tier
-        self._copies = BlockCopies([], [])
+        self._copies: BlockCopies | None = None
+        """Those of the plan in the making."""
         self._fetches: list[_Fetch] = []
         self._arriving: dict[bytes, int] = {}
         """The plan that fetches each key."""
@@ -93,7 +94,7 @@ class BlockTraffic:
         copies = [
             BlockCopy(_group_of(key), self._pool.take_block(), slot) for key, slot in zip(missing, slots, strict=True)
         ]
-        self._copies.fetches.extend(copies)
+        self._open_copies().fetches.extend(copies)
         self._arriving.update(dict.fromkeys(missing, step_id))
         last_step = max(self._arriving[key] for key in keys)
         self._fetches.append(_Fetch(last_step, shared, list(zip(missing, copies, strict=True))))
@@ -102,14 +103,17 @@ class BlockTraffic:
     @property
     def has_copies(self) -> bool:
         """Whether the next plan must carry copies."""
-        return bool(self._copies.stores or self._copies.fetches)
+        return self._copies is not None
 
     def take_copies(self) -> BlockCopies | None:
         """The copies that the next plan must carry; None: there are none."""
-        if not self.has_copies:
-            return None
-        copies, self._copies = self._copies, BlockCopies([], [])
+        copies, self._copies = self._copies, None
         return copies
+
+    def _open_copies(self) -> BlockCopies:
+        if self._copies is None:
+            self._copies = BlockCopies([], [])
+        return self._copies
 
     def finish_fetches(self, step_id: int, lost_slots: Collection[int]) -> None:
         """The plan with this id is over: the pool has what was fetched, except from the slots that were lost."""
@@ -136,7 +140,7 @@ class BlockTraffic:
         assert self._tier is not None
         slot = self._tier.store(key)
         if slot is not None:
-            self._copies.stores.append(BlockCopy(_group_of(key), block, slot))
+            self._open_copies().stores.append(BlockCopy(_group_of(key), block, slot))
 
 
 def _group_of(key: bytes) -> int:

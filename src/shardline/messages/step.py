@@ -135,5 +135,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     results: list[SequenceResult]
     seconds: float = 0.0
     """Wall time of the step in the worker."""
-    lost_slots: list[int] = []
-    """The slots of the plan's fetches whose content is not there any more; the blocks may have any content."""
+    lost_slots: list[int] | None = None
+    """The slots of the plan's fetches whose content is lost, so that the blocks may have any; None: it has no fetches.
+    """

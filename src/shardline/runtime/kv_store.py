@@ -86,11 +86,13 @@ class KVStore:
         count = math.prod(part.shape)
         return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)
 
-    def copy_blocks(self, copies: BlockCopies) -> list[int]:
-        """Run the copies of a plan; returns the slots of fetches whose content is lost."""
+    def copy_blocks(self, copies: BlockCopies) -> list[int] | None:
+        """Run the copies of a plan; returns what `StepResult.lost_slots` tells."""
         assert self.tier is not None, "a plan copies blocks, and there is no tier"
         for copy in copies.stores:
             self.tier.write(copy.slot, self._pages_of(copy))
+        if not copies.fetches:
+            return None
         return [copy.slot for copy in copies.fetches if not self.tier.read(copy.slot, self._pages_of(copy))]
 
     def _pages_of(self, copy: BlockCopy) -> list[Tensor]:

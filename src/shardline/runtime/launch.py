@@ -24,7 +24,7 @@ class Launch:
     """Those whose next token is sampled."""
     rows: list[WorkerSequence]
     """For each sampled row, its sequence with the tokens before the sampled one."""
-    lost_slots: list[int] = field(default_factory=list)
+    lost_slots: list[int] | None = None
     """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""

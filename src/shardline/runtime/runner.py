@@ -99,8 +99,8 @@ class Runner:
             self._features.append(Pooling())
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
-        """Run one step. The driver returns the sampled tokens, and every rank what it has lost if the plan fetches
-        blocks; else None."""
+        """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan
+        fetches blocks."""
         return self.launch_step(rank_step).result()
 
     @torch.inference_mode()
@@ -183,8 +183,7 @@ class Runner:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
         self._groups.progress.finish(launch.plan.step_id)
-        answers = self._groups.place.is_driver or launch.plan.has_fetches
-        if self._sampler is None and not self._stage.embeds_prompts and not answers:
+        if self._sampler is None and not self._stage.embeds_prompts and launch.lost_slots is None:
             return None
         launch.copies = copies
         results: list[SequenceResult] = []
@@ -203,7 +202,7 @@ class Runner:
         # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
-        return StepResult(launch.plan.step_id, results, seconds, launch.lost_slots) if answers else None
+        return StepResult(launch.plan.step_id, results, seconds, launch.lost_slots)
 
 
 class _Outcome(NamedTuple):

@@ -81,7 +81,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         if start.step_address:
             answer = _open_line(start, events)
         gc.disable()  # imported and loaded objects stay alive, and scanning them would take a tenth of the time
-        runner, report = _load(start, segment, agree, store)
+        runner, report, is_driver = _load(start, segment, agree, store)
         channel.send(RankReady(report))
         loaded = True
         gc.freeze()
@@ -97,7 +97,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             note_work()  # kernels of a GPU do not count themselves
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
-            elif (result := pending.result()) is not None:
+            elif (result := pending.result()) is not None and (is_driver or result.lost_slots is not None):
                 answer(StepDone(result))
     except Exception as error:
         if channel.peer_has_ended():
@@ -130,7 +130,9 @@ def _open_line(start: StartWorker, events: queue.SimpleQueue[_Event]) -> Callabl
     return send
 
 
-def _load(start: StartWorker, segment: memoryview, agree: Agree, store: ControlStore) -> tuple[Runner, RankReport]:
+def _load(
+    start: StartWorker, segment: memoryview, agree: Agree, store: ControlStore
+) -> tuple[Runner, RankReport, bool]:
     here = start.deployment.placements[start.engine][start.rank]
     deployment = start.deployment.seen_from(here.host)
     layout = segment_layout(deployment, start.engine, here.host)
@@ -167,7 +169,7 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree, store: ControlS
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     worker = Worker(deployment, backend, groups, start.engine)
     report = worker.load(agree)
-    return worker.runner, report
+    return worker.runner, report, start.rank in deployment.grid.drivers
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[_Event]) -> None:

@@ -119,7 +119,7 @@ class StepAnswers:
         results = {driver // self._replica_size: answers[driver] for driver in self._drivers}
         for rank, answer in answers.items():
             replica = rank // self._replica_size
-            if answer.lost_slots:
-                lost = [*results[replica].lost_slots, *answer.lost_slots]
+            if answer.lost_slots and rank not in self._drivers:
+                lost = [*(results[replica].lost_slots or ()), *answer.lost_slots]
                 results[replica] = msgspec.structs.replace(results[replica], lost_slots=lost)
         return list(results.values())

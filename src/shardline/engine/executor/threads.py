@@ -95,9 +95,10 @@ class ThreadExecutor(Executor):
             groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
             worker = Worker(deployment, backend, groups, self._engine)
             self._replies.put(worker.load(lambda memory: self.allocation))
+            is_driver = rank in deployment.grid.drivers
             while (step := steps.get()) is not None:
                 result = worker.runner.run_step(step)
-                if result is not None:
+                if result is not None and (is_driver or result.lost_slots is not None):
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread
             self._replies.put(error)

@@ -63,11 +63,6 @@ class SequenceQueues:
         """The `seq_id`s that were given up since the last `take_ends`."""
         self._kv = kv
 
-    @property
-    def num_admitted(self) -> int:
-        """Sequences that run, or will as soon as their blocks are there."""
-        return len(self.running) + len(self.fetching)
-
     def add(self, sequence: LiveSequence) -> None:
         """Let a sequence wait that has no blocks."""
         if sequence.awaits_mask:

@@ -193,7 +193,8 @@ class Scheduler:
         flying, sequences, planned = self.in_flight.popleft()
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
-        if flying.has_fetches:
+        if flying.copies is not None and flying.has_fetches:
+            assert step_result.lost_slots is not None, "every rank must say what it has lost"
             self.kv.traffic.finish_fetches(flying.step_id, step_result.lost_slots)
             self.queues.end_fetches(flying.step_id)
         outputs = self.registry.take_outputs()
@@ -246,7 +247,7 @@ class Scheduler:
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
-        builder, waiting = self._builder, self.queues.waiting
+        builder, queues, waiting = self._builder, self.queues, self.queues.waiting
         if self.last_token_known and (prefills or waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + waiting.num_tokens
             share = -(-unscheduled // (self.max_in_flight - len(self.in_flight)))
@@ -257,7 +258,9 @@ class Scheduler:
             generated = sequence.num_scheduled >= sequence.num_start_tokens
             most = 1 if generated and self.last_token_known else builder.budget
             builder.place(sequence, min(most, sequence.num_uncomputed))
-        while builder.budget > 0 and not builder.has_preempted and self.queues.num_admitted < self.max_running:
+        while builder.budget > 0 and not builder.has_preempted:
+            if len(queues.running) + len(queues.fetching) >= self.max_running:
+                return
             sequence_or_none = waiting.peek()
             if sequence_or_none is None or not builder.start(sequence_or_none):
                 return
