@@ -155,23 +155,27 @@ class KVCache:
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
 
-        asks_tier = self._has_tier and not sequence.has_fetched
+        def in_pool(group: int, block: int) -> bool:
+            return find(hashes[block] + suffixes[group]) is not None
 
-        def cached(group: int, block: int) -> bool:
-            key = hashes[block] + suffixes[group]
-            return find(key) is not None or (asks_tier and self.traffic.can_fetch(key))
+        def in_pool_or_tier(group: int, block: int) -> bool:
+            return in_pool(group, block) or self.traffic.can_fetch(hashes[block] + suffixes[group])
 
+        cached = in_pool_or_tier if self._has_tier and not sequence.has_fetched else in_pool
         length = longest_hit(self._groups, self._block_size, most, cached)
         tables: list[list[int]] = []
+        held: list[int] = []
         absent: list[bytes] = []
         for group, suffix in zip(self._groups, suffixes, strict=True):
             needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
             first = max(0, length - needed)
-            keys = [content + suffix for content in hashes[first:length]]
-            blocks = [find(key) for key in keys]
-            tables.append([NULL_BLOCK] * first + [block or NULL_BLOCK for block in blocks])
-            absent += [key for key, block in zip(keys, blocks, strict=True) if block is None]
-        held = _blocks_of(tables)
+            blocks = [find(content + suffix) or NULL_BLOCK for content in hashes[first:length]]
+            tables.append([NULL_BLOCK] * first + blocks)
+            if NULL_BLOCK in blocks:
+                contents = zip(hashes[first:length], blocks, strict=True)
+                absent += [content + suffix for content, block in contents if block == NULL_BLOCK]
+                blocks = [block for block in blocks if block != NULL_BLOCK]
+            held += blocks
         num_free = sum(self.pool.num_references(block) == 0 for block in held)
         return PrefixHit(tables, length * self._block_size, len(held), num_free, absent)
 
