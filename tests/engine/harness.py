@@ -59,8 +59,9 @@ class Engine:
             shape.max_model_len,
             max_in_flight=shape.max_in_flight,
             last_token_known=tokens_known,
-            tier=self.tier,
         )
+        if self.tier is not None:
+            self.scheduler.kv.add_tier(self.tier)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shardline.engine.block_pool import BlockPool
 from shardline.engine.kv_cache import KVCache, cache_namespace
 from shardline.engine.scheduling.registry import RequestRegistry
+from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.tiers import BlockTraffic, content_key
 from shardline.messages.step import StepPlan
 from shardline.models.kv_groups import KVGroup, blocks_per_request
@@ -226,22 +227,42 @@ def test_what_was_longest_unused_is_dropped() -> None:
 
 def test_keys_are_those_of_the_namespace() -> None:
     tier, ours, theirs = LruTier(9), cache_namespace("weights", b"ours"), cache_namespace("weights", b"theirs")
-    first = KVCache(FULL, 9, 4, prefix_caching=True, namespace=ours, tier=tier)
-    registry = RequestRegistry(first, max_model_len=40)
-    sequence = registry.add_request(make_request("r", PROMPT))
-    assert sequence is not None
-    first.grow_tables(sequence, 17)
+    cache, sequence = cache_and_sequence(ours, tier)
+    cache.grow_tables(sequence, 17)
     sequence.num_scheduled = 17
-    first.publish_blocks(sequence)
-    first.free_blocks(sequence)
+    cache.publish_blocks(sequence)
+    cache.free_blocks(sequence)
     for _ in range(8):
-        first.pool.take_block()
+        cache.pool.take_block()
     assert tier.num_stored == 4
     for namespace, absent in ((ours, 4), (theirs, 0), (None, 0)):
-        cache = KVCache(FULL, 9, 4, prefix_caching=True, namespace=namespace, tier=tier)
-        found = RequestRegistry(cache, max_model_len=40).add_request(make_request("r", PROMPT))
-        assert found is not None
-        assert len(cache.lookup_prefix(found).absent) == absent
+        cache, sequence = cache_and_sequence(namespace, tier)
+        assert len(cache.lookup_prefix(sequence).absent) == absent
+    cache, sequence = cache_and_sequence(ours, tier)
+    cache.fetch_prefix(sequence, cache.lookup_prefix(sequence), 0)
+    assert not cache.lookup_prefix(sequence).absent, "it would wait again"
+    sequence.forget_computed()
+    assert len(cache.lookup_prefix(sequence).absent) == 4
+
+
+def cache_and_sequence(namespace: bytes | None, tier: LruTier) -> tuple[KVCache, LiveSequence]:
+    cache = KVCache(FULL, 9, 4, prefix_caching=True, namespace=namespace)
+    cache.add_tier(tier)
+    sequence = RequestRegistry(cache, max_model_len=40).add_request(make_request("r", PROMPT))
+    assert sequence is not None
+    return cache, sequence
+
+
+def test_what_the_pool_has_of_a_prefix_stays_there_while_the_rest_is_fetched() -> None:
+    """Two of the prompt's blocks are evicted. The other two are the least recently used of the pool."""
+    engine = Engine(SHAPE)
+    engine.add(make_request("first", PROMPT, 2, ignore_eos=True))
+    engine.run()
+    fill_pool(engine, "x")
+    fetch, prefill, *_ = plans_of(engine, "again")
+    assert fetch.copies is not None
+    assert (len(fetch.copies.fetches), len(fetch.copies.stores)) == (2, 1)
+    assert [step.start for step in prefill.steps] == [16]
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "bytes": ("llama", {"kv_cache_dtype": "int8", "tensor": 2}),
     "grid": ("llama", {"tensor": 2, "pipeline": 2}),
     "windows": ("gemma3_text", {"tensor": 2}),
+    "unlike-pages": ("gemma4_text", {}),
     "shared-pool": ("deepseek_v3", {"tensor": 3}),
     "shared-pool-of-bytes": ("deepseek_v3", {"tensor": 2, "pipeline": 2, "kv_cache_dtype": "int8"}),
     "lockstep": ("qwen3_moe", {"lockstep": 2, "enable_expert_parallel": True}),
@@ -60,8 +61,10 @@ def tiers(num_slots: int, alter: Callable[[int, Tensor], Tensor | None]) -> Iter
     allocate = Worker._allocate_cache
 
     def make_scheduler(*args: object, **options: object) -> Scheduler:
+        scheduler = Scheduler(*args, **options)  # type: ignore[arg-type]
         made.append(LruTier(num_slots))
-        return Scheduler(*args, tier=made[-1], **options)  # type: ignore[arg-type]
+        scheduler.kv.add_tier(made[-1])
+        return scheduler
 
     def allocate_with_tier(worker: Worker, *args: object) -> KVStore:
         store = allocate(worker, *args)  # type: ignore[arg-type]

@@ -122,13 +122,10 @@ class KVCache:
         *,
         prefix_caching: bool,
         namespace: bytes | None = None,
-        tier: Tier | None = None,
     ) -> None:
-        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone. `tier`: keeps the content
-        of evicted blocks."""
+        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone."""
         self.pool = BlockPool(num_blocks)
-        self.traffic = BlockTraffic(self.pool, tier)
-        self._has_tier = tier is not None
+        self.traffic = BlockTraffic(self.pool, None)
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
@@ -137,6 +134,10 @@ class KVCache:
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.no_blocks: list[list[int]] = [[] for _ in groups]
         """What a step that needs no further blocks carries; do not change it."""
+
+    def add_tier(self, tier: Tier) -> None:
+        """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached."""
+        self.traffic = BlockTraffic(self.pool, tier)
 
     def new_state(self) -> KVState:
         """The state of a sequence that holds nothing."""
@@ -161,7 +162,7 @@ class KVCache:
         def in_pool_or_tier(group: int, block: int) -> bool:
             return in_pool(group, block) or self.traffic.can_fetch(hashes[block] + suffixes[group])
 
-        cached = in_pool_or_tier if self._has_tier and not sequence.has_fetched else in_pool
+        cached = in_pool_or_tier if self.traffic.has_tier and not sequence.has_fetched else in_pool
         length = longest_hit(self._groups, self._block_size, most, cached)
         tables: list[list[int]] = []
         held: list[int] = []

@@ -71,13 +71,19 @@ class BlockTraffic:
             pool.on_evict = self._store
 
     @property
+    def has_tier(self) -> bool:
+        """Whether evicted content is kept, and may be fetched."""
+        return self._tier is not None
+
+    @property
     def is_fetching(self) -> bool:
         """Whether blocks are held for fetches."""
         return bool(self._fetches)
 
     def can_fetch(self, key: bytes) -> bool:
         """Whether the tier has the content, or a plan already fetches it."""
-        return self._tier is not None and (key in self._arriving or self._tier.find(key))
+        assert self._tier is not None
+        return key in self._arriving or self._tier.find(key)
 
     def fetch(self, shared: list[int], keys: Sequence[bytes], step_id: int) -> int:
         """Begin to fetch the keys of a prefix, by the plan with this id if no earlier one does it.

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import CachePlan
 from shardline.messages.step import BlockCopies, BlockCopy
-from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import Span, split_dim
-from shardline.models.parts import KVDType, KVPart
+from shardline.models.parts import KVPart
 from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.parallel.groups import RankGroups
 
@@ -37,14 +37,12 @@ class KVStore:
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
-        dtype: KVDType,
+        cache: CachePlan,
         pages_empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
     ) -> None:
-        """`dtype`: the type of the cached keys and values; `pages_empty`: the back end's memory for pages."""
+        """`pages_empty`: the back end's memory for pages."""
         self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._dtype = dtype
+        self._cache = cache
         self._pages_empty = pages_empty
         self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[Tensor, ...]] = {}
         self._pages: list[list[Tensor]] = []
@@ -55,16 +53,15 @@ class KVStore:
         self.tier: TierMemory | None = None
         """Where blocks are copied to; None: no plan copies any."""
 
-    def bind_layers(
-        self, layers: list[DecoderLayer], span: Span, kv_groups: tuple[KVGroup, ...], ranks: RankGroups
-    ) -> None:
+    def bind_layers(self, layers: list[DecoderLayer], span: Span, ranks: RankGroups) -> None:
         """Give every layer of a stage its pages."""
-        for group in kv_groups:
+        cache = self._cache
+        for group in cache.groups:
             own_layers = [index for index in group.layers if span.start <= index < span.stop]
             slots: list[tuple[Tensor, ...]] = []
             for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
-                parts = attention.cache_parts(self._num_blocks, self._block_size, self._dtype)
+                parts = attention.cache_parts(self._num_blocks, cache.block_size, cache.dtype)
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
                 slots.append(self._slots[depth, parts])

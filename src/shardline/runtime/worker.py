@@ -192,8 +192,6 @@ class Worker:
 
     def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> KVStore:
         """Give the layers a KV pool."""
-        deployment, cache = self._deployment, self._deployment.cache
-        span = deployment.stages[self._groups.place.pp_rank]
-        kv_store = KVStore(num_blocks, cache.block_size, cache.dtype, self._backend.pages_empty)
-        kv_store.bind_layers(stage.layers, span, cache.groups, self._groups)
+        kv_store = KVStore(num_blocks, self._deployment.cache, self._backend.pages_empty)
+        kv_store.bind_layers(stage.layers, self._deployment.stages[self._groups.place.pp_rank], self._groups)
         return kv_store

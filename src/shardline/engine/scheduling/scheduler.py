@@ -16,7 +16,6 @@ from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.engine.speculative.ngram import NgramProposer
-from shardline.engine.tiers import Tier
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
@@ -89,11 +88,9 @@ class Scheduler:
         max_in_flight: int = 1,
         last_token_known: bool,
         namespace: bytes | None = None,
-        tier: Tier | None = None,
         warns: bool = True,
     ) -> None:
-        """`num_blocks` includes the null block; `namespace` and `tier`: see `KVCache`; `warns`: whether preemptions are
-        logged."""
+        """`num_blocks` includes the null block; `namespace`: see `KVCache`; `warns`: whether preemptions are logged."""
         assert last_token_known or not limits.drafts, "a draft follows tokens that are known"
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
@@ -102,12 +99,7 @@ class Scheduler:
         self.max_samples = limits.max_samples
         self._proposer = NgramProposer(limits.speculation) if limits.drafts else None
         self.kv = KVCache(
-            cache.groups,
-            num_blocks,
-            cache.block_size,
-            prefix_caching=cache.prefix_caching,
-            namespace=namespace,
-            tier=tier,
+            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
         self.registry = RequestRegistry(self.kv, max_model_len=max_model_len)
         self.queues = SequenceQueues(self.kv)
