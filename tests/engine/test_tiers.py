@@ -60,7 +60,7 @@ class TrafficMachine(RuleBasedStateMachine):
         self.pool.publish_block(block, key)
         self.held.append(block)
 
-    @precondition(lambda self: set(self.held) - set(self.computed))
+    @precondition(lambda self: not set(self.held) <= set(self.computed))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         """A block is released once the plans that compute it are over."""
