@@ -21,7 +21,7 @@ from shardline.cluster.wire import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import DEPLOYMENT_SECRET, Child, StartedEngine, start_engine
+from shardline.engine.children import Child, StartedEngine, start_engine
 from shardline.messages.engine import StartEngine
 from shardline.messages.node import (
     ENGINE,
@@ -174,19 +174,19 @@ class Cluster:
         assert self._deployment is not None, "the cluster launches before it starts anything"
         return self._deployment
 
-    def start_engine(self, deployment: Deployment, engine: int) -> StartedEngine:
-        """Start an engine on its host, and connect it with its ranks on other hosts."""
+    def start_engine(self, deployment: Deployment, engine: int, secret: bytes) -> StartedEngine:
+        """Start an engine on its host, and connect it with its ranks on other hosts. `secret`: see `StartEngine`."""
         with self._lock:
             self._starts += 1
             start = self._starts
             if deployment.placements[engine][0].host == 0:
-                started = start_engine(deployment, engine)
+                started = start_engine(deployment, engine, secret)
                 self._head.attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
                 return started
             ours, theirs = socket.socketpair()
             self._head.attach({Stream(engine, ENGINE, start): theirs})
             with contextlib.suppress(OSError):  # its host is lost; what can be read from the socket says so
-                Channel(ours, StartEngine).send(StartEngine(deployment, engine, DEPLOYMENT_SECRET))
+                Channel(ours, StartEngine).send(StartEngine(deployment, engine, secret))
             return StartedEngine(None, ours, {})
 
     def describe_links(self) -> list[str]:
