@@ -73,8 +73,9 @@ class StepScores(Feature):
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """The logits of the sampled rows. Those of scored rows are read meanwhile, some at a time."""
-        assert step.scored is not None
-        targets, widest = step.scored.targets, max(self._plan.top_logprobs)
+        scored = step.rows.narrow().scored
+        assert scored is not None
+        targets, widest = scored.targets, max(self._plan.top_logprobs)
 
         def read_logits(rows: slice, logits: Tensor) -> None:
             self._parts.append(self._sampler.score_rows(logits, targets[rows], widest))
