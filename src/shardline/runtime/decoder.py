@@ -178,6 +178,7 @@ class DecoderStage:
         if last:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
+        self.is_last = last
         self.embeds_prompts = last and stage.embeds
         self.fused: FusedLayers | None = None
         """Runs the layers of the steps that it fits; None: no step."""
