@@ -62,7 +62,18 @@ def paged_attention(
     assert not chunked, "deployment.gpu_support refuses such models"
     caches = (key_cache, value_cache, key_scales, value_scales, None, None)
     index = (block_tables, query_starts, context_lens)
-    _launch(query, caches, index, out, scale, window, softcap, spread_splits, **_options_of_heads(query, caches, index))
+    _launch(
+        query,
+        caches,
+        index,
+        out,
+        scale,
+        window,
+        softcap,
+        spread_splits,
+        None,
+        **_options_of_heads(query, caches, index),
+    )
 
 
 def attention_partials(
@@ -94,7 +105,7 @@ def attention_partials(
     index = (block_tables, query_starts, context_lens)
     parts = _Parts(maxima, sums, outputs, first_split, split_step)
     options = _options_of_heads(query, caches, index)
-    _launch(query, caches, index, outputs[0], scale, window, softcap, True, parts=parts, **options)
+    _launch(query, caches, index, outputs[0], scale, window, softcap, True, parts, **options)
 
 
 def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -188,6 +199,7 @@ def _launch_mla(
         None,
         None,
         spread_splits,
+        None,
         num_kv_heads=1,
         block_size=caches[0].shape[1],
         BLOCK_ROWS=64 if is_bf16 else 16,
@@ -218,8 +230,8 @@ def _launch(
     window: int | None,
     softcap: float | None,
     spread_splits: bool | None,
+    parts: _Parts | None,
     *,
-    parts: _Parts | None = None,
     num_kv_heads: int,
     block_size: int,
     **options: Any,
