@@ -184,6 +184,26 @@ def paged_attention(
     sinks: Tensor | None,
     chunked: bool,
 ) -> None: ...
+def attention_partials(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    outputs: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    chunked: bool,
+    first_split: int,
+    split_step: int,
+) -> None: ...
+def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None: ...
 def write_latent(
     latent: Tensor, rope_key: Tensor, cache: Tensor, rope_cache: Tensor | None, scales: Tensor | None, slots: Tensor
 ) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,17 @@ class RecordingSampler(Sampler):
         self.logits: list[Tensor] = []
 
     def sample_tokens(
-        self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput, masks: TokenMasks | None = None
+        self,
+        local_logits: Tensor,
+        plan: SamplingPlan,
+        inputs: SamplingInput,
+        masks: TokenMasks | None = None,
+        readers: Sequence[Callable[[Tensor], None]] = (),
     ) -> Sampled:
         self.logits.append(local_logits.clone())
-        return Sampled(local_logits.argmax(1), None, local_logits)
+        for read in readers:
+            read(local_logits)
+        return Sampled(local_logits.argmax(1))
 
 
 def generate(

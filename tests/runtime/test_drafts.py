@@ -71,7 +71,7 @@ def test_answers_of_every_kind_are_the_same(tensor: int, pipeline: int, tmp_path
 
     def counted(replay: DecodeReplay, step: object, hidden: object) -> object:
         nonlocal replayed
-        replayed += step.is_replayable and len(step.token_ids) > len(step.context_lens)  # type: ignore[attr-defined]
+        replayed += step.is_replayable and len(step.rows) > len(step.rows.context_lens)  # type: ignore[attr-defined]
         return call(replay, step, hidden)  # type: ignore[arg-type]
 
     with (

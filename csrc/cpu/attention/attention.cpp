@@ -115,9 +115,68 @@ void merge_splits(const AttentionArgs& args, const TileIndex& index, int64_t num
   }
 }
 
+// Computes the partials of some splits, in place of results.
+template <class Tile>
+void attend_partials(const AttentionArgs& args) {
+  const AttentionPartials& to = args.partials;
+  const int64_t num_heads = args.num_kv_heads, rows_per_token = args.num_heads / num_heads;
+  const RowTiles tiles(args, rows_per_token, choose_tile_rows<Tile>([&](int64_t tile_rows) {
+                         return RowTiles::count(args, rows_per_token, tile_rows) * num_heads * to.num_splits;
+                       }));
+  parallel_for(tiles.count() * num_heads * to.num_splits, [&](int64_t task) {
+    const int64_t i = task % to.num_splits, group = task / to.num_splits;
+    const TileIndex index = tiles.at(group / num_heads, group % num_heads);
+    Tile tile(args, index);
+    const auto put = [&](int64_t r, float max, float sum, const float* output) {
+      const int64_t place = i * num_places(args) + tile.place(r);
+      to.maxima[place] = max;
+      to.sums[place] = sum;
+      for (int64_t d = 0; d < args.value_dim; ++d) {
+        to.outputs[place * args.value_dim + d] = output == nullptr ? 0.0f : output[d];
+      }
+    };
+    for (int64_t r = 0; r < index.num_rows; ++r) put(r, -__builtin_inff(), 0.0f, nullptr);
+    const int64_t split = to.first_split + i * to.split_step;
+    if (split < tile.first_split() || split >= tile.end_split()) return;
+    tile.prepare();
+    tile.attend(split, tile.first_panels(split), [&](int64_t first_row, int count, const Row* rows) {
+      for (int r = 0; r < count; ++r) {
+        const Partial& partial = rows[r].partial;
+        put(first_row + r, partial.max, partial.sum, partial.output);
+      }
+    });
+  });
+}
+
+// Merges the partials of one row in index order.
+template <class T>
+void merge_row(const MergePartialsArgs& args, int64_t row) {
+  const int64_t dim = args.value_dim, width = whole_vectors(dim), num_rows = args.num_tokens * args.num_heads;
+  auto* memory = static_cast<float*>(thread_scratch(static_cast<size_t>(2 * width) * sizeof(float)));
+  Partial merged = {0.0f, 1.0f, memory};
+  for (int64_t d = 0; d < width; ++d) memory[d] = 0.0f;
+  Row next = {};
+  next.partial.output = memory + width;
+  bool first = true;
+  for (int64_t i = 0; i < args.num_splits * args.num_ranks; ++i) {
+    const int64_t place = (i % args.num_ranks * args.num_splits + i / args.num_ranks) * num_rows + row;
+    if (args.sums[place] == 0.0f) continue;
+    next.partial.max = args.maxima[place];
+    next.partial.sum = args.sums[place];
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      store(next.partial.output + d, load_n(args.outputs + place * dim + d, dim - d));
+    }
+    merge_rows(&merged, &next, 1, &first, dim);
+    first = false;
+  }
+  const float* sink = args.sinks == nullptr ? nullptr : args.sinks + row % args.num_heads;
+  store_mean(static_cast<T*>(args.out) + row * dim, merged, sink, dim);
+}
+
 // In decode, and if there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
 template <class Tile>
 void attend(const AttentionArgs& args) {
+  if (args.partials.sums != nullptr) return attend_partials<Tile>(args);
   const int64_t num_heads = args.num_kv_heads, rows_per_token = args.num_heads / num_heads;
   const RowTiles tiles(args, rows_per_token, choose_tile_rows<Tile>([&](int64_t tile_rows) {
                          return RowTiles::count(args, rows_per_token, tile_rows) * num_heads;
@@ -182,6 +241,12 @@ void paged_attention(const AttentionArgs& args) {
   } else {
     is_fp32 ? attend<RowTile<float, float, false>>(args) : attend<RowTile<bf16, bf16, false>>(args);
   }
+}
+
+void merge_partials(const MergePartialsArgs& args) {
+  parallel_for(args.num_tokens * args.num_heads, [&](int64_t row) {
+    args.dtype == DType::kFloat32 ? merge_row<float>(args, row) : merge_row<bf16>(args, row);
+  });
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -54,6 +54,15 @@ struct WriteLatentArgs {
   int64_t num_tokens, latent_dim, rope_dim;
 };
 
+// Results of every row for some splits of the keys: its maximal score and the sum of its weights, [num_splits,
+// num_tokens, num_heads], and its weighted sum of values, [num_splits, num_tokens, num_heads, value_dim], not yet divided
+// by the sum of weights. A row that sees no key of a split has a sum of zero.
+struct AttentionPartials {
+  float *maxima, *sums, *outputs;
+  int64_t num_splits;
+  int64_t first_split, split_step;  // split i of these is split first_split + i * split_step of the keys
+};
+
 // Attention over latents (MLA, absorbed) has one KV head and no value cache: a cached row is the key of all heads, and
 // its first value_dim elements, the latent, are their value. The query is in two parts.
 struct AttentionArgs {
@@ -78,6 +87,17 @@ struct AttentionArgs {
   const bf16* rope_cache;                  // as in WriteLatentArgs
   const void* query_rope;                  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null
   int64_t query_rope_stride, query_rope_head_stride;
+  AttentionPartials partials;  // computed in place of `out`, if its pointers are set
+};
+
+// Merges partials of several ranks, which follow one another. Split i of the keys is split i / num_ranks of rank
+// i % num_ranks.
+struct MergePartialsArgs {
+  DType dtype;
+  const float *maxima, *sums, *outputs;  // as in AttentionPartials, [num_ranks, ...]
+  const float* sinks;                    // as in AttentionArgs
+  void* out;                             // [num_tokens, num_heads, value_dim], contiguous
+  int64_t num_ranks, num_splits, num_tokens, num_heads, value_dim;
 };
 
 }  // namespace shardline

@@ -400,4 +400,13 @@ inline void merge_rows(Partial* merged, const Row* rows, int num_rows, const boo
   }
 }
 
+// Stores the result of a row: its weighted sum of values over its sum of weights, which a sink's weight joins.
+template <class T>
+inline void store_mean(T* out, const Partial& merged, const float* sink, int64_t dim) {
+  float sum = merged.sum;
+  if (sink != nullptr) sum += exp(broadcast(*sink - merged.max))[0];
+  const F32 factor = broadcast(1.0f / sum);
+  for (int64_t d = 0; d < dim; d += kLanes) store_n(out + d, load(merged.output + d) * factor, dim - d);
+}
+
 }  // namespace shardline::SHARDLINE_ISA

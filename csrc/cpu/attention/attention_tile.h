@@ -87,12 +87,7 @@ class RowTile {
 
   void store_output(int64_t r, const Partial& merged) const {
     T* out = static_cast<T*>(args_.out) + place(r) * args_.value_dim;
-    float sum = merged.sum;
-    if (args_.sinks != nullptr) sum += exp(broadcast(args_.sinks[head(r)] - merged.max))[0];
-    const F32 factor = broadcast(1.0f / sum);
-    for (int64_t d = 0; d < args_.value_dim; d += kLanes) {
-      store_n(out + d, load(merged.output + d) * factor, args_.value_dim - d);
-    }
+    store_mean(out, merged, args_.sinks == nullptr ? nullptr : args_.sinks + head(r), args_.value_dim);
   }
 
  private:

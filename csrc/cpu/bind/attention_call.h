@@ -22,8 +22,7 @@ struct SequenceTensors {
 };
 
 // The arguments that do not depend on the kind of the cache. `query` is [num_tokens, num_heads, dim].
-inline AttentionArgs attention_args(const Tensor& query, const SequenceTensors& sequences, const Tensor& out,
-                                    float scale) {
+inline AttentionArgs attention_args(const Tensor& query, const SequenceTensors& sequences, float scale) {
   if (!(scale > 0)) raise_value_error("scale must be positive");
   AttentionArgs args = {};
   args.dtype = query.dtype();
@@ -33,7 +32,6 @@ inline AttentionArgs attention_args(const Tensor& query, const SequenceTensors& 
   args.block_table_stride = sequences.block_tables.row_stride();
   args.query_starts = sequences.query_starts.as<int32_t>();
   args.context_lens = sequences.context_lens.as<int32_t>();
-  args.out = out.data();
   args.num_sequences = sequences.context_lens.size(0);
   args.num_heads = query.size(1);
   args.scale = scale;

@@ -71,7 +71,8 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
   check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(2), rope.size(2));
   out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
-  AttentionArgs args = attention_args(latent, sequences, out, scale);
+  AttentionArgs args = attention_args(latent, sequences, scale);
+  args.out = out.data();
   args.query_rope = rope.data();
   args.query_rope_stride = rope.row_stride();
   args.query_rope_head_stride = rope.head_stride();

@@ -30,4 +30,5 @@
   KERNEL(void, linear_grouped, const GroupedLinearArgs& args) \
   KERNEL(void, round_rows_e4m3, const RoundRowsArgs& args) \
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
-  KERNEL(void, combine, const CombineArgs& args)
+  KERNEL(void, combine, const CombineArgs& args) \
+  KERNEL(void, merge_partials, const MergePartialsArgs& args)

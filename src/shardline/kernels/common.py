@@ -117,6 +117,34 @@ class CommonKernels(Protocol):
     ) -> None:
         """Causal attention of the sequences' new tokens, query [T, H, D], over the paged cache."""
 
+    def attention_partials(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+        outputs: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+        chunked: bool,
+        first_split: int,
+        split_step: int,
+        /,
+    ) -> None:
+        """What `paged_attention` computes for each of some splits, before it merges them."""
+
+    def merge_partials(
+        self, maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None, /
+    ) -> None:
+        """Merges the partials of several ranks to the attention output."""
+
     def expert_up(
         self,
         x: Tensor,

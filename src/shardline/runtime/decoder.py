@@ -25,7 +25,7 @@ from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
-from shardline.runtime.step import Queries, StepInput
+from shardline.runtime.step import Rows, StepInput, empty_rows
 
 
 class DecoderLayer:
@@ -36,13 +36,10 @@ class DecoderLayer:
         stage = loader.stage
         name, spec = f"layers.{index}", stage.spec.layers[index]
         self._storing = storing_layer(stage.spec, index)
-        self._kv_group = next(g for g, group in enumerate(stage.kv_groups) if self._storing in group.layers)
+        kv_group = next(g for g, group in enumerate(stage.kv_groups) if self._storing in group.layers)
         self._kernels = stage.kernels
-        last_storing = last_storing_layer(stage.spec)
-        self.selects = index == last_storing
-        """Whether this layer drops the tokens that are not sampled, once their keys and values are stored."""
-        self._sampled_only = index >= last_storing
-        self.attention = _attention(loader, f"{name}.attention", spec.attention, tables)
+        self._narrows = index == last_storing_layer(stage.spec)
+        self.attention = _attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
         self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
             self.feed_forward = MoEFeedForward(loader, index, spec.feed_forward)
@@ -70,32 +67,29 @@ class DecoderLayer:
         self.post_attention_norm = optional("post_attention_norm", spec.post_attention_norm)
         self.post_feed_forward_norm = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor | None]:
-        """hidden, delta [T, H] -> the same after this layer; the one that `selects` returns only the sampled rows."""
+    def __call__(self, hidden: Tensor, delta: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor | None, Rows]:
+        """hidden, delta [T, H] of `rows` -> the same after this layer, and the rows that are left."""
+        left = self.rows_left(rows)
         normed, hidden = self.attention_norm(hidden, delta)
-        queries, slots = self.queries_and_slots(step)
-        if queries.rows is not None:
-            hidden = torch.index_select(hidden, 0, queries.rows)
-        delta = self.attention(normed, step.positions, slots, queries)
+        if left is not rows:
+            hidden = left.take(hidden)
+        delta = self.attention(normed, rows, left)
         delta = self._finish_block(delta, self.post_attention_norm)
         if self.parallel:
-            if queries.rows is not None:
-                normed = torch.index_select(as_tensor(normed), 0, queries.rows)
+            if left is not rows:
+                normed = left.take(as_tensor(normed))
             hidden = add(self._kernels, hidden, delta)
         else:
             normed, hidden = self.feed_forward_norm(hidden, delta)
-        delta = self.run_feed_forward(normed, hidden, step, queries, slots)
+        delta = self.run_feed_forward(normed, hidden, left)
         delta = self._finish_block(delta, self.post_feed_forward_norm)
         if self._token_input is not None:
-            assert step.token_inputs is not None
-            own_inputs = step.token_inputs[:, self._place]
-            if queries.rows is not None:
-                own_inputs = torch.index_select(own_inputs, 0, queries.rows)
+            assert left.token_inputs is not None
             hidden = add(self._kernels, hidden, delta)
-            delta = self._token_input(hidden, own_inputs)
+            delta = self._token_input(hidden, left.token_inputs[:, self._place], left)
         if self._output_factor is None:
-            return hidden, delta
-        return scale_rows(self._kernels, add(self._kernels, hidden, delta), self._output_factor), None
+            return hidden, delta, left
+        return scale_rows(self._kernels, add(self._kernels, hidden, delta), self._output_factor), None, left
 
     def _finish_block(self, delta: Tensor, norm: NormLayer | None) -> Tensor:
         """What is added to the residual stream, for the output of a block."""
@@ -114,29 +108,23 @@ class DecoderLayer:
             assert isinstance(source, AttentionLayer)
             self.attention.pages = source.pages
 
-    def queries_and_slots(self, step: StepInput) -> tuple[Queries, Tensor]:
-        """The tokens that attend in this layer, and the slots for the step's keys and values."""
-        return step.queries(self._kv_group, self.selects), step.kv_groups[self._kv_group].slots
+    def rows_left(self, rows: Rows) -> Rows:
+        """The rows that go on once this layer has stored the keys and values of `rows`."""
+        return rows.narrow() if self._narrows else rows
 
-    def run_feed_forward(
-        self, normed: LinearInput, hidden: Tensor, step: StepInput, queries: Queries, slots: Tensor
-    ) -> Tensor:
-        """The feed-forward block's output for the remaining rows; `normed` is the norm of `hidden`."""
+    def run_feed_forward(self, normed: LinearInput, hidden: Tensor, rows: Rows) -> Tensor:
+        """The feed-forward block's output for `rows`; `normed` is the norm of `hidden`."""
         if isinstance(self.feed_forward, DenseFeedForward):
-            return self.feed_forward(normed)
-        rows = self._rows_of_replicas(step.replica_tokens, step.replica_samples)
-        return self.feed_forward(normed, hidden, rows, slots if queries.rows is None else None)
+            return self.feed_forward(normed, rows)
+        return self.feed_forward(normed, hidden, rows)
 
-    def run_empty_step(
-        self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor
-    ) -> None:
-        """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H]."""
+    def run_empty_step(self, nothing: Tensor, rows: Rows) -> Rows:
+        """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H].
+        Returns the rows that are left."""
+        left = self.rows_left(rows)
         if isinstance(self.feed_forward, MoEFeedForward):
-            self.feed_forward(nothing, nothing, self._rows_of_replicas(replica_tokens, replica_samples))
-
-    def _rows_of_replicas(self, tokens: tuple[int, ...], samples: tuple[int, ...]) -> tuple[int, ...]:
-        """How many rows each replica in lockstep has in this layer's feed-forward block."""
-        return samples if self._sampled_only else tokens
+            self.feed_forward(nothing, nothing, left)
+        return left
 
 
 def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:
@@ -144,12 +132,12 @@ def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputFo
 
 
 def _attention(
-    loader: LayerLoader, name: str, spec: Attention, tables: RotaryTables
+    loader: LayerLoader, name: str, spec: Attention, tables: RotaryTables, kv_group: int
 ) -> AttentionLayer | LatentAttentionLayer:
     if isinstance(spec, MLA):
-        return LatentAttentionLayer(loader, name, spec, tables)
+        return LatentAttentionLayer(loader, name, spec, tables, kv_group)
     assert isinstance(spec, GQA), "only the planner knows other kinds"
-    return AttentionLayer(loader, name, spec, tables)
+    return AttentionLayer(loader, name, spec, tables, kv_group)
 
 
 class FusedLayers(Protocol):
@@ -185,11 +173,12 @@ class DecoderStage:
             self._token_inputs = TokenInputs(loader, layers, spec, self._embedding)
         self.layers = [DecoderLayer(loader, layers.start + place, tables, place) for place in range(layers.size)]
         self._finite_checker = stage.finite_checker
-        self._first_layer, self._last_storing = layers.start, last_storing_layer(spec)
+        self._first_layer = layers.start
         self._final_norm: InputNorm | None = None
         if last:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
+        self.is_last = last
         self.embeds_prompts = last and stage.embeds
         self.fused: FusedLayers | None = None
         """Runs the layers of the steps that it fits; None: no step."""
@@ -197,7 +186,7 @@ class DecoderStage:
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
         assert self._embedding is not None
-        return self._embedding(step.token_ids, step.positions)
+        return self._embedding(step.token_ids, step.rows.positions)
 
     def add_inputs(self, step: StepInput, hidden: Tensor) -> StepInput:
         """The step with all that the layers read beside `hidden`, the stage's input [T, H]."""
@@ -225,7 +214,7 @@ class DecoderStage:
             return self.lm_head.find_best(normed, step.allowed)
         logits = self.lm_head(normed)
         if self._finite_checker is not None:
-            self._finite_checker.check_tensor("the logits", logits, _sampled_rows(step))
+            self._finite_checker.check_tensor("the logits", logits, step.rows.narrow().places)
         return logits
 
     def forward_scored(
@@ -233,15 +222,16 @@ class DecoderStage:
     ) -> Tensor:
         """As `forward`, on the last stage, for a step with scored tokens.
 
-        `read_logits` gets this rank's logits of `step.scored`, for at most `rows_each` of its rows at a time. The
-        logits of the sampled rows are returned.
+        `read_logits` gets this rank's logits of the scored rows, for at most `rows_each` of them at a time. The logits
+        of the sampled rows are returned.
         """
         assert self._final_norm is not None
         assert self.lm_head is not None
-        assert step.scored is not None
-        assert step.sampled is not None
+        left = step.rows.narrow()
+        tokens, scored = left.places, left.scored
+        assert tokens is not None
+        assert scored is not None
         hidden, delta = self._run_stage(step, hidden)
-        tokens, scored = step.sampled.rows, step.scored
         for first in range(0, len(scored.rows), rows_each):
             part = slice(first, first + rows_each)
             read_logits(part, self._logits_of(hidden, delta, scored.rows[part], tokens))
@@ -269,28 +259,19 @@ class DecoderStage:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
         nothing."""
         delta: Tensor | None = None
-        sampled_rows, finite_checker = _sampled_rows(step), self._finite_checker
+        rows, finite_checker = step.rows, self._finite_checker
         if finite_checker is not None:
             finite_checker.begin_step(len(hidden))
             finite_checker.check_tensor("the embedding" if self._embedding else "what the previous stage sent", hidden)
         for index, layer in enumerate(self.layers, self._first_layer):
-            hidden, delta = layer(hidden, delta, step)
+            hidden, delta, rows = layer(hidden, delta, rows)
             if finite_checker is not None:
-                finite_checker.check_tensor(
-                    f"layer {index}",
-                    hidden if delta is None else delta,
-                    sampled_rows if index >= self._last_storing else None,
-                )
-            if layer.selects and layer is not self.layers[-1]:
-                step = step.sampled_only()
+                finite_checker.check_tensor(f"layer {index}", hidden if delta is None else delta, rows.places)
         return hidden, delta
 
     def run_empty_step(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
         """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas
         need."""
+        rows = empty_rows(replica_tokens, replica_samples)
         for layer in self.layers:
-            layer.run_empty_step(replica_tokens, replica_samples, self._nothing)
-
-
-def _sampled_rows(step: StepInput) -> Tensor | None:
-    return None if step.sampled is None else step.sampled.rows
+            rows = layer.run_empty_step(self._nothing, rows)

@@ -8,23 +8,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from shardline.messages.step import RankStep, SequenceResult, StepResult
+from shardline.messages.step import RankStep, SequenceResult, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.features.constraints import ConstraintRows
+from shardline.runtime.features.digests import Digests
 from shardline.runtime.features.drafts import Drafts, sampled_rows
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.scores import Scores
 from shardline.runtime.kv_store import KVStore
-from shardline.runtime.launch import Feature, Launch
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.step import StepInput
 
 
 class PendingStep:
@@ -85,18 +86,19 @@ class Runner:
         self._finished = 0.0
         """When the last step finished, by `time.perf_counter`."""
         self._sampler: Sampler | None = None
-        self._constraints: ConstraintRows | None = None
+        self._fuses_argmax = stage.lm_head is not None and stage.lm_head.fuses_argmax
+        # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
-        if finite_checker is not None:
-            self._features.append(Finite(finite_checker))
         if stage.lm_head is not None:
             spans = stage.lm_head.spans
             self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
-            self._constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
-            self._features += [Drafts(), self._constraints, Scores(stage, self._sampler)]
+            constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
+            self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]
         if stage.embeds_prompts:
             self._features.append(Pooling())
+        if finite_checker is not None:
+            self._features.append(Finite(finite_checker))
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan
@@ -114,23 +116,15 @@ class Runner:
         while len(self._in_flight) > 1:
             self._wait_for_oldest()
         started = time.perf_counter()
-        plan = rank_step.plan
-        for seq_id in plan.ends:
-            self._sequences.end_sequence(seq_id)
-        for start in plan.starts:
-            mask = None if self._constraints is None else self._constraints.mask_of(start)
-            self._sequences.start_sequence(start, mask)
-        stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
-        sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
-        launch = Launch(plan, stepped, sampled, sampled_rows(plan.steps, stepped))
-        if plan.copies is not None:
-            launch.lost_slots = self._kv_store.copy_blocks(plan.copies)
+        running = self._begin(rank_step.plan)
+        if rank_step.plan.copies is not None:
+            running.lost_slots = self._kv_store.copy_blocks(rank_step.plan.copies)
         outcome: _Outcome | None = None
-        if plan.steps:
-            outcome = self._compute(rank_step, launch)
+        if running.stepped:
+            outcome = self._compute(rank_step, running)
         elif any(rank_step.replica_tokens):
             self._stage.run_empty_step(rank_step.replica_tokens, rank_step.replica_samples)
-        pending = PendingStep(self._inputs.download(launch.tensors), partial(self._finish, started, launch, outcome))
+        pending = PendingStep(self._inputs.download(running.tensors), partial(self._finish, started, running, outcome))
         self._in_flight.append(pending)
         if pending.is_over:
             pending.result()
@@ -142,67 +136,84 @@ class Runner:
         """Wait for the oldest step in flight, and take its tokens."""
         self._in_flight[0].result()
 
-    def _compute(self, rank_step: RankStep, launch: Launch) -> _Outcome | None:
+    def _begin(self, plan: StepPlan) -> RunningStep:
+        """End, start and advance sequences as the plan says; features see what the step asks for."""
+        for seq_id in plan.ends:
+            self._sequences.end_sequence(seq_id)
+        for start in plan.starts:
+            sequence = self._sequences.start_sequence(start)
+            for feature in self._features:
+                feature.start_sequence(sequence, start)
+        stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
+        sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
+        rows = sampled_rows(plan.steps, stepped)
+        sampling = self._sampler.plan_sampling(rows) if self._sampler is not None and rows else None
+        greedy = self._fuses_argmax and sampling is not None and sampling.is_greedy
+        running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward)
+        if stepped:
+            running.features = [active for feature in self._features if (active := feature.begin(running)) is not None]
+        return running
+
+    def _compute(self, rank_step: RankStep, running: RunningStep) -> _Outcome | None:
         """Receive, forward, head, send. Returns what was sampled; None: this rank samples nothing in this step."""
-        sampler, rows = self._sampler, launch.rows
-        sampling = sampler.plan_sampling(rows) if sampler is not None and rows else None
-        launch.features = [active for feature in self._features if (active := feature.begin(launch)) is not None]
-        lm_head = self._stage.lm_head
-        fuses_argmax = lm_head is not None and lm_head.fuses_argmax and not launch.needs_logits
-        greedy = fuses_argmax and sampling is not None and sampling.is_greedy
-        step = self._inputs.make_step(rank_step, launch.stepped, sampling, greedy)
-        for feature in launch.features:
-            step = feature.prepare(launch, step)
+        step = self._inputs.make_step(rank_step, running.stepped, running.sampling, running.greedy)
+        for feature in running.features:
+            step = feature.prepare(running, step)
+        step, hidden = self._receive(step)
+        output = running.forward(step, hidden)
+        if self._groups.to_next is not None:
+            self._groups.to_next.send(output)
+        for feature in running.features:
+            feature.after_forward(running, step, output)
+        return self._sample(running, step, output)
+
+    def _receive(self, step: StepInput) -> tuple[StepInput, Tensor]:
+        """The hidden states of the step's tokens, [T, H], and the step with all that the layers read beside them."""
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
-            shape = (launch.plan.num_tokens, self._sizes.hidden_size)
+            shape = (len(step.rows), self._sizes.hidden_size)
             hidden = self._groups.from_previous.receive(shape, self._sizes.dtype)
-        step = self._stage.add_inputs(step, hidden)
-        output = (launch.forward or self._forward)(step, hidden)
-        if self._groups.to_next is not None:
-            self._groups.to_next.send(output)
-        for feature in launch.features:
-            feature.after_forward(launch, step, output)
+        return self._stage.add_inputs(step, hidden), hidden
+
+    def _sample(self, running: RunningStep, step: StepInput, output: Tensor) -> _Outcome | None:
+        """Tokens of the sampled rows; `output` is that of the stage."""
+        sampler, sampling = self._sampler, running.sampling
         if sampler is None or sampling is None:
             return None
         inputs = sampling.inputs if step.sampling is None else step.sampling
         if step.greedy:
             sampled = sampler.choose_best(output)
         else:
-            sampled = sampler.sample_tokens(output, sampling, inputs, launch.masks)
+            sampled = sampler.sample_tokens(output, sampling, inputs, running.masks, running.readers)
         self._inputs.keep_tokens(inputs, sampled.tokens)
-        for sequence in launch.sampled:
-            if not sequence.num_guessed:
-                sequence.append_pending()
-        return _Outcome(sampling, sampled, launch.download(*sampled.list_tensors()))
+        for sequence in running.sampled:
+            sequence.append_pending()
+        return _Outcome(sampling, sampled, running.download(*sampled.list_tensors()))
 
     def _finish(
-        self, started: float, launch: Launch, outcome: _Outcome | None, copies: list[Tensor]
+        self, started: float, running: RunningStep, outcome: _Outcome | None, copies: list[Tensor]
     ) -> StepResult | None:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
-        self._groups.progress.finish(launch.plan.step_id)
-        if self._sampler is None and not self._stage.embeds_prompts and launch.lost_slots is None:
+        self._groups.progress.finish(running.plan.step_id)
+        if not self._stage.is_last and running.lost_slots is None:
             return None
-        launch.copies = copies
+        running.copies = copies
         results: list[SequenceResult] = []
         if outcome is not None:
-            assert self._sampler is not None
             sampled = outcome.sampled.from_copies(copies[outcome.place])
-            results = self._sampler.make_results(outcome.sampling, sampled)
-        for feature in launch.features:
-            results = feature.result(launch, results)
-        sequences = {sequence.seq_id: sequence for sequence in launch.sampled}
+            results = Sampler.make_results(outcome.sampling, sampled)
+        for feature in running.features:
+            results = feature.result(running, results)
+        sequences = {sequence.seq_id: sequence for sequence in running.sampled}
         for result in results:
             if result.token_ids:
                 sequences[result.seq_id].take_tokens(result.token_ids)
-        if launch.errors or launch.refusals:
-            results = _with_errors(results, launch.errors, launch.refusals)
         # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
-        return StepResult(launch.plan.step_id, results, seconds, launch.lost_slots)
+        return StepResult(running.plan.step_id, results, seconds, running.lost_slots)
 
 
 class _Outcome(NamedTuple):
@@ -211,18 +222,4 @@ class _Outcome(NamedTuple):
     sampling: SamplingPlan
     sampled: Sampled
     place: slice
-    """Of its tensors in `Launch.copies`."""
-
-
-def _with_errors(
-    results: list[SequenceResult], errors: dict[int, str], refusals: dict[int, str]
-) -> list[SequenceResult]:
-    """`results`, in which the sequences in `errors` and `refusals` are marked as failed, see `SequenceResult`."""
-    return [
-        msgspec.structs.replace(
-            result,
-            error=errors.get(result.seq_id) or refusals.get(result.seq_id, ""),
-            refused=result.seq_id not in errors and result.seq_id in refusals,
-        )
-        for result in results
-    ]
+    """Of its tensors in `RunningStep.copies`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.step import Rows, StepInput
 from shardline.runtime.worker import Worker
 
 
@@ -58,27 +58,31 @@ class Scorer:
         size = len(document.token_ids)
         positions = torch.arange(size)
         blocks_each = -(-size // self._block_size)
-        groups = []
+        tables, slots = [], []
         for group in range(self._num_groups):
             blocks = torch.arange(blocks_each) + 1 + group * blocks_each
-            slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-            groups.append(KVGroupInput(blocks.int()[None], slots))
-        rows = positions[document.first - 1 : -1]
-        step = StepInput(
-            token_ids=torch.tensor(document.token_ids),
+            tables.append(blocks.int()[None])
+            slots.append(blocks[positions // self._block_size] * self._block_size + positions % self._block_size)
+        scored = positions[document.first - 1 : -1]
+        narrowed = Rows(
+            positions=scored,
+            query_starts=torch.tensor([0, len(scored)], dtype=torch.int32),
+            context_lens=torch.tensor([size - 1], dtype=torch.int32),
+            block_tables=tuple(tables),
+            slots=(),
+            replicas=(len(scored),),
+            places=scored,
+        )
+        rows = Rows(
             positions=positions,
             query_starts=torch.tensor([0, size], dtype=torch.int32),
             context_lens=torch.tensor([size], dtype=torch.int32),
-            kv_groups=tuple(groups),
-            replica_tokens=(size,),
-            replica_samples=(len(rows),),
-            sampled=SampledTokens(
-                rows=rows,
-                query_starts=torch.tensor([0, len(rows)], dtype=torch.int32),
-                context_lens=torch.tensor([size - 1], dtype=torch.int32),
-                block_tables=tuple(group.block_tables for group in groups),
-            ),
+            block_tables=tuple(tables),
+            slots=tuple(slots),
+            replicas=(size,),
+            narrowed=narrowed,
         )
+        step = StepInput(torch.tensor(document.token_ids), rows)
         hidden = self._stage.embed(step)
         return torch.log_softmax(self._stage.forward(self._stage.add_inputs(step, hidden), hidden), dim=-1)
 

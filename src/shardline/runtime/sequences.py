@@ -100,7 +100,9 @@ class WorkerSequence:
         self._count(token_id)
 
     def append_pending(self) -> None:
-        """Append a stand-in for a token that a step in flight will sample."""
+        """Append a stand-in for a token that a step in flight will sample, unless guesses hold its place."""
+        if self.num_guessed:
+            return
         self._place(stand_in(self.row))
         self.num_pending += 1
 
@@ -172,8 +174,8 @@ class SequenceTable:
         """The largest row index of any sequence, plus one."""
         return len(self._num_blocks)
 
-    def start_sequence(self, start: SequenceStart, mask: NextTokens | None = None) -> None:
-        """Add a sequence; `mask`: the constraints on its tokens."""
+    def start_sequence(self, start: SequenceStart) -> WorkerSequence:
+        """Add a sequence."""
         num_tokens = len(start.token_ids)
         tokens = np.empty(num_tokens + 256, dtype=np.int64)
         tokens[:num_tokens] = start.token_ids
@@ -186,12 +188,12 @@ class SequenceTable:
             sampling=start.sampling,
             choice=start.choice,
             eos_token_ids=tuple(start.eos_token_ids),
-            mask=mask,
         )
         if sequence.has_penalties:
             for token_id in start.token_ids[start.num_prompt_tokens :]:
                 sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
         self._sequences[start.seq_id] = sequence
+        return sequence
 
     def end_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""

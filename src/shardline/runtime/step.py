@@ -3,58 +3,85 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardline.runtime.sampling.inputs import SamplingInput
 
 
-@dataclass(frozen=True)
-class KVGroupInput:
-    """Where the layers of one KV group read and write keys and values."""
-
-    block_tables: Tensor
-    """[num_seqs, max_blocks] int32"""
-    slots: Tensor
-    """[num_tokens] int64: block id * block_size + offset of each new token."""
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """The tokens of a step whose logits are sampled or scored. Once the last keys and values are stored, layers compute
-    only these."""
+class ScoredRows(NamedTuple):
+    """Which rows tell how likely the prompt's next token was, and which are really sampled; indices are those of
+    the narrowed table."""
 
     rows: Tensor
-    """[num_samples] int64: indices of the tokens in the step."""
-    query_starts: Tensor
-    """[num_sampled_seqs + 1] int32: index into `rows` of the first token of each sampled sequence."""
-    context_lens: Tensor
-    """[num_sampled_seqs] int32: KV length of each sampled sequence at its last row."""
-    block_tables: tuple[Tensor, ...]
-    """One for each KV group, [num_sampled_seqs, max_blocks] int32."""
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Which of a step's sampled tokens tell how likely the prompt's next token was, and which are really sampled."""
-
-    rows: Tensor
-    """[num_scored] int64: indices into the sampled tokens."""
+    """[num_scored] int64"""
     targets: Tensor
     """[num_scored] int64: the id of the prompt's next token after each of these."""
     sampled: Tensor
-    """[num_sampled_seqs] int64: indices of the tokens whose logits are sampled."""
+    """[num_sampled] int64: the rows whose logits are sampled."""
 
 
 @dataclass(frozen=True)
-class Queries:
-    """Tokens of a step that attend to the keys of one KV group."""
+class Rows:
+    """A table of tokens, one a row, those of a sequence one after another. Each layer computes the rows of one table.
 
-    rows: Tensor | None
-    """[num_queries] int64: indices of the tokens in the step; None: all tokens, in order."""
-    starts: Tensor
+    A step begins with all of its tokens. Once the last keys and values are stored, nothing reads the other tokens'
+    outputs, so only rows go on whose logits are sampled or scored: `narrow` is called by the layer that stores them.
+    """
+
+    positions: Tensor
+    """[num_rows] int64"""
+    query_starts: Tensor
+    """[num_seqs + 1] int32: the first row of each sequence. One with drafts has a sampled row for each guess, too."""
     context_lens: Tensor
-    block_tables: Tensor
+    """[num_seqs] int32: the KV length of each sequence at its last row."""
+    block_tables: tuple[Tensor, ...]
+    """One for each KV group, [num_seqs, max_blocks] int32."""
+    slots: tuple[Tensor, ...]
+    """One for each KV group, [num_rows] int64: block id * block_size + offset, where a row's keys and values are
+    stored; negative: nowhere. Empty in a narrowed table."""
+    replicas: tuple[int, ...]
+    """The number of rows of each replica in lockstep, this one included."""
+    narrowed: Rows | None = None
+    """The table of the rows that go on. None: this one."""
+    places: Tensor | None = None
+    """[num_rows] int64: in a narrowed table, which rows of the step these are. None: all, in order."""
+    scored: ScoredRows | None = None
+    """In a narrowed table. None: all rows are sampled, and none is scored."""
+    token_inputs: Tensor | None = None
+    """[num_rows, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """[num_rows] int64: negative for rows that only pad a recorded step. None: there are none."""
+        return self.slots[0] if self.slots else None
+
+    def narrow(self) -> Rows:
+        """The rows that go on; the same table if it has no others."""
+        return self if self.narrowed is None else self.narrowed
+
+    def take(self, x: Tensor) -> Tensor:
+        """These rows of x, which has a row for each token of the step."""
+        return x if self.places is None else torch.index_select(x, 0, self.places)
+
+    def with_inputs(self, token_inputs: Tensor) -> Rows:
+        """The same with `token_inputs` of all rows."""
+        narrowed = self.narrowed
+        if narrowed is not None:
+            narrowed = replace(narrowed, token_inputs=narrowed.take(token_inputs))
+        return replace(self, token_inputs=token_inputs, narrowed=narrowed)
+
+
+def empty_rows(replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:
+    """The table of a step in which only other replicas have tokens."""
+    none = torch.empty(0, dtype=torch.int64)
+    rows = Rows(none, torch.zeros(1, dtype=torch.int32), none.int(), (), (), replica_samples)
+    return replace(rows, replicas=replica_tokens, narrowed=rows)
 
 
 @dataclass(frozen=True)
@@ -63,19 +90,8 @@ class StepInput:
 
     token_ids: Tensor
     """[num_tokens] int64"""
-    positions: Tensor
-    """[num_tokens] int64"""
-    query_starts: Tensor
-    """[num_seqs + 1] int32: first token of each sequence."""
-    context_lens: Tensor
-    """[num_seqs] int32: KV length of each sequence once the new tokens are stored."""
-    kv_groups: tuple[KVGroupInput, ...]
-    replica_tokens: tuple[int, ...]
-    """Number of tokens of each replica in lockstep, this replica included."""
-    replica_samples: tuple[int, ...]
-    """Number of sampled tokens of each replica in lockstep."""
-    sampled: SampledTokens | None
-    """None: all tokens are sampled, in order."""
+    rows: Rows
+    """The table of all tokens."""
     greedy: bool = False
     """Whether only the largest logit of each row is needed."""
     allowed: Tensor | None = None
@@ -84,39 +100,5 @@ class StepInput:
     sampling: SamplingInput | None = None
     """The sampler's input on a device. None if nothing is sampled, and on the host, where the sampler reads its
     plan."""
-    scored: ScoredTokens | None = None
-    """None: all of `sampled` are sampled, and none is scored."""
-    token_inputs: Tensor | None = None
-    """[num_tokens, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
     is_replayable: bool = False
     """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""
-
-    def queries(self, group: int, selects: bool) -> Queries:
-        """The tokens that attend in a layer of a KV group; only the sampled ones, if the layer `selects` them.
-
-        The last layer that stores keys and values does so, because nothing reads the other tokens' outputs.
-        """
-        if selects and self.sampled is not None:
-            sampled = self.sampled
-            return Queries(sampled.rows, sampled.query_starts, sampled.context_lens, sampled.block_tables[group])
-        return Queries(None, self.query_starts, self.context_lens, self.kv_groups[group].block_tables)
-
-    def sampled_only(self) -> StepInput:
-        """The step for layers that store nothing: all of its tokens are the sampled ones of this step."""
-        sampled = self.sampled
-        if sampled is None:
-            return self
-        rows, tables = sampled.rows, sampled.block_tables
-        return replace(
-            self,
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
-            query_starts=sampled.query_starts,
-            context_lens=sampled.context_lens,
-            kv_groups=tuple(
-                KVGroupInput(table, group.slots[rows]) for table, group in zip(tables, self.kv_groups, strict=True)
-            ),
-            replica_tokens=self.replica_samples,
-            sampled=None,
-            token_inputs=None if self.token_inputs is None else self.token_inputs[rows],
-        )

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardline.runtime.ops.attention.paged import paged_attention_reference
 from tests.backends.cuda.helpers import KERNELS
 from tests.ops.attention.test_paged import attend, random_sequence
+from tests.ops.attention.test_partials import merged
 from tests.ops.helpers import assert_close, assert_same_bits
 
 
@@ -47,6 +48,22 @@ LIMITS = ((None, None), (20, None), (530, 5.0))
 COMBINATIONS = [
     (stored, *HEADS[place], *LIMITS[(place + number) % 3]) for number, stored in enumerate(STORED) for place in range(3)
 ]
+
+
+@pytest.mark.parametrize(("stored", "heads", "kv_heads", "dim", "window", "softcap"), COMBINATIONS[::4], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_merged_parts_are_the_attention_of_one_rank(rng, num_ranks, stored, heads, kv_heads, dim, window, softcap):
+    batch = [
+        (random_sequence(rng, end, torch.float32, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
+        for begin, end in [(0, 4), (560, 561), (511, 514)]
+    ]
+    limits = {"stored": stored, "window": window, "softcap": softcap}
+    for ours, whole in zip(
+        attend(batch, op=functools.partial(merged, KERNELS, num_ranks), **limits),
+        attend(batch, op=in_one, **limits),
+        strict=True,
+    ):
+        assert_same_bits(ours, whole)
 
 
 @pytest.mark.parametrize(("stored", "heads", "kv_heads", "dim", "window", "softcap"), COMBINATIONS, ids=str)

@@ -204,9 +204,9 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
         assert isinstance(fused, CudaFusedLayers)
         assert fused.fits_step(step)
         first, second, third = fused._layers
-        stream = second(first(Stream(worker.stage.embed(step)), step), step)
+        stream, rows = second(*first(Stream(worker.stage.embed(step)), step.rows))
         launched.clear()
-        third(stream, step)
+        third(stream, rows)
     assert " ".join(launched) == LAUNCHES[family]
 
 

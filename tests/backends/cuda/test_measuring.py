@@ -80,8 +80,8 @@ def SCRATCH(size: int) -> int:
 def replay_on(memory: Pretended) -> GraphReplay:
     def forward(step: StepInput, hidden: Tensor) -> Tensor:
         size = len(hidden)
-        assert not step.context_lens.any(), "padding has no keys"
-        assert bool((step.kv_groups[0].slots == -1).all()), "padding writes nothing"
+        assert not step.rows.context_lens.any(), "padding has no keys"
+        assert bool((step.rows.slots[0] == -1).all()), "padding writes nothing"
         memory.take(SCRATCH(size) + 4 * size)
         memory.free(SCRATCH(size) + 4 * size)
         return torch.zeros(size, 1)

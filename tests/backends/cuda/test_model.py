@@ -30,7 +30,7 @@ from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.paged import paged_attention_reference
 from shardline.runtime.ops.attention.rope import apply_rope
 from shardline.runtime.parallel.groups import make_single_rank_groups
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.step import Rows, ScoredRows, StepInput
 from shardline.runtime.worker import Worker
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
@@ -78,16 +78,15 @@ def step_of(tokens: list[int], start: int) -> StepInput:
     """One sequence's tokens from position `start` on; its blocks are 3 and 1."""
     positions = torch.arange(start, start + len(tokens))
     tables = torch.tensor([[3, 1]], dtype=torch.int32)
-    return StepInput(
-        token_ids=torch.tensor(tokens),
+    rows = Rows(
         positions=positions,
         query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
         context_lens=torch.tensor([start + len(tokens)], dtype=torch.int32),
-        kv_groups=(KVGroupInput(tables, tables[0, positions // 16].long() * 16 + positions % 16),),
-        replica_tokens=(len(tokens),),
-        replica_samples=(len(tokens),),
-        sampled=None,
+        block_tables=(tables,),
+        slots=(tables[0, positions // 16].long() * 16 + positions % 16,),
+        replicas=(len(tokens),),
     )
+    return StepInput(torch.tensor(tokens), rows)
 
 
 @torch.inference_mode()
@@ -222,21 +221,26 @@ def test_counters_are_published_now_and_then():
 
 def test_uploaded_steps_are_the_steps():
     step = step_of([5, 6, 7], 4)
-    tables = step.kv_groups[0].block_tables
-    last = SampledTokens(torch.tensor([2]), torch.tensor([0, 1]), step.context_lens, (tables,))
-    for sampled in (None, last):
-        given = dataclasses.replace(step, sampled=sampled)
+    last = torch.tensor([2])
+    left = Rows(step.rows.positions[2:], torch.tensor([0, 1]), step.rows.context_lens, step.rows.block_tables, (), (1,))
+    scored = ScoredRows(torch.tensor([1]), torch.tensor([40]), torch.tensor([0]))
+    for narrowed in (None, left, dataclasses.replace(left, places=last, scored=scored)):
+        given = dataclasses.replace(step, rows=dataclasses.replace(step.rows, narrowed=narrowed))
         moved = Uploader(CPU).upload(given)
-        for name in ("token_ids", "positions", "query_starts", "context_lens"):
-            assert_same = torch.equal(getattr(moved, name), getattr(given, name))
-            assert assert_same, name
-        assert_same_bits(moved.kv_groups[0].block_tables, given.kv_groups[0].block_tables)
-        assert torch.equal(moved.kv_groups[0].slots, given.kv_groups[0].slots)
-        if sampled is None:
-            assert moved.sampled is None
-        else:
-            assert moved.sampled is not None
-            assert torch.equal(moved.sampled.rows, last.rows)
-            assert torch.equal(moved.sampled.query_starts, last.query_starts)
-            assert torch.equal(moved.sampled.context_lens, last.context_lens)
-            assert torch.equal(moved.sampled.block_tables[0], tables)
+        assert torch.equal(moved.token_ids, given.token_ids)
+        assert_same_rows(moved.rows, given.rows)
+
+
+def assert_same_rows(actual: Rows, expected: Rows) -> None:
+    for name in ("positions", "query_starts", "context_lens"):
+        assert_same_bits(getattr(actual, name), getattr(expected, name))
+    assert actual.replicas == expected.replicas
+    for name in ("block_tables", "slots", "scored"):
+        for ours, theirs in zip(getattr(actual, name) or (), getattr(expected, name) or (), strict=True):
+            assert_same_bits(ours, theirs)
+    assert (actual.places is None) == (expected.places is None)
+    if actual.places is not None and expected.places is not None:
+        assert_same_bits(actual.places, expected.places)
+    assert (actual.narrowed is None) == (expected.narrowed is None)
+    if actual.narrowed is not None and expected.narrowed is not None:
+        assert_same_rows(actual.narrowed, expected.narrowed)

@@ -18,7 +18,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.ops.norm import rms_norm
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.step import Rows, StepInput
 from shardline.weights.formats.plain import Format
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, make_checkpoint
@@ -45,9 +45,9 @@ class Layers:
 
 def decode_step(count: int) -> StepInput:
     index = torch.arange(count)
-    groups = (KVGroupInput(torch.zeros(count, 1, dtype=torch.int32), index),)
-    starts = torch.arange(count + 1, dtype=torch.int32)
-    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None, is_replayable=True)
+    tables, starts = (torch.zeros(count, 1, dtype=torch.int32),), torch.arange(count + 1, dtype=torch.int32)
+    rows = Rows(index, starts, index.int() + 1, tables, (index,), replicas=(count,))
+    return StepInput(index, rows, is_replayable=True)
 
 
 def replay_of(forward: object) -> DecodeReplay:
@@ -72,11 +72,10 @@ def test_what_does_not_decode_runs_anew() -> None:
         elsewhere = dataclasses.replace(decode_step(9), is_replayable=False)
         replay(elsewhere, torch.randn(9, HIDDEN))  # more than there is room for
         step = decode_step(2)
-        chunk = StepInput(
-            *(step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (2,), (1,)),
-            SampledTokens(torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([2]), ()),
-        )
-        replay(chunk, torch.randn(2, HIDDEN))
+        last = torch.tensor([1])
+        narrowed = Rows(last, torch.tensor([0, 1]), torch.tensor([2]), (), (), (1,), places=last)
+        chunk = Rows(step.rows.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (), (2,), narrowed)
+        replay(StepInput(step.token_ids, chunk), torch.randn(2, HIDDEN))
     assert layers.runs == 4
 
 

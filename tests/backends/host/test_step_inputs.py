@@ -61,14 +61,15 @@ def test_every_token_is_where_the_plan_says(shares: Shares, reuses_memory: bool)
     step = make(shares, reuses_memory=reuses_memory)
     places = [(seq_id, start + i) for seq_id, (start, length, _) in enumerate(shares) for i in range(length)]
     assert step.token_ids.tolist() == [token_of(*place) for place in places]
-    assert step.positions.tolist() == [position for _, position in places]
-    assert step.context_lens.tolist() == [start + length for start, length, _ in shares]
-    assert step.query_starts.tolist() == [sum(length for _, length, _ in shares[:s]) for s in range(len(shares) + 1)]
-    for group, tensors in enumerate(step.kv_groups):
+    rows = step.rows
+    assert rows.positions.tolist() == [position for _, position in places]
+    assert rows.context_lens.tolist() == [start + length for start, length, _ in shares]
+    assert rows.query_starts.tolist() == [sum(length for _, length, _ in shares[:s]) for s in range(len(shares) + 1)]
+    for group, (tables, slots) in enumerate(zip(rows.block_tables, rows.slots, strict=True)):
         for seq_id, (start, length, _) in enumerate(shares):
             blocks = [block_of(group, seq_id, index) for index in range(-(-(start + length) // BLOCK_SIZE))]
-            assert tensors.block_tables[seq_id, : len(blocks)].tolist() == blocks
-        assert tensors.slots.tolist() == [
+            assert tables[seq_id, : len(blocks)].tolist() == blocks
+        assert slots.tolist() == [
             block_of(group, seq_id, position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
             for seq_id, position in places
         ]
@@ -76,17 +77,37 @@ def test_every_token_is_where_the_plan_says(shares: Shares, reuses_memory: bool)
 
 @given(shares_of_steps)
 def test_the_last_tokens_of_some_sequences_are_sampled(shares: Shares) -> None:
-    step = make(shares)
+    rows = make(shares).rows
+    left = rows.narrow()
     chosen = [seq_id for seq_id, (_, _, sample) in enumerate(shares) if sample]
     if all(share[1:] == (1, True) for share in shares):
-        assert step.sampled is None
+        assert left is rows
         return
-    assert step.sampled is not None
-    assert step.sampled.rows.tolist() == [step.query_starts[seq_id + 1] - 1 for seq_id in chosen]
-    assert step.sampled.query_starts.tolist() == list(range(len(chosen) + 1))
-    assert torch.equal(step.sampled.context_lens, step.context_lens[chosen])
-    for tables, group in zip(step.sampled.block_tables, step.kv_groups, strict=True):
-        assert torch.equal(tables, group.block_tables[chosen])
+    assert left.places is not None
+    assert left.places.tolist() == [rows.query_starts[seq_id + 1] - 1 for seq_id in chosen]
+    assert torch.equal(left.positions, left.take(rows.positions))
+    assert left.query_starts.tolist() == list(range(len(chosen) + 1))
+    assert torch.equal(left.context_lens, rows.context_lens[chosen])
+    assert left.replicas == (len(chosen),)
+    assert left.narrow() is left
+    assert left.slots == ()
+    for tables, all_tables in zip(left.block_tables, rows.block_tables, strict=True):
+        assert torch.equal(tables, all_tables[chosen])
+
+
+@pytest.mark.parametrize("reuses_memory", [True, False])
+def test_a_decode_step_narrows_with_replicas_that_do_not_decode(reuses_memory: bool) -> None:
+    """Another replica in lockstep computes ten tokens and samples one: the last layer's exchange must know."""
+    table = SequenceTable(NUM_GROUPS, MAX_BLOCKS)
+    table.start_sequence(SequenceStart(0, [5], 1, SamplingParams(), 0, ()))
+    entry = SequenceStep(0, 0, 1, [[1], [2]], -1, True)
+    plan = RankStep(StepPlan(1, [], [entry], []), (1, 10), (1, 1))
+    layout = layout_of(table, reuses_memory=reuses_memory)
+    rows = layout.make_step(plan, [table.advance_sequence(entry)], False).rows
+    left = rows.narrow()
+    assert (rows.replicas, left.replicas) == ((1, 10), (1, 1))
+    assert left.slots is rows.slots
+    assert left.take(rows.positions) is rows.positions
 
 
 def test_decode_steps_of_a_kind_share_their_memory() -> None:

@@ -70,7 +70,7 @@ def attend(
     """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
 
     Cache memory that no query may see is NaN, if `poison`. Blocks before the window are freed: their table says 0. An
-    `op` other than the host's gets pages in the order of tokens.
+    `op` that is no `partial` with the host's kernels gets pages in the order of tokens.
     """
     rng = None if shuffle is None else torch.Generator().manual_seed(shuffle)
     first = sequences[0][0]
@@ -85,7 +85,8 @@ def attend(
         for _ in range(2)
     ]
     names = ("key_scales", "value_scales") if stored else ()
-    write = partial(write_kv, KERNELS) if op is host_attention else write_kv_reference
+    on_host = isinstance(op, partial) and KERNELS in op.args
+    write = partial(write_kv, KERNELS) if on_host else write_kv_reference
     scales = {name: torch.full(shape[:3], unseen) for name in names}
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     for s, (sequence, begin, end) in enumerate(sequences):

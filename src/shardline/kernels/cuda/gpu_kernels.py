@@ -42,6 +42,8 @@ class CudaKernels(RowKernels):
     write_kv = staticmethod(kv_cache.write_kv)
     rope_and_write_kv = staticmethod(rope.rope_and_write_kv)
     paged_attention = staticmethod(attention.paged_attention)
+    attention_partials = staticmethod(attention.attention_partials)
+    merge_partials = staticmethod(attention.merge_partials)
     linear_heads = staticmethod(linear.linear_heads)
     route_experts = staticmethod(routing.route_experts)
     expert_up = staticmethod(experts.expert_up)

@@ -27,6 +27,8 @@ class HostKernels(Fp8PanelKernels):
     write_kv = staticmethod(_cpu.write_kv)
     rope_and_write_kv = staticmethod(_cpu.rope_and_write_kv)
     paged_attention = staticmethod(_cpu.paged_attention)
+    attention_partials = staticmethod(_cpu.attention_partials)
+    merge_partials = staticmethod(_cpu.merge_partials)
     linear_heads = staticmethod(_cpu.linear_heads)
     expert_up = staticmethod(_cpu.expert_up)
     expert_down = staticmethod(_cpu.expert_down)

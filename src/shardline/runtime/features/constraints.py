@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardline.messages.request import Constraints
-from shardline.messages.step import SequenceStart
+from shardline.messages.step import SequenceResult, SequenceStart
 from shardline.models.partition import Span
-from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.ops.sampling.mask import TokenMasks
-from shardline.runtime.sequences import NextTokens
+from shardline.runtime.sequences import NextTokens, WorkerSequence
 from shardline.runtime.step import StepInput
 
 Words = npt.NDArray[np.int32]
@@ -91,35 +92,54 @@ class ConstraintRows(Feature):
         self._memory = MaskMemory(max_rows, span)
         self._wait_for_step = wait_for_step
 
-    def mask_of(self, start: SequenceStart) -> TokenMask | None:
-        """The constraints of a sequence that starts; None: it has none."""
-        return make_mask(start, self._vocab_size)
+    def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
+        sequence.mask = make_mask(start, self._vocab_size)
 
-    def begin(self, launch: Launch) -> ConstraintRows | None:
-        return self if any(sequence.mask is not None for sequence in launch.rows) else None
+    def begin(self, running: RunningStep) -> StepConstraints | None:
+        constrained = any(sequence.mask is not None for sequence in running.rows)
+        return StepConstraints(self._memory, self._wait_for_step) if constrained else None
 
-    def prepare(self, launch: Launch, step: StepInput) -> StepInput:
+
+class StepConstraints(Feature):
+    """The constraints of one step."""
+
+    def __init__(self, memory: MaskMemory, wait_for_step: Callable[[], object]) -> None:
+        self._memory = memory
+        self._wait_for_step = wait_for_step
+        self._refusals: dict[int, str] = {}
+        """Why no token may follow, by sequence."""
+
+    def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
         """In a greedy step, the search itself leaves tokens out."""
         if not step.greedy:
             return step
-        masks = self._collect(launch)
+        masks = self._collect(running)
         if masks is None:
             return step
-        return dataclasses.replace(step, allowed=self._memory.write(masks, len(launch.rows)))
+        return dataclasses.replace(step, allowed=self._memory.write(masks, len(running.rows)))
 
-    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
-        if not step.greedy and (masks := self._collect(launch)) is not None:
-            launch.masks = TokenMasks(masks.rows.to(output.device), masks.bits.to(output.device))
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        if not step.greedy and (masks := self._collect(running)) is not None:
+            running.masks = TokenMasks(masks.rows.to(output.device), masks.bits.to(output.device))
 
-    def _collect(self, launch: Launch) -> TokenMasks | None:
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        refusals = self._refusals
+        return [
+            msgspec.structs.replace(result, error=refusals[result.seq_id], refused=True)
+            if result.seq_id in refusals
+            else result
+            for result in results
+        ]
+
+    def _collect(self, running: RunningStep) -> TokenMasks | None:
         """The masks of the sampled rows. Sequences that cannot go on are refused.
 
         A mask depends on the sequence's last token, so this waits for steps in flight that sample it.
         """
-        while any(sequence.num_pending for sequence in launch.rows if sequence.mask is not None):
+        while any(sequence.num_pending for sequence in running.rows if sequence.mask is not None):
             self._wait_for_step()
-        masks, errors = collect_masks([sequence.mask for sequence in launch.rows])
-        launch.refusals.update({launch.rows[row].seq_id: error for row, error in errors.items()})
+        masks, errors = collect_masks([sequence.mask for sequence in running.rows])
+        self._refusals.update({running.rows[row].seq_id: error for row, error in errors.items()})
         return masks
 
 

@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardline.messages.step import SequenceResult, SequenceStep
-from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.sequences import WorkerSequence
 
 
 class Drafts(Feature):
     """Joins the rows of each draft to one result."""
 
-    def begin(self, launch: Launch) -> Drafts | None:
-        return self if len(launch.rows) > len(launch.sampled) else None
+    def begin(self, running: RunningStep) -> Drafts | None:
+        return self if len(running.rows) > len(running.sampled) else None
 
-    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
-        return join_rows([step.draft_token_ids for step in launch.plan.steps if step.sample], results)
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        return join_rows([step.draft_token_ids for step in running.plan.steps if step.sample], results)
 
 
 def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import torch
 from torch import Tensor
 
-from shardline.messages.step import StepPlan
-from shardline.runtime.launch import Feature, Launch
+from shardline.messages.step import SequenceResult, StepPlan
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.step import StepInput
 
 _log = logging.getLogger(__name__)
@@ -59,13 +60,24 @@ class FiniteChecker:
 
 
 class Finite(Feature):
-    """Reports what a rank's checker has found in a step."""
+    """Ends the sequences in which a rank's checker has found NaN or Inf."""
 
     def __init__(self, checker: FiniteChecker) -> None:
         self._checker = checker
+        self._errors: dict[int, str] = {}
+        """By sequence."""
 
-    def begin(self, launch: Launch) -> Finite:
-        return self
+    def begin(self, running: RunningStep) -> Finite:
+        return Finite(self._checker)
 
-    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
-        launch.errors.update(self._checker.report_step(launch.plan))
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        self._errors = self._checker.report_step(running.plan)
+
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        errors = self._errors
+        return [
+            msgspec.structs.replace(result, error=errors[result.seq_id], refused=False)
+            if result.seq_id in errors
+            else result
+            for result in results
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardline.messages.step import SequenceResult
-from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.step import StepInput
 
 
@@ -15,13 +15,13 @@ class Pooling(Feature):
     def __init__(self) -> None:
         self._place = slice(0, 0)
 
-    def begin(self, launch: Launch) -> Pooling | None:
-        return Pooling() if launch.sampled else None
+    def begin(self, running: RunningStep) -> Pooling | None:
+        return Pooling() if running.sampled else None
 
-    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
-        self._place = launch.download(output.float())
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        self._place = running.download(output.float())
 
-    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
-        (states,) = launch.copies[self._place]
-        rows = zip(launch.sampled, states, strict=True)
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        (states,) = running.copies[self._place]
+        rows = zip(running.sampled, states, strict=True)
         return [SequenceResult(sequence.seq_id, [], embedding=row.numpy().tobytes()) for sequence, row in rows]

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.launch import Feature, Launch
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.ops.sampling.logprobs import Logprobs
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import WorkerSequence, num_scored
@@ -51,13 +51,13 @@ class Scores(Feature):
         self._stage = stage
         self._sampler = sampler
 
-    def begin(self, launch: Launch) -> StepScores | None:
-        plan = plan_scoring(launch.plan.steps, launch.stepped)
+    def begin(self, running: RunningStep) -> StepScores | None:
+        plan = plan_scoring(running.plan.steps, running.stepped)
         if plan is None:
             return None
-        launch.needs_logits = True
+        running.greedy = False
         scores = StepScores(self._stage, self._sampler, plan)
-        launch.forward = scores.forward
+        running.forward = scores.forward
         return scores
 
 
@@ -73,19 +73,20 @@ class StepScores(Feature):
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """The logits of the sampled rows. Those of scored rows are read meanwhile, some at a time."""
-        assert step.scored is not None
-        targets, widest = step.scored.targets, max(self._plan.top_logprobs)
+        scored = step.rows.narrow().scored
+        assert scored is not None
+        targets, widest = scored.targets, max(self._plan.top_logprobs)
 
         def read_logits(rows: slice, logits: Tensor) -> None:
             self._parts.append(self._sampler.score_rows(logits, targets[rows], widest))
 
         return self._stage.forward_scored(step, hidden, self._sampler.scored_rows_each, read_logits)
 
-    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
-        self._place = launch.download(*join_logprobs(self._parts))
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        self._place = running.download(*join_logprobs(self._parts))
 
-    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
-        return add_scores(results, self._plan, Logprobs(*launch.copies[self._place]))
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        return add_scores(results, self._plan, Logprobs(*running.copies[self._place]))
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:

@@ -17,7 +17,7 @@ from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.ops.scale import scale_rows
-from shardline.runtime.step import Queries
+from shardline.runtime.step import Rows
 
 
 class RotaryTables:
@@ -44,11 +44,12 @@ def query_factors(scale: QueryScale, stage: StageContext) -> Tensor:
 
 
 class AttentionLayer:
-    """x [T, hidden] -> [Q, hidden]: project, normalise, rotate, store KV; then the Q queries attend and are projected
-    back."""
+    """x [T, hidden] -> [Q, hidden]: project, normalise, rotate, store KV; then the Q rows that are left attend and are
+    projected back."""
 
-    def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables) -> None:
+    def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables, kv_group: int) -> None:
         self.spec = spec
+        self.kv_group = kv_group
         self._kernels = loader.stage.kernels
         self._reads_only = spec.kv_source is not None
         parts = ["q", "k"] if spec.value_is_key else ["q", "k", "v"]
@@ -89,17 +90,20 @@ class AttentionLayer:
         """Give the layer the memory for its keys and values."""
         self.pages = KVPages(*pages)
 
-    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
-        query = self.store(self.qkv(x), positions, slots)
-        return self.output(self.attend(query, queries))
+    def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
+        query = self.store(self.qkv(x, rows), rows)
+        if left is not rows:
+            query = left.take(query)
+        return self.output(self.attend(query, left), left)
 
-    def store(self, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def store(self, qkv: Tensor, rows: Rows) -> Tensor:
         """Normalise and rotate qkv [T, local columns], and store keys and values. Returns the queries [T, local heads,
         head_dim]."""
-        pages, rope = self.pages, self.spec.rope
+        pages, rope, positions = self.pages, self.spec.rope, rows.positions
         assert pages is not None
         if self._reads_only:
             return self._rotated_queries(qkv, positions)
+        slots = rows.slots[self.kv_group]
         q, k, v = self._normed_heads(qkv)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.spec.rotated_norm is not None:
@@ -151,20 +155,18 @@ class AttentionLayer:
         q, k, v = torch.split(qkv, list(self.qkv.widths), dim=1)
         return tuple(x.view(num_tokens, -1, head_dim) for x in (self.q_norm(q), self.k_norm(k), v))
 
-    def attend(self, query: Tensor, queries: Queries) -> Tensor:
-        """The attention output of the step's queries, [Q, local heads * head_dim], for query [T, ...]."""
+    def attend(self, query: Tensor, rows: Rows) -> Tensor:
+        """The attention output of `rows`, [Q, local heads * head_dim], for their query [Q, ...]."""
         pages = self.pages
         assert pages is not None
-        if queries.rows is not None:
-            query = torch.index_select(query, 0, queries.rows)
         attended = paged_attention(
             self._kernels,
             query,
             pages.keys,
             pages.values,
-            queries.block_tables,
-            queries.starts,
-            queries.context_lens,
+            rows.block_tables[self.kv_group],
+            rows.query_starts,
+            rows.context_lens,
             self.spec.scale,
             window=self.spec.window,
             softcap=self.spec.softcap,

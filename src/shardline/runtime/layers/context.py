@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +17,21 @@ from shardline.models.parameters import is_kept_in_float32, kind_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
 from shardline.weights.grouped import GroupedWeight
+
+
+class TensorChecker(Protocol):
+    """Looks at the output of each layer, see `features.finite`."""
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Begin a step of `num_tokens`."""
+
+    def check_tensor(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
+        """Check `x` [R, N], computed at `place` for the tokens `rows` [R] of the step (None: for all tokens)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class StageContext:
     dtype: torch.dtype
     """The dtype of activations."""
     max_model_len: int
-    finite_checker: FiniteChecker | None
+    finite_checker: TensorChecker | None
     """Set with `--check-finite`."""
     embeds: bool = False
     """Whether the last stage returns hidden states instead of logits."""

@@ -9,6 +9,7 @@ from shardline.models.feed_forward import Dense
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.ops.activation import ActivationName, activation
+from shardline.runtime.step import Rows
 
 
 class DenseFeedForward:
@@ -28,12 +29,12 @@ class DenseFeedForward:
         """The form in which this layer reads x best."""
         return self.inner.input_form
 
-    def __call__(self, x: LinearInput) -> Tensor:
-        return self.down(self.inner(x))
+    def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
+        return self.down(self.inner(x, rows), rows)
 
-    def compute_columns(self, x: LinearInput) -> Tensor:
+    def compute_columns(self, x: LinearInput, rows: Rows) -> Tensor:
         """This rank's columns of the output, [T, local hidden]; exact numerics only."""
-        return self.down.compute_columns(self.inner(x))
+        return self.down.compute_columns(self.inner(x, rows), rows)
 
 
 class ActivatedLinear:
@@ -49,8 +50,8 @@ class ActivatedLinear:
         """The form in which this layer reads x best."""
         return self.up.input_form
 
-    def __call__(self, x: LinearInput) -> Tensor:
-        return self.activate(self.up(x))
+    def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
+        return self.activate(self.up(x, rows))
 
     def activate(self, x: Tensor) -> Tensor:
         """act(x)."""

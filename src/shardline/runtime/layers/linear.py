@@ -2,6 +2,8 @@
 
 Exact numerics split the output dim: one rank sums each output element over full K. Fast numerics split K of the closing
 projections (o, down), as in Megatron-LM (Shoeybi et al., 2019), and add partial sums across ranks.
+
+A linear also gets the table of its input's rows.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.activation import ActivationName
+from shardline.runtime.step import Rows
 
 
 class ColumnLinear:
@@ -34,8 +37,8 @@ class ColumnLinear:
         """The form in which this layer reads x best."""
         return self.packed.input_form
 
-    def __call__(self, x: LinearInput, out_dtype: torch.dtype | None = None) -> Tensor:
-        return self.packed(x, self.bias, out_dtype=out_dtype)
+    def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
+        return _of_rows(self.packed(x, self.bias), rows)
 
 
 class GatedColumnLinear:
@@ -51,8 +54,8 @@ class GatedColumnLinear:
         """The form in which this layer reads x best."""
         return self.packed.input_form
 
-    def __call__(self, x: LinearInput) -> Tensor:
-        return self.packed(x, self.bias, self.activation)
+    def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
+        return _of_rows(self.packed(x, self.bias, self.activation), rows)
 
 
 class ClosingLinear:
@@ -69,20 +72,26 @@ class ClosingLinear:
         spans = stage.spans(f"{name}.weight") if self._splits_outputs else ()
         self._output_widths = tuple(span.size for span in spans)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         if self._splits_outputs:
-            return self.group.all_gather_columns(self.compute_columns(x), self._output_widths)
-        total = self.group.all_reduce_sum(self.packed(x, out_dtype=torch.float32))
+            return self.group.all_gather_columns(self.compute_columns(x, rows), self._output_widths)
+        total = self.group.all_reduce_sum(_of_rows(self.packed(x, out_dtype=torch.float32), rows))
         if self.bias is not None:
             total += self.bias.float()
         return total.to(x.dtype)
 
-    def compute_columns(self, x: Tensor) -> Tensor:
+    def compute_columns(self, x: Tensor, rows: Rows) -> Tensor:
         """This rank's columns of the output; exact numerics only."""
         assert self._splits_outputs, "fast numerics split the input"
-        rows: LinearInput
+        whole: LinearInput
         if self.packed.input_form == "quantized":
-            rows = self.group.all_gather_quantized(self._kernels, x, self._input_widths)
+            whole = self.group.all_gather_quantized(self._kernels, x, self._input_widths)
         else:
-            rows = self.group.all_gather_columns(x, self._input_widths)
-        return self.packed(rows, self.bias)
+            whole = self.group.all_gather_columns(x, self._input_widths)
+        return _of_rows(self.packed(whole, self.bias), rows)
+
+
+def _of_rows(out: Tensor, rows: Rows) -> Tensor:
+    """The output [M, N] of a linear, for the M rows of the table."""
+    assert len(out) == len(rows), "a linear's input has other rows than the table"
+    return out

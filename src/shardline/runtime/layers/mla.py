@@ -9,7 +9,6 @@ output, and its values.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, QuantizedLatents
@@ -24,11 +23,11 @@ from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.attention.rope import apply_rope
 from shardline.runtime.ops.scale import scale_rows
-from shardline.runtime.step import Queries
+from shardline.runtime.step import Rows
 
 
 class LatentAttentionLayer:
-    """x [T, hidden] -> [Q, hidden], for the Q queries.
+    """x [T, hidden] -> [Q, hidden], for the Q rows that are left.
 
     The down-projections to the latents are split over the ranks, and their outputs are gathered. Ranks of one host
     share its memory bandwidth, and otherwise every rank would read these weights in a decode step.
@@ -38,8 +37,9 @@ class LatentAttentionLayer:
     reads, because the next step begins after the gather in `o`, which a rank enters only after its attention.
     """
 
-    def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables) -> None:
+    def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables, kv_group: int) -> None:
         stage = loader.stage
+        self._kv_group = kv_group
         self._spec = spec
         self._kernels = stage.kernels
         self._group = stage.group
@@ -75,26 +75,28 @@ class LatentAttentionLayer:
         """Give the layer its pages."""
         self._cache = pages[0] if len(pages) == 1 else QuantizedLatents(*pages)
 
-    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
-        down = self.gather_down(self.down(x))
-        q = self.store(self.project_queries(x, down), down, positions, slots)
-        return self.output(self.attend(q, queries))
+    def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
+        down = self.gather_down(self.down(x, rows))
+        q = self.store(self.project_queries(x, down, rows), down, rows)
+        if left is not rows:
+            q = left.take(q)
+        return self.output(self.attend(q, left), left)
 
     def gather_down(self, local: Tensor) -> Tensor:
         """Gather the latents of the queries, the latents of keys and values, and the rotated part of the keys."""
         return self._group.all_gather_columns(local, self._down_widths)
 
-    def project_queries(self, x: LinearInput | None, down: Tensor) -> Tensor:
+    def project_queries(self, x: LinearInput | None, down: Tensor, rows: Rows) -> Tensor:
         """The local queries, computed from x, or from `down` alone if queries have a latent."""
         if self.q_norm is None:
             assert x is not None
-            return self.q(x)
-        return self.q(self.q_norm(down[:, : self._q_rank])[0])
+            return self.q(x, rows)
+        return self.q(self.q_norm(down[:, : self._q_rank])[0], rows)
 
-    def store(self, q: Tensor, down: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def store(self, q: Tensor, down: Tensor, rows: Rows) -> Tensor:
         """Normalise, rotate and cache the projected latents. Returns the queries [T, local heads, query_head_dim]."""
         assert self._cache is not None
-        spec = self._spec
+        spec, positions, slots = self._spec, rows.positions, rows.slots[self._kv_group]
         q = q.view(len(positions), -1, spec.query_head_dim)
         latent = self._kv_norm(down[:, self._q_rank : self._q_rank + spec.kv_lora_rank])
         k_rope = down[:, self._q_rank + spec.kv_lora_rank :]
@@ -105,20 +107,18 @@ class LatentAttentionLayer:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
         return q
 
-    def attend(self, q: Tensor, queries: Queries) -> Tensor:
-        """The attention output of the step's queries, [Q, local heads * value_head_dim], for q [T, ...]."""
+    def attend(self, q: Tensor, rows: Rows) -> Tensor:
+        """The attention output of `rows`, [Q, local heads * value_head_dim], for their q [Q, ...]."""
         assert self._cache is not None
         spec, kernels = self._spec, self._kernels
-        if queries.rows is not None:
-            q = torch.index_select(q, 0, queries.rows)
         attended = mla_attention(
             kernels,
             linear_heads(kernels, q[..., : spec.nope_head_dim], self._key_up),
             q[..., spec.nope_head_dim :],
             self._cache,
-            queries.block_tables,
-            queries.starts,
-            queries.context_lens,
+            rows.block_tables[self._kv_group],
+            rows.query_starts,
+            rows.context_lens,
             spec.scale,
         )
         return linear_heads(kernels, attended, self._value_up).flatten(1)

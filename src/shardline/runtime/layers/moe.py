@@ -28,6 +28,7 @@ from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, e
 from shardline.runtime.ops.moe.experts import expert_down, expert_up
 from shardline.runtime.ops.moe.routing import route_experts
 from shardline.runtime.ops.scale import scale_rows
+from shardline.runtime.step import Rows
 from shardline.weights.base import PackedExperts
 from shardline.weights.formats import plain
 
@@ -142,9 +143,9 @@ class DenseBeside:
         """The inputs of the router and of the experts, for the residual stream [T, hidden]."""
         return self._router_norm(hidden), self._experts_norm(hidden)
 
-    def add_outputs(self, x: Tensor, routed: Tensor) -> Tensor:
+    def add_outputs(self, x: Tensor, routed: Tensor, rows: Rows) -> Tensor:
         """The sum of the normalised outputs of the dense block, which reads x [T, hidden], and of the experts."""
-        return add(self._kernels, self._dense_output_norm(self._dense(x)), self._experts_output_norm(routed))
+        return add(self._kernels, self._dense_output_norm(self._dense(x, rows)), self._experts_output_norm(routed))
 
 
 class MoEFeedForward:
@@ -175,33 +176,28 @@ class MoEFeedForward:
         self._expert_bounds = torch.tensor(bounds)
         self._device_expert_bounds = self._expert_bounds.to(stage.device)
 
-    def __call__(
-        self, x: LinearInput, hidden: Tensor, replica_rows: tuple[int, ...], slots: Tensor | None = None
-    ) -> Tensor:
-        """`hidden` [T, hidden]: the residual stream; x is its norm. `replica_rows`: number of rows of x on each replica
-        in lockstep; `slots` [T]: see KVGroupInput."""
+    def __call__(self, x: LinearInput, hidden: Tensor, rows: Rows) -> Tensor:
+        """`hidden` [T, hidden]: the residual stream; x is its norm."""
         assert isinstance(x, Tensor)
         if self._beside is None:
-            return self._run_experts(x, x, replica_rows, slots)
+            return self._run_experts(x, x, rows)
         router_input, expert_input = self._beside.expert_inputs(hidden)
-        return self._beside.add_outputs(x, self._run_experts(expert_input, router_input, replica_rows, slots))
+        return self._beside.add_outputs(x, self._run_experts(expert_input, router_input, rows), rows)
 
-    def _run_experts(
-        self, x: Tensor, router_input: Tensor, replica_rows: tuple[int, ...], slots: Tensor | None
-    ) -> Tensor:
+    def _run_experts(self, x: Tensor, router_input: Tensor, rows: Rows) -> Tensor:
         if self._partial_sums:
-            return self._with_partial_sums(x, router_input, slots)
+            return self._with_partial_sums(x, router_input, rows)
         if self._whole_experts:
-            return self._with_whole_experts(x, router_input, replica_rows)
-        return self._with_split_experts(x, router_input, slots)
+            return self._with_whole_experts(x, router_input, rows)
+        return self._with_split_experts(x, router_input, rows)
 
-    def _with_split_experts(self, x: Tensor, router_input: Tensor, slots: Tensor | None) -> Tensor:
+    def _with_split_experts(self, x: Tensor, router_input: Tensor, rows: Rows) -> Tensor:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
-        routed, experts = self._router(router_input, slots), self._experts
+        routed, experts = self._router(router_input, rows.padding), self._experts
         inner = experts.activate(self._expert_input(x, routed), routed.ids)
         inner = self._group.all_gather_columns(inner, self._inner_widths)
-        shared = self._shared.compute_columns(x) if self._shared is not None else None
+        shared = self._shared.compute_columns(x, rows) if self._shared is not None else None
         local = expert_down(
             self._kernels,
             inner,
@@ -217,16 +213,16 @@ class MoEFeedForward:
     def _expert_input(self, x: Tensor, routed: Routed) -> Tensor:
         return x if routed.input_scale is None else scale_rows(self._kernels, x, routed.input_scale)
 
-    def _with_whole_experts(self, x: Tensor, router_input: Tensor, replica_rows: tuple[int, ...]) -> Tensor:
+    def _with_whole_experts(self, x: Tensor, router_input: Tensor, rows: Rows) -> Tensor:
         """A replica's tokens are divided among its ranks. Each rank sends its own tokens to the ranks of their experts,
         which may be in any replica, and adds up the products that come back."""
         kernels, group, experts, bounds = self._kernels, self._expert_group, self._experts, self._device_expert_bounds
-        counts, token_bounds = _token_shares(replica_rows, self._group.size)
+        counts, token_bounds = _token_shares(rows.replicas, self._group.size)
         first = group.rank - self._group.rank
         own_counts = counts[first : first + self._group.size]
         start = sum(own_counts[: self._group.rank])
         own = slice(start, start + own_counts[self._group.rank])
-        shared = self._shared(x)[own] if self._shared is not None else None
+        shared = self._shared(x, rows)[own] if self._shared is not None else None
         routed = self._router(router_input[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(kernels, ids, token_bounds, self._expert_bounds)
@@ -240,9 +236,9 @@ class MoEFeedForward:
         )
         return self._group.all_gather_rows(combined, own_counts)
 
-    def _with_partial_sums(self, x: Tensor, router_input: Tensor, slots: Tensor | None) -> Tensor:
+    def _with_partial_sums(self, x: Tensor, router_input: Tensor, rows: Rows) -> Tensor:
         """Fast numerics: ranks add up partial sums, over each rank's experts or over its part of K."""
-        routed, experts = self._router(router_input, slots), self._experts
+        routed, experts = self._router(router_input, rows.padding), self._experts
         local = expert_down(
             self._kernels,
             experts.activate(self._expert_input(x, routed), routed.ids),
@@ -255,7 +251,7 @@ class MoEFeedForward:
         )
         total = self._group.all_reduce_sum(local)
         if self._shared is not None:
-            shared = self._shared(x).float()
+            shared = self._shared(x, rows).float()
             total += shared if routed.shared_scale is None else shared * routed.shared_scale[:, None]
         return total.to(x.dtype)
 

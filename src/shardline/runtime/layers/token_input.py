@@ -18,7 +18,7 @@ from shardline.runtime.layers.linear import ClosingLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.layers.vocabulary import TokenEmbedding
 from shardline.runtime.ops.activation import gated_activation
-from shardline.runtime.step import StepInput
+from shardline.runtime.step import Rows, StepInput
 from shardline.weights.formats import plain
 
 
@@ -50,13 +50,13 @@ class TokenInputs:
         Steps that are replayed have their inputs in the same memory.
         """
         if embedded is None:
-            embedded = self._embedding(step.token_ids, step.positions)
+            embedded = self._embedding(step.token_ids, step.rows.positions)
         projected = (self._projection(embedded) * self._projection_factor).view(-1, *self._shape)
         projected = self._norm(projected)[:, :, self._own.start : self._own.stop]
         rows = torch.stack([torch.index_select(table, 0, step.token_ids) for table in self._tables], 1)
         memory = self._memory_for(step, rows)
         torch.mul(projected + rows * self._row_factor, 2.0**-0.5, out=memory[:, :, 1])
-        return dataclasses.replace(step, token_inputs=memory)
+        return dataclasses.replace(step, rows=step.rows.with_inputs(memory))
 
     def _memory_for(self, step: StepInput, rows: Tensor) -> Tensor:
         count, layers, size = rows.shape
@@ -81,7 +81,7 @@ class TokenInputBlock:
         self._down = ClosingLinear(loader, f"{name}.down", widths, bias=False)
         self._norm = NormLayer(loader, f"{name}.norm", spec.norm)
 
-    def __call__(self, hidden: Tensor, gated: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, gated: Tensor, rows: Rows) -> Tensor:
         """`gated` [T, 2, local size]: memory for the gate, then the layer's inputs."""
         self._kernels.linear(hidden, self._gate.panels, None, gated[:, 0])
-        return self._norm(self._down(gated_activation(self._kernels, gated.flatten(1), self._activation)))
+        return self._norm(self._down(gated_activation(self._kernels, gated.flatten(1), self._activation), rows))

@@ -7,8 +7,7 @@ is in host memory.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,8 +39,6 @@ class SamplingPlan:
     seq_ids: list[int]
     top_logprobs: list[int | None]
     """How many of the most likely tokens to report beside the chosen one; None: no log-probabilities."""
-    digests: list[bool]
-    """Whether a digest of the row's logits is wanted."""
     inputs: SamplingInput
     """The inputs of `sample_tokens`, in host memory."""
 
@@ -57,21 +54,15 @@ class Sampled(NamedTuple):
     tokens: Tensor
     """[R] int64 or int32"""
     logprobs: Logprobs | None = None
-    logits: Tensor | None = None
-    """[R, vocab_size] as the model computed them; None if no digest is wanted."""
 
     def list_tensors(self) -> list[Tensor]:
         """All tensors, to be copied."""
-        return [self.tokens, *(self.logprobs or ()), *([] if self.logits is None else [self.logits])]
+        return [self.tokens, *(self.logprobs or ())]
 
     def from_copies(self, tensors: Sequence[Tensor]) -> Sampled:
         """The same with copies of the tensors, in the order of `list_tensors`."""
-        parts = iter(tensors)
-        return Sampled(
-            next(parts),
-            None if self.logprobs is None else Logprobs(*(next(parts) for _ in self.logprobs)),
-            None if self.logits is None else next(parts),
-        )
+        tokens, *reported = tensors
+        return Sampled(tokens, Logprobs(*reported) if reported else None)
 
 
 class Sampler:
@@ -105,26 +96,33 @@ class Sampler:
         rows = torch.from_numpy(np.array([sequence.row for sequence in sequences], dtype=np.int64))
         if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
             count = len(sequences)
-            return SamplingPlan(seq_ids, [None] * count, [False] * count, SamplingInput(rows, None, None))
+            return SamplingPlan(seq_ids, [None] * count, SamplingInput(rows, None, None))
         penalties = penalties_of(sequences) if any(sequence.adjusts_logits for sequence in sequences) else None
         inputs = SamplingInput(rows, _draws(sequences), penalties)
-        params = [sequence.sampling for sequence in sequences]
-        return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], inputs)
+        return SamplingPlan(seq_ids, [sequence.sampling.logprobs for sequence in sequences], inputs)
 
     def sample_tokens(
-        self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput, masks: TokenMasks | None = None
+        self,
+        local_logits: Tensor,
+        plan: SamplingPlan,
+        inputs: SamplingInput,
+        masks: TokenMasks | None = None,
+        readers: Sequence[Callable[[Tensor], None]] = (),
     ) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
 
-        `inputs`: `plan.inputs`, on the device of the logits. `masks`: the tokens that some rows may have.
+        `inputs`: `plan.inputs`, on the device of the logits. `masks`: the tokens that some rows may have. `readers`
+        get the whole rows [R, vocab_size] before they are overwritten, unless all rows are greedy.
         """
         if inputs.draws is None and masks is None:
             return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, self._widths)
         widest = max((count for count in plan.top_logprobs if count is not None), default=None)
+        for read in readers:
+            read(logits)
         raw = logits
-        if inputs.penalties is not None or masks is not None:
-            raw = logits.clone() if widest is not None or any(plan.digests) else logits
+        if widest is not None and (inputs.penalties is not None or masks is not None):
+            raw = logits.clone()
         if inputs.penalties is not None:
             penalize_(self._kernels, logits, inputs.penalties)
         if masks is not None:
@@ -132,8 +130,7 @@ class Sampler:
         if inputs.draws is None:
             return Sampled(greedy_argmax(self._kernels, logits)[0])
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())
-        reported = None if widest is None else logprobs(self._kernels, raw, tokens, widest)
-        return Sampled(tokens, reported, raw if any(plan.digests) else None)
+        return Sampled(tokens, None if widest is None else logprobs(self._kernels, raw, tokens, widest))
 
     def score_rows(self, local_logits: Tensor, targets: Tensor, top_n: int) -> Logprobs:
         """The log probabilities of `targets` [R] and of the `top_n` most likely tokens, from rows [R, local vocab]."""
@@ -154,11 +151,8 @@ class Sampler:
                 seq_id,
                 [token],
                 None if count is None else [_logprobs(sampled.logprobs, row, count)],
-                [_digest(sampled.logits, row)] if wants_digest else None,
             )
-            for row, (seq_id, token, count, wants_digest) in enumerate(
-                zip(plan.seq_ids, tokens, plan.top_logprobs, plan.digests, strict=True)
-            )
+            for row, (seq_id, token, count) in enumerate(zip(plan.seq_ids, tokens, plan.top_logprobs, strict=True))
         ]
 
 
@@ -184,8 +178,3 @@ def _logprobs(reported: Logprobs | None, row: int, count: int) -> TokenLogprobs:
         top_ids=[int(token) for token in reported.top_ids[row, :count].tolist()],
         top_logprobs=[float(value) for value in reported.top_logprobs[row, :count].tolist()],
     )
-
-
-def _digest(logits: Tensor | None, row: int) -> str:
-    assert logits is not None
-    return hashlib.blake2b(logits[row].numpy().tobytes(), digest_size=8).hexdigest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from shardline.kernels.cuda.triton.attention_kernel import attention_kernel, merge_kernel
+from shardline.kernels.cuda.triton.attention_kernel import attention_kernel, merge_kernel, merge_ranks_kernel
 from shardline.kernels.cuda.triton.launch import EXACT
 
 SPLIT_KEYS = 512
@@ -22,6 +22,16 @@ This limit lets a program keep its split's output and the merged output of earli
 
 _Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Keys, values, the scales of both, and for MLA the rotated parts of queries and keys."""
+
+
+class _Parts(NamedTuple):
+    """Where the results of splits go, and which these are; see `ops.attention.paged.Partials`."""
+
+    maxima: Tensor
+    sums: Tensor
+    outputs: Tensor
+    first: int = 0
+    step: int = 1
 
 
 def paged_attention(
@@ -50,28 +60,85 @@ def paged_attention(
     """
     assert sinks is None, "deployment.gpu_support refuses such models"
     assert not chunked, "deployment.gpu_support refuses such models"
-    value_dim = value_cache.shape[3]
-    one_token = query.shape[0] == context_lens.shape[0]
-    block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
+    caches = (key_cache, value_cache, key_scales, value_scales, None, None)
+    index = (block_tables, query_starts, context_lens)
     _launch(
         query,
-        (key_cache, value_cache, key_scales, value_scales, None, None),
-        (block_tables, query_starts, context_lens),
+        caches,
+        index,
         out,
         scale,
         window,
         softcap,
         spread_splits,
-        num_kv_heads=key_cache.shape[1],
-        block_size=key_cache.shape[2],
-        BLOCK_ROWS=block_rows,
-        BLOCK_KEYS=64 if query.element_size() == 2 else 32,
-        KEY_STRIDE=key_cache.shape[3],
-        VALUE_STRIDE=value_dim,
-        KEY_ROPE_STRIDE=0,
-        num_warps=num_warps,
-        num_stages=3 if value_dim <= 128 else 2,
+        None,
+        **_options_of_heads(query, caches, index),
     )
+
+
+def attention_partials(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    outputs: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    chunked: bool,
+    first_split: int,
+    split_step: int,
+) -> None:
+    """As `ops.attention.paged.attention_partials`. Maxima are those of scores times log2(e)."""
+    assert not chunked, "deployment.gpu_support refuses such models"
+    # Tiles that see nothing of a split write nothing.
+    maxima.fill_(-torch.inf)
+    sums.zero_()
+    outputs.zero_()
+    caches = (key_cache, value_cache, key_scales, value_scales, None, None)
+    index = (block_tables, query_starts, context_lens)
+    parts = _Parts(maxima, sums, outputs, first_split, split_step)
+    options = _options_of_heads(query, caches, index)
+    _launch(query, caches, index, outputs[0], scale, window, softcap, True, parts, **options)
+
+
+def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    """As `ops.attention.paged.merge_partials`, into out [T, Hq, Dv]."""
+    assert sinks is None, "deployment.gpu_support refuses such models"
+    num_tokens, num_heads, value_dim = out.shape
+    if num_tokens == 0:
+        return
+    merge_ranks_kernel[(num_tokens, num_heads)](
+        *(maxima, sums, outputs, out, *maxima.shape[:3], num_heads),
+        VALUE_DIM=value_dim,
+        VALUE_COLUMNS=triton.next_power_of_2(value_dim),
+        num_warps=2,
+        **EXACT,
+    )
+
+
+def _options_of_heads(query: Tensor, caches: _Caches, index: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    """The options of `_launch` for keys and values of each head."""
+    key_cache, value_dim = caches[0], caches[1].shape[3]
+    one_token = query.shape[0] == index[2].shape[0]
+    block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
+    return {
+        "num_kv_heads": key_cache.shape[1],
+        "block_size": key_cache.shape[2],
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": 64 if query.element_size() == 2 else 32,
+        "KEY_STRIDE": key_cache.shape[3],
+        "VALUE_STRIDE": value_dim,
+        "KEY_ROPE_STRIDE": 0,
+        "num_warps": num_warps,
+        "num_stages": 3 if value_dim <= 128 else 2,
+    }
 
 
 def mla_attention(
@@ -132,6 +199,7 @@ def _launch_mla(
         None,
         None,
         spread_splits,
+        None,
         num_kv_heads=1,
         block_size=caches[0].shape[1],
         BLOCK_ROWS=64 if is_bf16 else 16,
@@ -162,11 +230,13 @@ def _launch(
     window: int | None,
     softcap: float | None,
     spread_splits: bool | None,
+    parts: _Parts | None,
     *,
     num_kv_heads: int,
     block_size: int,
     **options: Any,
 ) -> None:
+    """Into `out`, or, if `parts` are given, into these."""
     num_tokens, num_heads, key_dim = query.shape
     block_tables, query_starts, context_lens = index
     value_dim, num_seqs, rope = out.shape[2], context_lens.shape[0], caches[4]
@@ -177,20 +247,22 @@ def _launch(
     value_columns = min(_PART_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
     value_parts = triton.cdiv(value_dim, value_columns)
     num_tiles = num_seqs * triton.cdiv(group, block_rows) if one_token else num_tokens * group // block_rows + num_seqs
-    num_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT_KEYS)
+    num_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT_KEYS) if parts is None else len(parts.sums)
     if spread_splits is None:
         spread_splits = num_splits > 1 and num_tiles * num_kv_heads * value_parts < _ENOUGH_PROGRAMS
-    target, sums = out, None
-    if spread_splits:
-        target = torch.empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32, device=query.device)
-        sums = torch.empty(num_splits, num_tokens, num_heads, 2, dtype=torch.float32, device=query.device)
+    merges = spread_splits and parts is None
+    if merges:
+        shape = num_splits, num_tokens, num_heads
+        sums = torch.empty(2, *shape, dtype=torch.float32, device=query.device)
+        parts = _Parts(sums[0], sums[1], torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device))
     shared = {"SPLIT": SPLIT_KEYS, "ONE_TOKEN": one_token, "HAS_WINDOW": window is not None, "VALUE_DIM": value_dim}
     attention_kernel[(num_tiles, num_kv_heads * value_parts, num_splits if spread_splits else 1)](
         query,
         *caches,
         *index,
-        target,
-        sums,
+        out if parts is None else parts.outputs,
+        None if parts is None else parts.maxima,
+        None if parts is None else parts.sums,
         query.stride(0),
         0 if rope is None else rope.stride(0),
         0 if rope is None else rope.stride(1),
@@ -202,6 +274,8 @@ def _launch(
         scale,
         window or 0,
         softcap or 0.0,
+        0 if parts is None else parts.first,
+        1 if parts is None else parts.step,
         GROUP=group,
         KEY_DIM=key_dim,
         ROPE_DIM=0 if rope is None else rope.shape[2],
@@ -217,10 +291,12 @@ def _launch(
         **options,
         **EXACT,
     )
-    if spread_splits:
+    if merges:
+        assert parts is not None
         merge_kernel[(num_tokens, num_heads)](
-            target,
-            sums,
+            parts.outputs,
+            parts.maxima,
+            parts.sums,
             out,
             query_starts,
             context_lens,

@@ -47,7 +47,7 @@ def _finish(output, total):
     return tl.div_rn(output, tl.broadcast_to(total[:, None], output.shape))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "first_part", "part_step"])
 def attention_kernel(
     query_ptr,
     key_cache_ptr,
@@ -60,6 +60,7 @@ def attention_kernel(
     query_starts_ptr,
     context_lens_ptr,
     out_ptr,
+    maxima_ptr,
     sums_ptr,
     query_stride,
     rope_stride,
@@ -72,6 +73,8 @@ def attention_kernel(
     scale,
     window,
     softcap,
+    first_part,
+    part_step,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -122,9 +125,10 @@ def attention_kernel(
         first_key = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
     first_split, end_split = first_key // SPLIT, tl.cdiv(end_key, SPLIT)
     if SPREAD:
-        if (part < first_split) | (part >= end_split):
+        split_of_part = first_part + part * part_step
+        if (split_of_part < first_split) | (split_of_part >= end_split):
             return
-        first_split, end_split = part, part + 1
+        first_split, end_split = split_of_part, split_of_part + 1
 
     column = tl.arange(0, KEY_COLUMNS)
     query_place = query_ptr + token.to(tl.int64)[:, None] * query_stride + head[:, None] * KEY_DIM + column[None, :]
@@ -196,8 +200,8 @@ def attention_kernel(
     if SPREAD:
         place += part.to(tl.int64) * num_tokens * num_heads
         is_first = row_inside & (value_part == 0)
-        tl.store(sums_ptr + 2 * place, largest, mask=is_first)
-        tl.store(sums_ptr + 2 * place + 1, total, mask=is_first)
+        tl.store(maxima_ptr + place, largest, mask=is_first)
+        tl.store(sums_ptr + place, total, mask=is_first)
     else:
         output = _finish(output, total)
     out_place = out_ptr + place[:, None] * VALUE_DIM + value_column[None, :]
@@ -207,6 +211,7 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def merge_kernel(
     outputs_ptr,
+    maxima_ptr,
     sums_ptr,
     out_ptr,
     query_starts_ptr,
@@ -238,9 +243,39 @@ def merge_kernel(
     one = tl.arange(0, 1)
     for split in range(first_split, tl.cdiv(position + 1, SPLIT)):
         place = (token.to(tl.int64) + split * num_tokens) * num_heads + head
-        split_largest = tl.load(sums_ptr + 2 * place + one)
-        split_total = tl.load(sums_ptr + 2 * place + 1 + one)
+        split_largest = tl.load(maxima_ptr + place + one)
+        split_total = tl.load(sums_ptr + place + one)
         split_output = tl.load(outputs_ptr + place * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0)
         largest, total, output = _merge(largest, total, output, split_largest, split_total, split_output)
     out_place = out_ptr + (token.to(tl.int64) * num_heads + head) * VALUE_DIM + column
+    tl.store(out_place, _finish(output, total).to(out_ptr.dtype.element_ty), mask=column < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["num_ranks", "num_splits", "num_tokens"])
+def merge_ranks_kernel(
+    maxima_ptr,
+    sums_ptr,
+    outputs_ptr,
+    out_ptr,
+    num_ranks,
+    num_splits,
+    num_tokens,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+):
+    """As `merge_kernel`, for splits that lie at the ranks that computed them; see `ops.attention.paged.Partials`."""
+    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    column = tl.arange(0, VALUE_COLUMNS)[None, :]
+    largest = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    output = tl.zeros((1, VALUE_COLUMNS), tl.float32)
+    one = tl.arange(0, 1)
+    for split in range(num_ranks * num_splits):
+        place = (split % num_ranks * num_splits + split // num_ranks) * num_tokens * num_heads + row
+        split_largest = tl.load(maxima_ptr + place + one)
+        split_total = tl.load(sums_ptr + place + one)
+        split_output = tl.load(outputs_ptr + place * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0)
+        largest, total, output = _merge(largest, total, output, split_largest, split_total, split_output)
+    out_place = out_ptr + row * VALUE_DIM + column
     tl.store(out_place, _finish(output, total).to(out_ptr.dtype.element_ty), mask=column < VALUE_DIM)

@@ -23,7 +23,7 @@ from shardline.runtime.layers.feed_forward import ActivatedLinear, DenseFeedForw
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
-from shardline.runtime.step import Queries, StepInput
+from shardline.runtime.step import Rows, StepInput
 from shardline.weights.base import PackedGatedLinear, PackedLinear
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
 
@@ -127,9 +127,9 @@ class _Projection:
         self.weight = _plain_weight(linear.packed)
         self.bias = linear.bias
 
-    def __call__(self, x: LinearInput | UnnormedRows) -> Tensor:
+    def __call__(self, x: LinearInput | UnnormedRows, rows: Rows) -> Tensor:
         if not isinstance(x, UnnormedRows):
-            return self._linear(x)
+            return self._linear(x, rows)
         assert self.weight is not None
         return unnormed_linear(self._kernels, x, self.weight, self.bias)
 
@@ -142,9 +142,9 @@ class _Output:
         self._output = output
         self._weight = _plain_weight(output.packed) if output.group.size == 1 else None
 
-    def __call__(self, x: Tensor, hidden: Tensor, *, adds: bool) -> Tensor | AddedRows:
+    def __call__(self, x: Tensor, hidden: Tensor, rows: Rows, *, adds: bool) -> Tensor | AddedRows:
         if not adds or self._weight is None:
-            return self._output(x)
+            return self._output(x, rows)
         return add_linear(self._kernels, x, self._weight, self._output.bias, hidden)
 
 
@@ -169,21 +169,22 @@ class _FusedAttention:
     def __call__(
         self,
         x: LinearInput | UnnormedRows,
-        positions: Tensor,
-        slots: Tensor,
-        queries: Queries,
+        rows: Rows,
+        left: Rows,
         hidden: Tensor,
         adds: bool,
     ) -> Tensor | AddedRows:
-        query = self._store(x, positions, slots)
-        return self._output(self._layer.attend(query, queries), hidden, adds=adds)
+        query = self._store(x, rows)
+        if left is not rows:
+            query = left.take(query)
+        return self._output(self._layer.attend(query, left), hidden, left, adds=adds)
 
-    def _store(self, x: LinearInput | UnnormedRows, positions: Tensor, slots: Tensor) -> Tensor:
+    def _store(self, x: LinearInput | UnnormedRows, rows: Rows) -> Tensor:
         layer, weight = self._layer, self._qkv.weight
         pages, rope, table = layer.pages, layer.spec.rope, layer.table
         assert pages is not None
         if not self._fits_one_launch or pages.key_scales is not None:
-            return layer.store(self._qkv(x), positions, slots)
+            return layer.store(self._qkv(x, rows), rows)
         assert isinstance(x, (Tensor, UnnormedRows))
         assert weight is not None
         assert rope is not None
@@ -196,8 +197,8 @@ class _FusedAttention:
             layer.num_heads[0],
             pages.keys,
             pages.values,
-            slots,
-            positions,
+            rows.slots[layer.kv_group],
+            rows.positions,
             table,
             interleaved=rope.interleaved,
             norms=self._head_norms,
@@ -218,17 +219,18 @@ class _FusedLatentAttention:
     def __call__(
         self,
         x: LinearInput | UnnormedRows,
-        positions: Tensor,
-        slots: Tensor,
-        queries: Queries,
+        rows: Rows,
+        left: Rows,
         hidden: Tensor,
         adds: bool,
     ) -> Tensor | AddedRows:
         layer = self._layer
-        down = layer.gather_down(self._down(x))
-        q = self._q(x) if layer.q_norm is None else layer.project_queries(None, down)
-        q = layer.store(q, down, positions, slots)
-        return self._output(layer.attend(q, queries), hidden, adds=adds)
+        down = layer.gather_down(self._down(x, rows))
+        q = self._q(x, rows) if layer.q_norm is None else layer.project_queries(None, down, rows)
+        q = layer.store(q, down, rows)
+        if left is not rows:
+            q = left.take(q)
+        return self._output(layer.attend(q, left), hidden, left, adds=adds)
 
 
 class _FusedFeedForward:
@@ -246,18 +248,18 @@ class _FusedFeedForward:
             self._weight = _plain_weight(block.inner.packed)
         self.reads_unnormed = self._weight is not None
 
-    def __call__(self, x: LinearInput | UnnormedRows, hidden: Tensor, *, adds: bool) -> Tensor | AddedRows:
-        return self._output(self._activated(x), hidden, adds=adds)
+    def __call__(self, x: LinearInput | UnnormedRows, hidden: Tensor, rows: Rows, *, adds: bool) -> Tensor | AddedRows:
+        return self._output(self._activated(x, rows), hidden, rows, adds=adds)
 
-    def _activated(self, x: LinearInput | UnnormedRows) -> Tensor:
+    def _activated(self, x: LinearInput | UnnormedRows, rows: Rows) -> Tensor:
         inner = self._inner
         if not isinstance(x, UnnormedRows):
-            return inner(x)
+            return inner(x, rows)
         if isinstance(inner, GatedColumnLinear):
             assert self._weight is not None
             return unnormed_linear(self._kernels, x, self._weight, inner.bias, gate=inner.activation)
         assert self._up is not None
-        return inner.activate(self._up(x))
+        return inner.activate(self._up(x, rows))
 
 
 class FusedLayer:
@@ -275,15 +277,15 @@ class FusedLayer:
         if isinstance(layer.feed_forward, DenseFeedForward):
             self._feed_forward = _FusedFeedForward(kernels, layer.feed_forward)
 
-    def __call__(self, stream: _Stream, step: StepInput) -> _Stream:
-        """The stream after this layer; the model's last layer returns only the sampled rows."""
+    def __call__(self, stream: _Stream, rows: Rows) -> tuple[_Stream, Rows]:
+        """The stream after this layer, and the rows that are left."""
         layer, attention = self._layer, self._attention
+        left = layer.rows_left(rows)
         normed, hidden = _normed(layer.attention_norm, stream, reads_unnormed=attention.reads_unnormed)
-        queries, slots = layer.queries_and_slots(step)
-        if queries.rows is not None:
-            hidden = torch.index_select(hidden, 0, queries.rows)
+        if left is not rows:
+            hidden = left.take(hidden)
         post = layer.post_attention_norm
-        stream = _added(hidden, attention(normed, step.positions, slots, queries, hidden, adds=post is None), post)
+        stream = _added(hidden, attention(normed, rows, left, hidden, adds=post is None), post)
         block = self._feed_forward
         normed, hidden = _normed(
             layer.feed_forward_norm, stream, reads_unnormed=block is not None and block.reads_unnormed
@@ -291,8 +293,8 @@ class FusedLayer:
         post = layer.post_feed_forward_norm
         if block is None:
             assert not isinstance(normed, UnnormedRows)
-            return _added(hidden, layer.run_feed_forward(normed, hidden, step, queries, slots), post)
-        return _added(hidden, block(normed, hidden, adds=post is None), post)
+            return _added(hidden, layer.run_feed_forward(normed, hidden, left), post), left
+        return _added(hidden, block(normed, hidden, left, adds=post is None), post), left
 
 
 def _added(hidden: Tensor, delta: Tensor | AddedRows, post_norm: object) -> _Stream:
@@ -309,10 +311,10 @@ class CudaFusedLayers:
         self._layers: Sequence[FusedLayer] = [FusedLayer(kernels, layer) for layer in stage.layers]
 
     def fits_step(self, step: StepInput) -> bool:
-        return len(step.positions) <= FEW_ROWS
+        return len(step.rows) <= FEW_ROWS
 
     def __call__(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        stream = _Stream(hidden)
+        stream, rows = _Stream(hidden), step.rows
         for layer in self._layers:
-            stream = layer(stream, step)
+            stream, rows = layer(stream, rows)
         return stream.hidden, stream.delta

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.machines.base import Forward, StepSizes
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import Rows, StepInput
 
 
 def batch_sizes(max_seqs: int) -> list[int]:
@@ -70,55 +70,51 @@ class PaddedStep:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        groups = [
-            KVGroupInput(zeros(max_seqs, sizes.max_blocks, dtype=torch.int32), zeros(max_seqs, dtype=torch.int64))
-            for _ in range(sizes.num_kv_groups)
-        ]
-        self._step = StepInput(
-            token_ids=zeros(max_seqs, dtype=torch.int64),
+        groups = range(sizes.num_kv_groups)
+        self._token_ids = zeros(max_seqs, dtype=torch.int64)
+        self._rows = Rows(
             positions=zeros(max_seqs, dtype=torch.int64),
             query_starts=torch.arange(max_seqs + 1, dtype=torch.int32, device=device),
             context_lens=zeros(max_seqs, dtype=torch.int32),
-            kv_groups=tuple(groups),
-            replica_tokens=(max_seqs,),
-            replica_samples=(max_seqs,),
-            sampled=None,
+            block_tables=tuple(zeros(max_seqs, sizes.max_blocks, dtype=torch.int32) for _ in groups),
+            slots=tuple(zeros(max_seqs, dtype=torch.int64) for _ in groups),
+            replicas=(max_seqs,),
         )
         self._hidden = zeros(max_seqs, sizes.hidden_size, dtype=sizes.dtype)
 
     def fill_step(self, step: StepInput, hidden: Tensor, size: int) -> None:
         """Copy a step into the first sequences of a step of `size` sequences."""
-        count = len(step.positions)
-        self._step.positions[:count].copy_(step.positions)
-        self._step.context_lens[:count].copy_(step.context_lens)
-        self._step.context_lens[count:size].zero_()
-        for padded_group, group in zip(self._step.kv_groups, step.kv_groups, strict=True):
-            padded_group.block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
-            padded_group.slots[:count].copy_(group.slots)
-            padded_group.slots[count:size].fill_(-1)
+        whole, rows = self._rows, step.rows
+        count = len(rows)
+        whole.positions[:count].copy_(rows.positions)
+        whole.context_lens[:count].copy_(rows.context_lens)
+        whole.context_lens[count:size].zero_()
+        for padded_tables, tables in zip(whole.block_tables, rows.block_tables, strict=True):
+            padded_tables[:count, : tables.shape[1]].copy_(tables)
+        for padded_slots, slots in zip(whole.slots, rows.slots, strict=True):
+            padded_slots[:count].copy_(slots)
+            padded_slots[count:size].fill_(-1)
         self._hidden[:count].copy_(hidden)
 
     def first_sequences(self, size: int) -> tuple[StepInput, Tensor]:
         """The step of the first `size` sequences, and its hidden states."""
-        whole = self._step
-        step = StepInput(
-            token_ids=whole.token_ids[:size],
+        whole = self._rows
+        rows = Rows(
             positions=whole.positions[:size],
             query_starts=whole.query_starts[: size + 1],
             context_lens=whole.context_lens[:size],
-            kv_groups=tuple(KVGroupInput(group.block_tables[:size], group.slots[:size]) for group in whole.kv_groups),
-            replica_tokens=(size,),
-            replica_samples=(size,),
-            sampled=None,
+            block_tables=tuple(tables[:size] for tables in whole.block_tables),
+            slots=tuple(slots[:size] for slots in whole.slots),
+            replicas=(size,),
         )
-        return step, self._hidden[:size]
+        return StepInput(self._token_ids[:size], rows), self._hidden[:size]
 
     def empty_step(self, size: int) -> tuple[StepInput, Tensor]:
         """A step of `size` padding sequences, and its hidden states."""
         step, hidden = self.first_sequences(size)
-        step.context_lens.zero_()
-        for group in step.kv_groups:
-            group.slots.fill_(-1)
+        step.rows.context_lens.zero_()
+        for slots in step.rows.slots:
+            slots.fill_(-1)
         return step, hidden
 
 
@@ -157,8 +153,9 @@ class GraphReplay:
             self._recordings[size] = self.record_size(size)
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
-        count = len(step.positions)
-        decodes = step.sampled is None and count == len(step.context_lens) <= self.sizes[-1]
+        rows = step.rows
+        count = len(rows)
+        decodes = rows.narrowed is None and count == len(rows.context_lens) <= self.sizes[-1]
         if not decodes or not self._recordings:
             return self.forward(step, hidden)
         size = next(size for size in self.sizes if size >= count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from shardline.runtime.machines.host.step_inputs import StepLayout
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
-from shardline.runtime.step import KVGroupInput, SampledTokens, ScoredTokens, StepInput
+from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 
 class LastTokens:
@@ -105,30 +105,13 @@ class Uploader:
 
     def upload(self, step: StepInput) -> StepInput:
         """The step with all its tensors on the device, parts of one buffer."""
-        tensors = [step.token_ids, step.positions, step.query_starts, step.context_lens]
-        for group in step.kv_groups:
-            tensors += [group.block_tables.contiguous(), group.slots]
-        if (sampled := step.sampled) is not None:
-            tensors += [sampled.rows, sampled.query_starts, sampled.context_lens, *sampled.block_tables]
-        if (scored := step.scored) is not None:
-            tensors += [scored.rows, scored.targets, scored.sampled]
+        tensors = [step.token_ids, *_tensors(step.rows)]
         if step.sampling is not None:
             tensors += step.sampling.list_tensors()
         on_device = iter(self._copy(tensors))
         return StepInput(
             token_ids=next(on_device),
-            positions=next(on_device),
-            query_starts=next(on_device),
-            context_lens=next(on_device),
-            kv_groups=tuple(KVGroupInput(next(on_device), next(on_device)) for _ in step.kv_groups),
-            replica_tokens=step.replica_tokens,
-            replica_samples=step.replica_samples,
-            sampled=None
-            if sampled is None
-            else SampledTokens(
-                next(on_device), next(on_device), next(on_device), tuple(next(on_device) for _ in step.kv_groups)
-            ),
-            scored=None if scored is None else ScoredTokens(next(on_device), next(on_device), next(on_device)),
+            rows=_from_copies(step.rows, on_device),
             greedy=step.greedy,
             sampling=None if step.sampling is None else step.sampling.from_copies(on_device),
         )
@@ -152,6 +135,29 @@ class Uploader:
             uploaded[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
+
+
+def _tensors(rows: Rows) -> list[Tensor]:
+    """All tensors of a table without `token_inputs`."""
+    tables = [tables.contiguous() for tables in rows.block_tables]
+    own = [rows.positions, rows.query_starts, rows.context_lens, *tables, *rows.slots]
+    optional = [] if rows.places is None else [rows.places]
+    return [*own, *optional, *(rows.scored or ()), *([] if rows.narrowed is None else _tensors(rows.narrowed))]
+
+
+def _from_copies(rows: Rows, copies: Iterator[Tensor]) -> Rows:
+    """The same table with copies of its tensors, in the order of `_tensors`."""
+    return Rows(
+        positions=next(copies),
+        query_starts=next(copies),
+        context_lens=next(copies),
+        block_tables=tuple(next(copies) for _ in rows.block_tables),
+        slots=tuple(next(copies) for _ in rows.slots),
+        replicas=rows.replicas,
+        places=None if rows.places is None else next(copies),
+        scored=None if rows.scored is None else ScoredRows(*(next(copies) for _ in rows.scored)),
+        narrowed=None if rows.narrowed is None else _from_copies(rows.narrowed, copies),
+    )
 
 
 class CudaStepInputs:

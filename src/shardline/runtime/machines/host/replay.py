@@ -115,5 +115,5 @@ class DecodeReplay:
 def _shape(step: StepInput) -> object:
     """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
     it, because they determine the exchanges."""
-    num_seqs = len(step.context_lens)
-    return num_seqs, step.replica_tokens, step.replica_samples, step.greedy, step.allowed is not None
+    rows = step.rows
+    return len(rows.context_lens), rows.replicas, rows.narrow().replicas, step.greedy, step.allowed is not None

@@ -17,7 +17,7 @@ from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence, num_scored
-from shardline.runtime.step import KVGroupInput, SampledTokens, ScoredTokens, StepInput
+from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 _MAX_SHAPES = 1024
 """Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""
@@ -30,7 +30,8 @@ class _StepMemory(NamedTuple):
     positions: Tensor
     query_starts: Tensor
     context_lens: Tensor
-    kv_groups: tuple[KVGroupInput, ...]
+    block_tables: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
 
 
 class StepLayout:
@@ -52,17 +53,18 @@ class StepLayout:
         starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
         count = sum(lengths)
         decodes = all(entry.num_tokens == entry.num_samples and not entry.score for entry in steps)
-        replicas = rank_step.replica_tokens, rank_step.replica_samples
         if decodes and count <= self._max_seqs:
-            step = self._decode_step(len(steps), count, *replicas, greedy)
+            step = self._decode_step(len(steps), count, rank_step.replica_tokens, rank_step.replica_samples, greedy)
         else:
             ends = map(int.__add__, starts, lengths)
             memory = self._allocate(count, len(steps), -(-max(ends) // self._block_size))
-            step = StepInput(*memory, *replicas, sampled=None, greedy=greedy)
-        _cpu.lay_out_tokens(starts, lengths, step.positions, step.query_starts, step.context_lens)
-        rows = [sequence.row for sequence in sequences]
-        for table, group in zip(self._table.tensors, step.kv_groups, strict=True):
-            _cpu.lay_out_blocks(table, rows, starts, lengths, self._block_size, group.block_tables, group.slots)
+            rows = _whole_table(memory, rank_step.replica_tokens, rank_step.replica_samples)
+            step = StepInput(memory.token_ids, rows, greedy)
+        rows = step.rows
+        _cpu.lay_out_tokens(starts, lengths, rows.positions, rows.query_starts, rows.context_lens)
+        places = [sequence.row for sequence in sequences]
+        for table, tables, slots in zip(self._table.tensors, rows.block_tables, rows.slots, strict=True):
+            _cpu.lay_out_blocks(table, places, starts, lengths, self._block_size, tables, slots)
         if decodes and count == len(steps):
             step.token_ids.numpy()[:] = [
                 sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)
@@ -75,24 +77,19 @@ class StepLayout:
         np.concatenate(tokens, out=step.token_ids.numpy())
         if decodes:
             return step
-        step = dataclasses.replace(step, sampled=_sampled_tokens(step, steps))
-        if any(entry.score for entry in steps):
-            step = dataclasses.replace(step, scored=_scored_tokens(steps, sequences))
-        return step
+        scored = _scored_rows(steps, sequences) if any(entry.score for entry in steps) else None
+        narrowed = _narrowed(rows, steps, rank_step.replica_samples, scored)
+        return dataclasses.replace(step, rows=dataclasses.replace(rows, narrowed=narrowed))
 
     def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
-        groups = [
-            KVGroupInput(
-                torch.zeros(num_seqs, num_blocks, dtype=torch.int32), torch.empty(num_tokens, dtype=torch.int64)
-            )
-            for _ in range(self._num_kv_groups)
-        ]
+        groups = range(self._num_kv_groups)
         return _StepMemory(
             token_ids=torch.empty(num_tokens, dtype=torch.int64),
             positions=torch.empty(num_tokens, dtype=torch.int64),
             query_starts=torch.empty(num_seqs + 1, dtype=torch.int32),
             context_lens=torch.empty(num_seqs, dtype=torch.int32),
-            kv_groups=tuple(groups),
+            block_tables=tuple(torch.zeros(num_seqs, num_blocks, dtype=torch.int32) for _ in groups),
+            slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
         )
 
     def _make_decode_step(
@@ -105,40 +102,51 @@ class StepLayout:
     ) -> StepInput:
         """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence."""
         memory = self._decode_memory
-        return StepInput(
+        memory = _StepMemory(
             token_ids=memory.token_ids[:num_tokens],
             positions=memory.positions[:num_tokens],
             query_starts=memory.query_starts[: num_seqs + 1],
             context_lens=memory.context_lens[:num_seqs],
-            kv_groups=tuple(
-                KVGroupInput(group.block_tables[:num_seqs], group.slots[:num_tokens]) for group in memory.kv_groups
-            ),
-            replica_tokens=replica_tokens,
-            replica_samples=replica_samples,
-            sampled=None,
-            greedy=greedy,
-            is_replayable=True,
+            block_tables=tuple(tables[:num_seqs] for tables in memory.block_tables),
+            slots=tuple(slots[:num_tokens] for slots in memory.slots),
         )
+        rows = _whole_table(memory, replica_tokens, replica_samples)
+        return StepInput(memory.token_ids, rows, greedy, is_replayable=True)
 
 
-def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTokens:
+def _whole_table(memory: _StepMemory, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:
+    """The table of all tokens, as if all of them were sampled; perhaps not all tokens of other replicas are."""
+    rows = Rows(*memory[1:], replica_tokens)
+    if replica_samples == replica_tokens:
+        return rows
+    return dataclasses.replace(rows, narrowed=dataclasses.replace(rows, replicas=replica_samples))
+
+
+def _narrowed(
+    rows: Rows, steps: Sequence[SequenceStep], replica_samples: tuple[int, ...], scored: ScoredRows | None
+) -> Rows:
     """The last tokens of the sampled sequences, and all tokens of the scored ones."""
     counts = torch.tensor([entry.num_samples for entry in steps])
     seqs = counts > 0
     counts = counts[seqs]
     query_starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=query_starts[1:])
-    firsts = step.query_starts[1:][seqs] - counts - query_starts[:-1]
-    return SampledTokens(
-        rows=torch.repeat_interleave(firsts, counts) + torch.arange(int(query_starts[-1])),
+    firsts = rows.query_starts[1:][seqs] - counts - query_starts[:-1]
+    places = torch.repeat_interleave(firsts, counts) + torch.arange(int(query_starts[-1]))
+    return Rows(
+        positions=rows.positions[places],
         query_starts=query_starts,
-        context_lens=step.context_lens[seqs],
-        block_tables=tuple(group.block_tables[seqs] for group in step.kv_groups),
+        context_lens=rows.context_lens[seqs],
+        block_tables=tuple(tables[seqs] for tables in rows.block_tables),
+        slots=(),
+        replicas=replica_samples,
+        places=places,
+        scored=scored,
     )
 
 
-def _scored_tokens(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredTokens:
-    """The scored tokens among those of `_sampled_tokens`; those behind the prompt are not scored."""
+def _scored_rows(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredRows:
+    """The scored tokens among those of `_narrowed`; those behind the prompt are not scored."""
     rows, targets = [], []
     sampled: list[int] = []
     first = 0
@@ -150,7 +158,7 @@ def _scored_tokens(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequ
         first += entry.num_samples
         if entry.sample:
             sampled += range(first - (1 + len(entry.draft_token_ids)), first)
-    return ScoredTokens(
+    return ScoredRows(
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),
         torch.tensor(sampled, dtype=torch.int64),

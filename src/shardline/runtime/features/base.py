@@ -1,4 +1,4 @@
-"""A step between its plan and its result, and what features of a request may do with it."""
+"""What a feature of requests may do in a step, between its plan and its result."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardline.messages.step import SequenceResult, StepPlan
+from shardline.messages.step import SequenceResult, SequenceStart, StepPlan
 from shardline.runtime.ops.sampling.mask import TokenMasks
+from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
 
 
 @dataclass
-class Launch:
-    """One step, while it is launched and until its result is there."""
+class RunningStep:
+    """A step from its launch until its result is there; features and the runner share it."""
 
     plan: StepPlan
     stepped: list[WorkerSequence]
@@ -24,20 +25,21 @@ class Launch:
     """Those whose next token is sampled."""
     rows: list[WorkerSequence]
     """For each sampled row, its sequence with the tokens before the sampled one."""
+    sampling: SamplingPlan | None
+    """What the rows ask for; None: this rank samples nothing in this step."""
+    greedy: bool
+    """Whether the lm_head finds only the best token of each row. A feature may need logits and unset it."""
+    forward: Callable[[StepInput, Tensor], Tensor]
+    """Runs the layers of this step."""
     lost_slots: list[int] | None = None
     """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
-    needs_logits: bool = False
-    """Whether all logits of the sampled rows are needed, even if the step is greedy."""
-    forward: Callable[[StepInput, Tensor], Tensor] | None = None
-    """Runs the layers of this step; None: as usual."""
+    readers: list[Callable[[Tensor], None]] = field(default_factory=list)
+    """Called with the rows' logits [R, vocab_size] as the model computed them, which change afterwards; not in a greedy
+    step."""
     masks: TokenMasks | None = None
     """The tokens that the sampled rows may have; None: all."""
-    errors: dict[int, str] = field(default_factory=dict)
-    """What failed, by sequence."""
-    refusals: dict[int, str] = field(default_factory=dict)
-    """Why no token may follow, by sequence."""
     tensors: list[Tensor] = field(default_factory=list)
     """To be copied to host memory."""
     copies: list[Tensor] = field(default_factory=list)
@@ -51,20 +53,23 @@ class Launch:
 
 
 class Feature:
-    """What a feature does in a step, in this order. All methods but `begin` are called only if that returned a feature:
-    itself, or an object for this step."""
+    """What a feature does, in this order. The methods after `begin` are called only if that returned a feature: itself,
+    or an object for this step."""
 
-    def begin(self, launch: Launch) -> Feature | None:
+    def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
+        """A sequence starts."""
+
+    def begin(self, running: RunningStep) -> Feature | None:
         """Before the step's tensors are made. None: the step has nothing for it."""
         raise NotImplementedError
 
-    def prepare(self, launch: Launch, step: StepInput) -> StepInput:
+    def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
         """The step's tensors, before the forward pass."""
         return step
 
-    def after_forward(self, launch: Launch, step: StepInput, output: Tensor) -> None:
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         """`output` is that of the stage; nothing is sampled yet."""
 
-    def result(self, launch: Launch, results: list[SequenceResult]) -> list[SequenceResult]:
+    def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         """The results of the step so far, one of each sampled row or sequence -> the same with this feature's part."""
         return results
