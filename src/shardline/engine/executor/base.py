@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shardline.deployment.deployment import KVAllocation
+from shardline.engine.executor.control_answers import ControlAnswers
+from shardline.messages.control import Control
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts
@@ -36,6 +38,8 @@ class Executor(ABC):
     max_in_flight: int
     allocation: KVAllocation
     """The size of the KV pool, known once `start` has returned."""
+    answers: ControlAnswers
+    """The answers to control messages. They come while `submit_control`, `collect_results` or `check_ranks` runs."""
 
     @abstractmethod
     def start(self) -> list[RankReport]:
@@ -60,6 +64,14 @@ class Executor(ABC):
 
         Raises:
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
+        """
+
+    @abstractmethod
+    def submit_control(self, control: Control) -> None:
+        """Hand a control message to all ranks, behind the steps that have been submitted.
+
+        Raises:
+            ExecutorFailure: a rank is gone, or failed.
         """
 
     def watched_fds(self) -> list[int]:
