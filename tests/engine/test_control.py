@@ -12,7 +12,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.children import Child
 from shardline.engine.client import EngineClient
-from shardline.engine.executor.control_answers import ControlAnswers
+from shardline.engine.executor.base import ControlAnswers
 from shardline.messages.control import Control, ControlDone, Probe
 from shardline.messages.engine import EngineOutputs
 from tests.engine.commands import Tell, code_with_command
@@ -32,25 +32,25 @@ def test_a_command_that_only_a_test_knows_reaches_every_rank(monkeypatch: pytest
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client = EngineClient(resolve_here(config), 0, messages.put)
     try:
-        client.wait_ready(60)
+        client.wait_ready(300)
         ranks = range(resolve_here(config).grid.world_size)
         expected = [[rank, "hello"] for rank in ranks]
-        assert list(map(msgspec.msgpack.decode, client.control(Tell("hello")).result(20))) == expected
+        assert list(map(msgspec.msgpack.decode, client.control(Tell("hello")).result(60))) == expected
         client.add([make_request("r", [1, 2, 3], 40, ignore_eos=True)])
         between = client.control(Tell("hello"))
         with pytest.raises(ValueError, match="rank 0 refuses"):
-            client.control(Tell("refuse")).result(20)
-        assert list(map(msgspec.msgpack.decode, between.result(20))) == expected
+            client.control(Tell("refuse")).result(60)
+        assert list(map(msgspec.msgpack.decode, between.result(60))) == expected
         tokens = 0
         while tokens < 40:
-            message = messages.get(timeout=20)
+            message = messages.get(timeout=60)
             assert isinstance(message, EngineOutputs), message
             tokens += sum(len(output.token_ids) for output in message.outputs)
-        assert client.control(Probe()).result(20) == tuple(msgspec.msgpack.encode(None) for _ in ranks)
+        assert client.control(Probe()).result(60) == tuple(msgspec.msgpack.encode(None) for _ in ranks)
     finally:
         client.close()
     with pytest.raises(RuntimeError, match="engine 0 has ended"):
-        client.control(Probe()).result(20)
+        client.control(Probe()).result(60)
 
 
 def test_one_rank_that_refuses_is_the_answer_of_all() -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.executor.control_answers import ControlAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
 from shardline.messages.control import Control
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
