@@ -43,10 +43,10 @@ from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.segment import segment_layout
 from shardline.engine.engine import Engine
 from shardline.engine.executor.base import Executor
+from shardline.messages.control import Control, Probe
 from shardline.messages.request import Request
 from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import (
-    Probe,
     RankReport,
     RunStep,
     StepDone,
@@ -239,6 +239,9 @@ class OneRank(Executor):
     def collect_results(self) -> list[StepResult]:
         return [self._results.pop(0)]
 
+    def submit_control(self, control: Control) -> None:
+        """Nothing is told."""
+
     def expert_load(self) -> Counts:
         return self.groups.expert_load
 
@@ -307,7 +310,7 @@ def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
         line.send(RunStep(RankStep(StepPlan(number, [], steps, []), (PLAN_SEQUENCES,), (PLAN_SEQUENCES,))))
         assert isinstance(line.receive(PATIENCE_S), StepDone)
         answered.append(time.monotonic())
-    line.send(Probe(0))
+    line.send(Control.carry(0, Probe()))
     received = json.loads(store.get("received", PATIENCE_S))
     ways = [[(b - a) * 1e6 for a, b in zip(*pair, strict=True)] for pair in ((sent, received), (received, answered))]
     return [[figure for way in ways for figure in (statistics.median(way), statistics.quantiles(way, n=10)[-1])]]
@@ -321,7 +324,7 @@ def answer_plans(address: str, nonce: bytes) -> list[float]:
     threading.Thread(target=read_line, args=(line, events), daemon=True).start()
     tokens = [SequenceResult(number, [number]) for number in range(PLAN_SEQUENCES)]
     received = []
-    while not isinstance(step := events.get(), Probe):
+    while not isinstance(step := events.get(), Control):
         received.append(time.monotonic())
         assert isinstance(step, RankStep)
         line.send(StepDone(StepResult(step.plan.step_id, tokens)))

@@ -7,7 +7,7 @@ from shardline.engine.kv_cache import KVState
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.speculative.ngram import NgramProposer
 from shardline.messages.request import Constraints, Request
-from shardline.messages.step import SequenceStep
+from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 4
@@ -23,7 +23,7 @@ def draft_of(proposer: NgramProposer, sequence: LiveSequence, num_accepted: int,
     if guesses:
         start = len(sequence.tokens) - 1
         step = SequenceStep(0, start, 1 + len(guesses), [[]], -1, True, False, guesses)
-        proposer.note_result(sequence, step, min(num_accepted, len(guesses)))
+        proposer.note_result(sequence, step, SequenceResult(0, [9] * (1 + min(num_accepted, len(guesses)))))
     return len(guesses)
 
 

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.engine.scheduling import scheduler as scheduler_module
+from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Request
+from shardline.messages.stats import DraftStats
+from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.models.kv_groups import KVGroup, blocks_per_request
-from tests.engine.fake_worker import VOCAB, make_request
+from tests.engine.fake_worker import VOCAB, make_request, next_token
 from tests.engine.harness import Engine, Shape
 
 GROUPS = (
@@ -171,3 +174,46 @@ def test_drafts_are_accepted(pipeline: bool) -> None:
             assert drafts.num_tokens > drafts.num_accepted
             assert drafts.accepted == sorted(drafts.accepted, reverse=True)
     assert steps[NO_SPECULATION] == 60
+
+
+class ModelProposer:
+    """Its guesses come with the result of a step, as those of a model do. Every third one is wrong."""
+
+    def __init__(self) -> None:
+        self._guesses: dict[int, list[int]] = {}
+        self.num_learnt = self.num_proposed = self.num_accepted = 0
+
+    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+        most = min(limit, sequence.limit - len(sequence.tokens) - 1)
+        draft = self._guesses.pop(sequence.seq_id, [])[: max(0, most)]
+        self.num_proposed += len(draft)
+        return draft
+
+    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
+        self.num_accepted += len(result.token_ids) - 1
+        tokens = [*sequence.tokens, *result.token_ids]
+        guesses = []
+        for _ in range(3):
+            guesses.append(next_token([*tokens, *guesses], sequence.request.cache_salt))
+        self.num_learnt += 1
+        if self.num_learnt % 3 == 0:
+            guesses[1] += 1
+        self._guesses[sequence.seq_id] = guesses
+
+    def stats(self) -> DraftStats:
+        return DraftStats(0, self.num_proposed, [self.num_accepted])
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_proposer_may_answer_by_a_step(monkeypatch: pytest.MonkeyPatch, pipeline: bool) -> None:
+    proposer = ModelProposer()
+    monkeypatch.setattr("shardline.engine.scheduling.scheduler.make_proposer", lambda speculation: proposer)
+    engine = Engine(Shape(max_in_flight=2 if pipeline else 1, pipeline=pipeline, speculation=Speculation(3, 1, 1)))
+    engine.add(*(make_request(f"r{number}", [1, 2, number], 60, ignore_eos=True) for number in range(3)))
+    engine.run()
+    engine.check_done()
+    decodes = [step for plan in engine.plans for step in plan.steps if step.sample]
+    assert not any(step.draft_token_ids for step in decodes[:3])
+    assert len(decodes) == 180 - proposer.num_accepted
+    assert 0 < proposer.num_accepted < proposer.num_proposed
+    assert engine.scheduler.stats().drafts == proposer.stats()

@@ -16,11 +16,10 @@ from shardline.engine.executor import rank_processes, step_lines
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.multiprocess import MultiprocessExecutor
 from shardline.engine.watchdog import Verdict
+from shardline.messages.control import Control, ControlDone
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import (
     AllocateCache,
-    Probe,
-    ProbeDone,
     RankEnded,
     RankReady,
     RankReport,
@@ -120,11 +119,11 @@ def test_probes_take_the_line(hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(hosts.executor._watchdog, "check", lambda: Verdict.PROBE)
         hosts.executor.check_ranks()
     probe = hosts.remote.line.receive(5.0)
-    assert isinstance(probe, Probe)
-    hosts.remote.line.send(ProbeDone(probe.number))
+    assert isinstance(probe, Control)
+    hosts.remote.line.send(ControlDone(probe.number))
     readable(hosts.executor.watched_fds(), 5.0)
     hosts.executor.check_ranks()
-    assert hosts.executor._unanswered == {0}
+    assert hosts.executor.answers.missing(probe.number) == [0]
 
 
 def test_a_line_s_end_is_explained_by_the_node(hosts: TwoHosts) -> None:

@@ -6,17 +6,18 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.control import Control, ControlDone, Probe
 from shardline.messages.step import RankStep, StepPlan, StepResult
 from shardline.messages.worker import (
-    Probe,
-    ProbeDone,
     RankFailed,
     RankReady,
     RankReport,
@@ -28,6 +29,8 @@ from shardline.messages.worker import (
 )
 from shardline.runtime import worker_process
 from shardline.runtime.runner import PendingStep
+
+NOTHING = msgspec.msgpack.encode(None)
 
 
 class SlowDevice:
@@ -80,7 +83,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
         ours, theirs = socket.socketpair()
         sockets.extend((ours, theirs))
         report = RankReport(0, "host", 1, "GPU", "none", 1, 0, 0, 0.0)
-        load: Callable[..., Any] = lambda start, segment, agree, store: (device, report, True)  # noqa: E731
+        load: Callable[..., Any] = lambda start, segment, agree, store: (SimpleNamespace(runner=device), report, True)  # noqa: E731
         monkeypatch.setattr(worker_process, "_load", load)
         channel = Channel[WorkerRequest](theirs, WorkerRequest)  # type: ignore[arg-type]
         threading.Thread(target=worker_process.serve_rank, args=(channel, memoryview(b"")), daemon=True).start()
@@ -137,13 +140,13 @@ def test_a_probe_is_answered_between_steps(serve: Callable[[SlowDevice], Channel
 
     device = HangingDevice()
     engine = serve(device)
-    engine.send(Probe(1))
-    assert engine.receive(timeout=10) == ProbeDone(1)
+    engine.send(Control.carry(1, Probe()))
+    assert engine.receive(timeout=10) == ControlDone(1, (NOTHING,))
     engine.send(plan(0))
-    engine.send(Probe(2))
+    engine.send(Control.carry(2, Probe()))
     with pytest.raises(TimeoutError):
         engine.receive(timeout=0.2)
     may_launch.set()
-    assert engine.receive(timeout=10) == ProbeDone(2)
+    assert engine.receive(timeout=10) == ControlDone(2, (NOTHING,))
     device.finish(0)
     assert isinstance(engine.receive(timeout=10), StepDone)

@@ -168,6 +168,11 @@ class Deployment(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
     @property
+    def last_token_known(self) -> bool:
+        """Whether a sequence is stepped only from a token that its scheduler knows."""
+        return self.grid.pipeline > 1 or self.limits.drafts
+
+    @property
     def keeps_packed(self) -> bool:
         """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed

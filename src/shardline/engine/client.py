@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
@@ -15,6 +17,7 @@ from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
 from shardline.engine.children import StartedEngine, is_own_end
 from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
+from shardline.messages.control import Command, Control, ControlDone, Probe
 from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
@@ -26,7 +29,6 @@ from shardline.messages.engine import (
     StopEngine,
 )
 from shardline.messages.request import Request
-from shardline.messages.worker import Probe, ProbeDone
 from shardline.segment.activity import Activity
 from shardline.segment.pulse import CHECK_INTERVAL
 
@@ -73,6 +75,8 @@ class EngineClient:
         """Seconds for which the engine had done nothing when it was killed."""
         interval = probe_interval(deployment.step_timeout)
         self._watchdog = Watchdog(interval, deployment.step_timeout + _GRACE - interval)
+        self._control_numbers = itertools.count(1)
+        self._controls: dict[int, Future[tuple[bytes, ...]]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
@@ -110,6 +114,33 @@ class EngineClient:
         """Abort requests; outputs that have already been sent may still arrive."""
         self._outbox.put(encode_message(AbortRequests(list(request_ids))))
 
+    def control(self, command: Command) -> Future[tuple[bytes, ...]]:
+        """Have all ranks execute a command between two steps. The result is what each rank's handler returns, encoded.
+
+        The future raises ValueError if a rank refuses the command, and RuntimeError if the engine ends before.
+        """
+        number = next(self._control_numbers)
+        answer = self._controls[number] = Future[tuple[bytes, ...]]()
+        self._outbox.put(encode_message(Control.carry(number, command)))
+        if self._ended.is_set():
+            self._end_controls()
+        return answer
+
+    def _take_answer(self, done: ControlDone) -> None:
+        if (answer := self._controls.pop(done.number, None)) is None:
+            return
+        if done.error:
+            answer.set_exception(ValueError(done.error))
+        else:
+            answer.set_result(done.values)
+
+    def _end_controls(self) -> None:
+        """Nothing answers any more."""
+        while self._controls:
+            with contextlib.suppress(KeyError):  # the reader and a caller may both do this
+                answer = self._controls.popitem()[1]
+                answer.set_exception(RuntimeError(f"engine {self._replica} has ended"))
+
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; it is killed if it does not end in time."""
         self._closing = True
@@ -135,7 +166,7 @@ class EngineClient:
 
     def _watch_engine(self) -> None:
         """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
-        number, work, looked = 0, 0, 0.0
+        work, looked = 0, 0.0
         loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
         while not self._ended.wait(min(CHECK_INTERVAL, self._watchdog.seconds_to_check())):
             if self._child is not None and self._child.is_silent():
@@ -155,8 +186,7 @@ class EngineClient:
                 self._watchdog.note_life()
             verdict = self._watchdog.check()
             if verdict is Verdict.PROBE:
-                number += 1
-                self._outbox.put(encode_message(Probe(number)))
+                self.control(Probe())
             elif verdict is Verdict.LOST:
                 waited = f"{self._deployment.step_timeout + _GRACE:g} s"
                 self._give_up(f"{self._name()} has not answered for {waited}: it is stopped or hangs in a step")
@@ -214,8 +244,11 @@ class EngineClient:
                 self._first.put(message)
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)
-            elif not isinstance(message, ProbeDone):
+            elif isinstance(message, ControlDone):
+                self._take_answer(message)
+            else:
                 self._ended.set()
+                self._end_controls()
                 if not ready:
                     self._first.put(message)
                 elif not self._closing:

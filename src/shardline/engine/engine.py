@@ -15,24 +15,11 @@ from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.request import Request, SequenceOutput
-from shardline.messages.stats import EngineStats, ExpertLoad, merge_drafts
+from shardline.messages.stats import EngineStats, ExpertLoad, merge_lockstep
 from shardline.messages.step import StepPlan
 
 _LOAD_SECONDS = 1.0
 """Age that the load of experts may have while the engine is busy: it is the only counter that takes long to sum."""
-
-_ADDED = (
-    "num_running",
-    "num_waiting",
-    "kv_blocks_total",
-    "kv_blocks_used",
-    "num_preemptions",
-    "prompt_tokens",
-    "generation_tokens",
-    "prefix_queries",
-    "prefix_hits",
-)
-"""Counters that each replica has for itself; the others count steps, which replicas in lockstep share."""
 
 
 class Engine:
@@ -53,7 +40,7 @@ class Engine:
                 executor.allocation.num_blocks,
                 deployment.max_model_len,
                 max_in_flight=executor.max_in_flight,
-                last_token_known=deployment.grid.pipeline > 1 or deployment.limits.drafts,
+                last_token_known=deployment.last_token_known,
                 namespace=namespace,
             )
             for _ in range(deployment.grid.data)
@@ -105,6 +92,7 @@ class Engine:
         waited = 0.0
         outputs: list[SequenceOutput] = []
         if not self._in_flight:
+            self._executor.check_ranks()  # nothing else reads what they send
             if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
                 self._masks.collect(PATIENCE)
             for scheduler in self._schedulers:
@@ -149,14 +137,7 @@ class Engine:
             self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
             self._expert_load_time = now
         return msgspec.structs.replace(
-            _combined([scheduler.stats() for scheduler in self._schedulers]),
+            merge_lockstep([scheduler.stats() for scheduler in self._schedulers]),
             engine_seconds=self._engine_seconds,
             experts=self._expert_load,
         )
-
-
-def _combined(stats: Sequence[EngineStats]) -> EngineStats:
-    """The counters of replicas that share their steps."""
-    total = {field: sum(getattr(one, field) for one in stats) for field in _ADDED}
-    drafts = merge_drafts([one.drafts for one in stats if one.drafts is not None])
-    return msgspec.structs.replace(stats[0], **total, drafts=drafts)

@@ -21,6 +21,7 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.kv_cache import cache_namespace
 from shardline.engine.report import check_known_answers, startup_report
 from shardline.log import configure_logging
+from shardline.messages.control import Control
 from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
@@ -32,7 +33,6 @@ from shardline.messages.engine import (
     StopEngine,
 )
 from shardline.messages.request import Request, SequenceOutput
-from shardline.messages.worker import Probe, ProbeDone
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 
@@ -158,12 +158,13 @@ class EngineProcess:
         while not self._stopping:
             if not engine.busy:
                 self._await_message(executor)
-            changed = self._take_messages(engine)
+            changed = self._take_messages(engine, executor)
             if self._stopping:
                 return
             if not changed and not engine.busy:
                 continue
             is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
+            self._send_answers(executor)
             # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
             if is_time or not engine.busy:
                 self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
@@ -173,16 +174,21 @@ class EngineProcess:
         front = self._channel.fileno()
         while True:
             pause = executor.check_ranks()
+            self._send_answers(executor)
             if readable([front, *executor.watched_fds()], pause) == [front]:
                 return
 
-    def _take_messages(self, engine: Engine) -> bool:
-        """Whether a message came that may change what the engine does or reports, other than a probe."""
+    def _send_answers(self, executor: Executor) -> None:
+        for answer in executor.answers.take():
+            self._channel.send(answer)
+
+    def _take_messages(self, engine: Engine, executor: Executor) -> bool:
+        """Whether a message came that may change what the engine does or reports, other than one for the ranks."""
         changed = False
         while not self._stopping and readable([self._channel.fileno()]):
             message = self._channel.receive()
-            if isinstance(message, Probe):
-                self._channel.send(ProbeDone(message.number))
+            if isinstance(message, Control):
+                executor.submit_control(message)
                 continue
             changed = True
             if isinstance(message, AddRequests):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
+from shardline.messages.control import Control, ControlDone
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
-from shardline.messages.worker import Probe, ProbeDone
 from shardline.segment.activity import Activity
 
 
@@ -39,7 +39,7 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: end now."""
 
 
-FrontMessage = StartEngine | AddRequests | AbortRequests | Probe | StopEngine
+FrontMessage = StartEngine | AddRequests | AbortRequests | Control | StopEngine
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -84,4 +84,4 @@ class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     activity: Activity
 
 
-EngineMessage = EngineBeat | EngineReady | EngineOutputs | EngineFailed | ProbeDone
+EngineMessage = EngineBeat | EngineReady | EngineOutputs | EngineFailed | ControlDone

@@ -69,6 +69,14 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     )
 
 
+def merge_lockstep(stats: Sequence[EngineStats]) -> EngineStats:
+    """The counters and gauges of replicas that share their steps, and so the counters of steps."""
+    if len(stats) == 1:
+        return stats[0]
+    shared = ("num_steps", "step_seconds", "engine_seconds", "experts")
+    return msgspec.structs.replace(merge_stats(stats), **{name: getattr(stats[0], name) for name in shared})
+
+
 def merge_drafts(stats: Sequence[DraftStats]) -> DraftStats | None:
     """The sums of the counters of several replicas; None: there are none."""
     if not stats:

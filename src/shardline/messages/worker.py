@@ -6,6 +6,7 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse
+from shardline.messages.control import Control, ControlDone
 from shardline.messages.step import RankStep, StepResult
 from shardline.segment.activity import Activity
 from shardline.segment.progress import RankProgress
@@ -57,12 +58,6 @@ class AllocateCache(msgspec.Struct, frozen=True, tag=True):
     allocation: KVAllocation
 
 
-class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Engine to worker, and front to engine: answer with ProbeDone, from the thread that runs steps."""
-
-    number: int
-
-
 class StoreValue(msgspec.Struct, frozen=True, tag=True):
     """Engine to worker: the value that a StoreGet asked for."""
 
@@ -78,7 +73,7 @@ class StoreCount(msgspec.Struct, frozen=True, tag=True):
     value: int
 
 
-StepRequest = RunStep | Probe
+StepRequest = RunStep | Control
 """What a rank on another host gets over its connection for steps."""
 WorkerRequest = StartWorker | AllocateCache | StoreValue | StoreCount | StepRequest
 
@@ -110,12 +105,6 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint or the configuration is at fault."""
     consequence: bool = False
     """The rank only lost its connection to another rank. The error should name that other rank."""
-
-
-class ProbeDone(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the Probe with this number."""
-
-    number: int
 
 
 class StoreSet(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +155,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
     host_lost: bool = False
 
 
-StepReply = StepDone | ProbeDone
+StepReply = StepDone | ControlDone
 """What a rank on another host sends over its connection for steps."""
 WorkerReply = (
     RankMeasured

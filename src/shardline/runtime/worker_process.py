@@ -23,11 +23,10 @@ from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.deployment.segment import segment_layout
 from shardline.log import configure_logging
+from shardline.messages.control import Control
 from shardline.messages.step import RankStep
 from shardline.messages.worker import (
     AllocateCache,
-    Probe,
-    ProbeDone,
     RankFailed,
     RankMeasured,
     RankReady,
@@ -42,16 +41,17 @@ from shardline.messages.worker import (
     WorkerRequest,
 )
 from shardline.process_title import set_process_title
+from shardline.runtime.control import execute_control
 from shardline.runtime.control_store import ControlStore
 from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.pulse import note_work, start_pulse
 
 if TYPE_CHECKING:
-    from shardline.runtime.runner import PendingStep, Runner
-    from shardline.runtime.worker import Agree
+    from shardline.runtime.runner import PendingStep
+    from shardline.runtime.worker import Agree, Worker
 
-    _Event = RankStep | PendingStep | Probe
-    """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
+    _Event = RankStep | PendingStep | Control
+    """What the thread that runs steps waits for: a plan, a step that is over, or a command."""
 
 _LONGEST_WAIT = 600.0
 """Seconds that a rank waits for another one beyond the engine's deadline: the other may compute for long."""
@@ -81,7 +81,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         if start.step_address:
             answer = _open_line(start, events)
         gc.disable()  # imported and loaded objects stay alive, and scanning them would take a tenth of the time
-        runner, report, is_driver = _load(start, segment, agree, store)
+        worker, report, is_driver = _load(start, segment, agree, store)
         channel.send(RankReady(report))
         loaded = True
         gc.freeze()
@@ -90,10 +90,10 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
         while True:
             event = events.get()
-            if isinstance(event, Probe):
-                answer(ProbeDone(event.number))
+            if isinstance(event, Control):
+                answer(execute_control(worker, event))
                 continue
-            pending = runner.launch_step(event) if isinstance(event, RankStep) else event
+            pending = worker.runner.launch_step(event) if isinstance(event, RankStep) else event
             note_work()  # kernels of a GPU do not count themselves
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
@@ -132,7 +132,7 @@ def _open_line(start: StartWorker, events: queue.SimpleQueue[_Event]) -> Callabl
 
 def _load(
     start: StartWorker, segment: memoryview, agree: Agree, store: ControlStore
-) -> tuple[Runner, RankReport, bool]:
+) -> tuple[Worker, RankReport, bool]:
     here = start.deployment.placements[start.engine][start.rank]
     deployment = start.deployment.seen_from(here.host)
     layout = segment_layout(deployment, start.engine, here.host)
@@ -169,7 +169,7 @@ def _load(
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     worker = Worker(deployment, backend, groups, start.engine)
     report = worker.load(agree)
-    return worker.runner, report, start.rank in deployment.grid.drivers
+    return worker, report, start.rank in deployment.grid.drivers
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[_Event]) -> None:
@@ -208,7 +208,7 @@ def _read_messages(
             message = channel.receive()
             if isinstance(message, AllocateCache):
                 allocations.put(message.allocation)
-            elif isinstance(message, Probe):
+            elif isinstance(message, Control):
                 events.put(message)
             elif isinstance(message, (StoreValue, StoreCount)):
                 store.put_answer(message)

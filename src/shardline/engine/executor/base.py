@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import KVAllocation
+from shardline.messages.control import Control, ControlDone
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts
@@ -29,6 +30,45 @@ class ExecutorFailure(RuntimeError):
         self.stalled_for = stalled_for
 
 
+class ControlAnswers:
+    """Joins the answers of `num_ranks` ranks to each control message."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._pending: dict[int, dict[int, ControlDone]] = {}
+        """For each message, the answers of ranks so far."""
+        self._joined: list[ControlDone] = []
+
+    def expect(self, control: Control) -> None:
+        """Each rank will answer this message."""
+        self._pending[control.number] = {}
+
+    def add(self, rank: int, answer: ControlDone) -> bool:
+        """Add a rank's answer; returns whether it is the last one to its message."""
+        if (answers := self._pending.get(answer.number)) is None:
+            return False
+        answers[rank] = answer
+        if len(answers) < self._num_ranks:
+            return False
+        in_order = [answers[rank] for rank in range(self._num_ranks)]
+        error = next((answer.error for answer in in_order if answer.error), "")
+        values = () if error else tuple(value for answer in in_order for value in answer.values)
+        self._joined.append(ControlDone(answer.number, values, error))
+        del self._pending[answer.number]
+        return True
+
+    def missing(self, number: int) -> Collection[int]:
+        """The ranks that have not answered a message that is expected."""
+        if number not in self._pending:
+            return ()
+        return [rank for rank in range(self._num_ranks) if rank not in self._pending[number]]
+
+    def take(self) -> list[ControlDone]:
+        """The joined answers since the last call."""
+        joined, self._joined = self._joined, []
+        return joined
+
+
 class Executor(ABC):
     """Runs steps on all ranks of an engine. A step is one StepPlan per replica, all with the same step id.
 
@@ -39,6 +79,8 @@ class Executor(ABC):
     max_in_flight: int
     allocation: KVAllocation
     """The size of the KV pool, known once `start` has returned."""
+    answers: ControlAnswers
+    """The answers to control messages. They come while `submit_control`, `collect_results` or `check_ranks` runs."""
 
     @abstractmethod
     def start(self) -> list[RankReport]:
@@ -63,6 +105,14 @@ class Executor(ABC):
 
         Raises:
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
+        """
+
+    @abstractmethod
+    def submit_control(self, control: Control) -> None:
+        """Hand a control message to all ranks, behind the steps that have been submitted.
+
+        Raises:
+            ExecutorFailure: a rank is gone, or failed.
         """
 
     def watched_fds(self) -> list[int]:

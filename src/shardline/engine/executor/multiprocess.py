@@ -10,16 +10,15 @@ from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure, StepAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
+from shardline.messages.control import Control, ControlDone, Probe
 from shardline.messages.step import StepPlan, StepResult, rank_steps
 from shardline.messages.worker import (
     AllocateCache,
-    Probe,
-    ProbeDone,
     RankBeat,
     RankMeasured,
     RankReady,
@@ -51,12 +50,10 @@ class MultiprocessExecutor(Executor):
         lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
         self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
         self._submitted: list[int] = []
-        self._answers = StepAnswers(deployment.grid)
+        self._results = StepAnswers(deployment.grid)
         interval = probe_interval(deployment.step_timeout)
         self._watchdog = Watchdog(interval, deployment.step_timeout - interval)
-        self._probe_number = 0
-        self._unanswered: set[int] = set()
-        """Ranks that have not answered the last probe."""
+        self.answers = ControlAnswers(self._num_ranks)
         layout = segment_layout(deployment, engine, here)
         self._progress = layout.progress(self._processes.segment)
         self._remote_progress: dict[int, RankProgress] = {}
@@ -100,43 +97,45 @@ class MultiprocessExecutor(Executor):
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
-        self._answers.expect(plans)
+        self._results.expect(plans)
         for rank in range(self._num_ranks):
             self._channels.send_step(rank, messages[rank // self._replica_size])
 
     def collect_results(self) -> list[StepResult]:
         last_progress, work = time.monotonic(), self._processes.work
-        while not self._answers.has_oldest:
+        while not self._results.has_oldest:
             left = last_progress + self._deployment.step_timeout - time.monotonic()
             for rank, reply in self._channels.receive(min(CHECK_INTERVAL, max(0.0, left))):
                 if isinstance(reply, StepDone):
-                    self._answers.put(rank, reply.result)
+                    self._results.put(rank, reply.result)
+                elif isinstance(reply, ControlDone):
+                    self.answers.add(rank, reply)
             if (now_done := self._processes.work) != work:
                 last_progress, work = time.monotonic(), now_done
                 note_work()  # for the front, which watches this process
-            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not self._answers.has_oldest:
+            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not self._results.has_oldest:
                 waited = self._deployment.step_timeout
                 raise ExecutorFailure(self._stall(), suspicious=True, stalled_for=waited)
         self._submitted.pop(0)
         self._watchdog.note_life()
-        return self._answers.take_oldest()
+        return self._results.take_oldest()
+
+    def submit_control(self, control: Control) -> None:
+        self.answers.expect(control)
+        self._channels.send_step_to_all(encode_message(control))
 
     def watched_fds(self) -> list[int]:
         return self._channels.fds
 
     def check_ranks(self) -> float:
         for rank, reply in self._channels.receive(0.0):
-            if isinstance(reply, ProbeDone) and reply.number == self._probe_number:
-                self._unanswered.discard(rank)
-                if not self._unanswered:
-                    self._watchdog.note_life()
+            if isinstance(reply, ControlDone) and self.answers.add(rank, reply):
+                self._watchdog.note_life()
         verdict = self._watchdog.check()
         if verdict is Verdict.PROBE:
-            self._probe_number += 1
-            self._unanswered = set(range(self._num_ranks))
-            self._channels.send_step_to_all(encode_message(Probe(self._probe_number)))
+            self.submit_control(Control.carry(0, Probe()))
         elif verdict is Verdict.LOST:
-            names = " ".join(self._processes.name_rank(rank) for rank in sorted(self._unanswered))
+            names = " ".join(self._processes.name_rank(rank) for rank in self.answers.missing(0))
             words = f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle"
             raise ExecutorFailure(words, suspicious=True, stalled_for=self._watchdog.silence)
         return min(CHECK_INTERVAL, self._watchdog.seconds_to_check())

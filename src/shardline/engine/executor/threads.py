@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure, StepAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
+from shardline.messages.control import Control, ControlDone
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
@@ -22,6 +23,9 @@ from shardline.segment.layout import SegmentLayout
 
 if TYPE_CHECKING:
     from shardline.runtime.parallel.rendezvous import Meeting
+
+_Reply = RankReport | tuple[int, StepResult | ControlDone]
+"""What a rank has loaded, or the rank and its result or answer."""
 
 
 class ThreadExecutor(Executor):
@@ -34,9 +38,10 @@ class ThreadExecutor(Executor):
         self._deployment = deployment
         self._engine = engine
         self.max_in_flight = deployment.max_in_flight
-        self._replies: queue.SimpleQueue[RankReport | tuple[int, StepResult] | Exception] = queue.SimpleQueue()
-        self._steps: list[queue.SimpleQueue[RankStep | None]] = []
-        self._answers = StepAnswers(deployment.grid)
+        self.answers = ControlAnswers(deployment.grid.world_size)
+        self._replies: queue.SimpleQueue[_Reply | Exception] = queue.SimpleQueue()
+        self._steps: list[queue.SimpleQueue[RankStep | Control | None]] = []
+        self._results = StepAnswers(deployment.grid)
         self._threads: list[threading.Thread] = []
         self._load: list[ExpertLoadBoard] = []
 
@@ -52,7 +57,7 @@ class ThreadExecutor(Executor):
         segments = self._make_segments()
         meeting = Meeting(LocalStore(), "127.0.0.1", secrets.token_bytes(32), self._deployment.step_timeout)
         for rank in range(grid.world_size):
-            steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
+            steps: queue.SimpleQueue[RankStep | Control | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=self._run_rank, args=(rank, segments, meeting, steps), name=f"rank-{rank}", daemon=True
             )
@@ -81,8 +86,9 @@ class ThreadExecutor(Executor):
         rank: int,
         segments: dict[int, tuple[SegmentLayout, memoryview]],
         meeting: Meeting,
-        steps: queue.SimpleQueue[RankStep | None],
+        steps: queue.SimpleQueue[RankStep | Control | None],
     ) -> None:
+        from shardline.runtime.control import execute_control
         from shardline.runtime.machines import open_backend
         from shardline.runtime.parallel.groups import connect_host_memory
         from shardline.runtime.worker import Worker
@@ -97,6 +103,9 @@ class ThreadExecutor(Executor):
             self._replies.put(worker.load(lambda memory: self.allocation))
             is_driver = rank in deployment.grid.drivers
             while (step := steps.get()) is not None:
+                if isinstance(step, Control):
+                    self._replies.put((rank, execute_control(worker, step)))
+                    continue
                 result = worker.runner.run_step(step)
                 if result is not None and (is_driver or result.lost_slots is not None):
                     self._replies.put((rank, result))
@@ -104,20 +113,35 @@ class ThreadExecutor(Executor):
             self._replies.put(error)
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
-        self._answers.expect(plans)
+        self._results.expect(plans)
         steps = rank_steps(plans)
         for rank, queued in enumerate(self._steps):
             queued.put(steps[rank // self._deployment.grid.replica_size])
 
     def collect_results(self) -> list[StepResult]:
-        while not self._answers.has_oldest:
-            reply = self._reply()
-            assert isinstance(reply, tuple)
-            rank, result = reply
-            self._answers.put(rank, result)
-        return self._answers.take_oldest()
+        while not self._results.has_oldest:
+            self._take_reply()
+        return self._results.take_oldest()
 
-    def _reply(self) -> RankReport | tuple[int, StepResult]:
+    def submit_control(self, control: Control) -> None:
+        """Waits for the answers: nothing else would wake the engine for them."""
+        self.answers.expect(control)
+        for queued in self._steps:
+            queued.put(control)
+        while self.answers.missing(control.number):
+            self._take_reply()
+
+    def _take_reply(self) -> None:
+        """Take a result or an answer of a rank."""
+        reply = self._reply()
+        assert isinstance(reply, tuple)
+        rank, message = reply
+        if isinstance(message, ControlDone):
+            self.answers.add(rank, message)
+        else:
+            self._results.put(rank, message)
+
+    def _reply(self) -> _Reply:
         try:
             reply = self._replies.get(timeout=self._deployment.step_timeout)
         except queue.Empty:

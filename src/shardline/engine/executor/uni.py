@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
+from shardline.messages.control import Control
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
 from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
 
 if TYPE_CHECKING:
-    from shardline.runtime.runner import PendingStep, Runner
+    from shardline.runtime.runner import PendingStep
+    from shardline.runtime.worker import Worker
 
 
 class UniExecutor(Executor):
@@ -28,7 +30,8 @@ class UniExecutor(Executor):
         self._engine = engine
         self._overlaps_steps = False
         self.max_in_flight = 1
-        self._runner: Runner | None = None
+        self.answers = ControlAnswers(num_ranks=1)
+        self._worker: Worker | None = None
         self._steps: deque[RankStep] = deque()
         """Submitted, but not launched yet."""
         self._pending: deque[PendingStep] = deque()
@@ -48,10 +51,8 @@ class UniExecutor(Executor):
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         groups = make_single_rank_groups(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
-        worker = Worker(deployment, backend, groups, self._engine)
-        report = worker.load(self._agree)
-        self._runner = worker.runner
-        return [report]
+        self._worker = worker = Worker(deployment, backend, groups, self._engine)
+        return [worker.load(self._agree)]
 
     def _agree(self, memory: MemoryUse | None) -> KVAllocation:
         measured = [] if memory is None else [memory]
@@ -65,24 +66,34 @@ class UniExecutor(Executor):
             self._launch()
 
     def collect_results(self) -> list[StepResult]:
-        if not self._overlaps_steps:
+        if not self._pending:
             self._launch()
         with _named_failure():
             result = self._pending.popleft().result()
         assert result is not None
         return [result]
 
-    def _launch(self) -> None:
-        assert self._runner is not None
+    def submit_control(self, control: Control) -> None:
+        from shardline.runtime.control import execute_control
+
+        assert self._worker is not None
+        while self._steps:
+            self._launch()
+        self.answers.expect(control)
         with _named_failure():
-            self._pending.append(self._runner.launch_step(self._steps.popleft()))
+            self.answers.add(0, execute_control(self._worker, control))
+
+    def _launch(self) -> None:
+        assert self._worker is not None
+        with _named_failure():
+            self._pending.append(self._worker.runner.launch_step(self._steps.popleft()))
 
     def expert_load(self) -> Counts:
         assert self._expert_load is not None
         return self._expert_load
 
     def close(self) -> None:
-        self._runner = None
+        self._worker = None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from shardline.engine.scheduling.preemption import PreemptionLog
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.engine.speculative.ngram import NgramProposer
+from shardline.engine.speculative.proposer import make_proposer
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
@@ -97,7 +97,7 @@ class Scheduler:
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
-        self._proposer = NgramProposer(limits.speculation) if limits.drafts else None
+        self._proposer = make_proposer(limits.speculation)
         self.kv = KVCache(
             cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
@@ -264,8 +264,12 @@ class Scheduler:
         output = None
         sequence.num_in_flight -= 1
         sequence.num_computed = step.start + step.num_tokens - len(step.draft_token_ids)
-        if step.draft_token_ids and result is not None and not result.error:
-            self._accept_draft(sequence, step, len(result.token_ids) - 1)
+        if self._proposer is not None and step.sample and result is not None and not result.error:
+            if step.draft_token_ids:
+                # The step has computed the keys and values of the accepted tokens, too.
+                sequence.num_computed += len(result.token_ids) - 1
+                sequence.num_scheduled += len(result.token_ids) - 1
+            self._proposer.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
             sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
         if step.sample:
@@ -279,13 +283,6 @@ class Scheduler:
                 output = self._take_result(sequence, result, now)
         self.queues.release(sequence)
         return output
-
-    def _accept_draft(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
-        """The step has computed the keys and values of the accepted tokens, too."""
-        sequence.num_computed += num_accepted
-        sequence.num_scheduled += num_accepted
-        assert self._proposer is not None
-        self._proposer.note_result(sequence, step, num_accepted)
 
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.stats import DraftStats
-from shardline.messages.step import SequenceStep
+from shardline.messages.step import SequenceResult, SequenceStep
 
 _LONGEST_PAUSE = 31
 """Steps."""
 
 
 class NgramProposer:
-    """Proposes tokens of sequences. Texts do not depend on it: workers accept the tokens that they sample anyway.
+    """A `Proposer` that answers at once.
 
     A draft may be twice as long as the one before if all of that one was accepted, and otherwise one token longer than
     what was accepted. After several drafts that were wholly wrong, more and more steps go without one. So a text that
@@ -33,10 +33,7 @@ class NgramProposer:
         self._accepted = [0] * config.num_speculative_tokens
 
     def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
-        """Up to `limit` tokens that may follow those of a sequence whose tokens are all known.
-
-        A sequence with constraints gets none: its grammar reads tokens one after another, and cannot go back.
-        """
+        """See `Proposer`."""
         limit = min(limit, sequence.limit - len(sequence.tokens) - 1)
         if limit <= 0 or sequence.request.constraints is not None:
             return []
@@ -48,10 +45,11 @@ class NgramProposer:
             return []
         return lookup.find_continuation(sequence.tokens, min(limit, lookup.length))
 
-    def note_result(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
+    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note how many tokens of a step's draft were accepted."""
-        lookup = self._lookups[sequence]
-        num_proposed = len(step.draft_token_ids)
+        if (num_proposed := len(step.draft_token_ids)) == 0:
+            return
+        lookup, num_accepted = self._lookups[sequence], len(result.token_ids) - 1
         self._num_drafts += 1
         self._num_tokens += num_proposed
         for position in range(num_accepted):

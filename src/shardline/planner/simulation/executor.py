@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardline.deployment.deployment import KVAllocation
 from shardline.engine.executor.base import Executor
+from shardline.messages.control import Control
 from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.messages.worker import RankReport
 from shardline.models.step_work import StepWork
@@ -128,6 +129,9 @@ class VirtualExecutor(Executor):
         last = StepResult(flying.step_id + rounds, flying.results, float(ends[rounds] - ends[rounds - 1]))
         self._flying.append((self._free[0], last))
         return rounds
+
+    def submit_control(self, control: Control) -> None:
+        """No rank has to be told anything."""
 
     def expert_load(self) -> Counts:
         """No expert is counted."""

@@ -1,0 +1,40 @@
+"""What a scheduler needs of whatever proposes draft tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shardline.config.speculation import Speculation
+from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.messages.stats import DraftStats
+from shardline.messages.step import SequenceResult, SequenceStep
+
+
+class Proposer(Protocol):
+    """Proposes tokens of sequences. Texts do not depend on it: workers accept the tokens that they sample anyway.
+
+    A proposer may answer at once, from a sequence's tokens. If its guesses are computed by a step, it learns them from
+    that step's result, and proposes them for a later plan.
+    """
+
+    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+        """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence whose tokens are all known.
+
+        At least one token that the sequence may still get remains for the step to sample. A sequence with constraints
+        gets no draft: its grammar reads tokens one after another, and cannot go back.
+        """
+
+    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
+        """Note the result of each step that samples, before its tokens become the sequence's."""
+
+    def stats(self) -> DraftStats:
+        """Counters since the engine's start."""
+
+
+def make_proposer(config: Speculation) -> Proposer | None:
+    """The proposer that the user has chosen; None: nothing is drafted."""
+    if config.num_speculative_tokens == 0:
+        return None
+    from shardline.engine.speculative.ngram import NgramProposer
+
+    return NgramProposer(config)
