@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardline.models.attention import GQA
+from shardline.models.attention import GQA, Positions, Projections, Score
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims, read_dtype
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
@@ -137,10 +137,9 @@ def llama_like(
         rope=rope,
         attention=GQA(
             dims.num_heads,
-            dims.num_kv_heads,
-            dims.head_dim,
-            dims.head_dim**-0.5,
-            rope=replace(rope.build(max_model_len), interleaved=interleaved),
+            Projections(dims.num_kv_heads, dims.head_dim),
+            Score(dims.head_dim**-0.5),
+            Positions(replace(rope.build(max_model_len), interleaved=interleaved)),
         ),
         dense=Dense(dims.intermediate_size, read_activation(hf, activation_key, activation)),
     )

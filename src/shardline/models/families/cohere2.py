@@ -29,11 +29,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         interleaved=True,
     )
     bias = hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias)
 
     @cache
     def layer(window: int | None) -> Layer:
-        own = replace(gqa, rope=None) if window is None else replace(gqa, window=window)
+        own = gqa.changed(rope=None) if window is None else gqa.changed(window=window)
         return Layer(own, llama.dense, llama.norm, None, parallel=True)
 
     types = full_every(hf.integer("sliding_window_pattern", 4), llama.dims.num_layers)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults, full_every, layer_windows
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import POST_NORM_LAYER_KEYS, checkpoint_keys, llama_like
@@ -25,9 +23,9 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(window: int | None) -> Layer:
-        gqa = replace(llama.attention, window=window, qk_norm=llama.norm)
+        gqa = llama.attention.changed(window=window, qk_norm=llama.norm)
         is_rotated = sliding_window is None or window is not None
-        return llama.post_norm_layer(gqa if is_rotated else replace(gqa, rope=None))
+        return llama.post_norm_layer(gqa if is_rotated else gqa.changed(rope=None))
 
     return llama.spec(map(layer, layer_windows(hf, num_layers, sliding_window, types)))
 

@@ -23,7 +23,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     bias, dense = hf.flag("attention_bias", False), llama.dense
     if dense.activation == "gelu":  # the first releases say "gelu" and mean its tanh form
         dense = replace(dense, activation="gelu_tanh")
-    layer = llama.layer(replace(llama.attention, qkv_bias=bias, output_bias=bias), dense)
+    layer = llama.layer(llama.attention.changed(qkv_bias=bias, output_bias=bias), dense)
     return replace(llama.spec(layer, tied=True), embedding_scale=llama.dims.hidden_size**0.5)
 
 

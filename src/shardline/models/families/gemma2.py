@@ -29,8 +29,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         activation_key="hidden_activation",
     )
     bias = hf.flag("attention_bias", False)
-    gqa = replace(
-        llama.attention,
+    gqa = llama.attention.changed(
         scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=hf.optional_number("attn_logit_softcapping", 50.0),
         qkv_bias=bias,
@@ -39,7 +38,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(window: int | None) -> Layer:
-        return llama.four_norm_layer(replace(gqa, window=window))
+        return llama.four_norm_layer(gqa.changed(window=window))
 
     types = full_every(2, llama.dims.num_layers)
     windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 4096), types)

@@ -38,11 +38,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     )
     window_rope = read_rope(hf, dims.head_dim, length, section=windowed).build(max_model_len)
     scale, bias = hf.number("query_pre_attn_scalar", 256) ** -0.5, hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, scale=scale, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(scale=scale, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
 
     @cache
     def layer(window: int | None) -> Layer:
-        return llama.four_norm_layer(gqa if window is None else replace(gqa, window=window, rope=window_rope))
+        return llama.four_norm_layer(gqa if window is None else gqa.changed(window=window, rope=window_rope))
 
     types = full_every(hf.integer("sliding_window_pattern", 6), dims.num_layers)
     windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), types)

@@ -43,13 +43,13 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     norm = Norm("rms", 1e-5, rounds_once=True)
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=norm, theta=150_000.0)
     bias = hf.flag("attention_bias", True)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias, sinks=True)
+    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias, sinks=True)
     routing = replace(read_routing(hf, num_experts=128, experts_per_token=4, normalized=True), logits_bias=True)
     moe = MoE(routing, Dense(llama.dims.intermediate_size, "clamped_swish", bias=True))
 
     @cache
     def layer(window: int | None) -> Layer:
-        return llama.layer(replace(gqa, window=window), moe)
+        return llama.layer(gqa.changed(window=window), moe)
 
     types = full_every(2, llama.dims.num_layers)
     windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 128), types)

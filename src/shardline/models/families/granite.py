@@ -16,7 +16,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
     scale = hf.number("attention_multiplier", 1.0)
-    gqa = replace(llama.attention, scale=scale, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(scale=scale, qkv_bias=bias, output_bias=bias)
     layer = llama.layer(gqa, replace(llama.dense, bias=hf.flag("mlp_bias", False)))
     return replace(
         llama.spec(replace(layer, residual_scale=hf.number("residual_multiplier", 1.0))),

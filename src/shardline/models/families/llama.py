@@ -16,7 +16,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
     dense = replace(llama.dense, bias=hf.flag("mlp_bias", False))
-    return llama.spec(llama.layer(replace(llama.attention, qkv_bias=bias, output_bias=bias), dense))
+    return llama.spec(llama.layer(llama.attention.changed(qkv_bias=bias, output_bias=bias), dense))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
@@ -32,7 +30,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         hf = hf.with_values(rope_parameters=_DEFAULT_ROPE)
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5))
     window = hf.optional_integer("sliding_window", None)
-    return llama.spec(llama.layer(replace(llama.attention, window=window, query_scale=llama.rope.query_scale())))
+    return llama.spec(llama.layer(llama.attention.changed(window=window, query_scale=llama.rope.query_scale())))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

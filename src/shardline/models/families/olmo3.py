@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import full_every, layer_windows, read_dims
 from shardline.models.families import olmo2
 from shardline.models.hf_config import HFConfig
@@ -23,11 +21,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         for section in rope_sections(hf)
     )
     llama, gqa = olmo2.read_olmo(hf, max_model_len, full_rope)
-    windowed = replace(gqa, rope=rope.build(max_model_len))
+    windowed = gqa.changed(rope=rope.build(max_model_len))
 
     @cache
     def layer(window: int | None) -> Layer:
-        return llama.post_norm_layer(gqa if window is None else replace(windowed, window=window))
+        return llama.post_norm_layer(gqa if window is None else windowed.changed(window=window))
 
     return llama.spec(map(layer, windows))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from msgspec.structs import replace
-
 from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
@@ -18,7 +16,7 @@ _DEFAULTS = Defaults(vocab=151936, hidden=4096, intermediate=22016, layers=32, h
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS)
-    return windowed_spec(llama, replace(llama.attention, qkv_bias=True))
+    return windowed_spec(llama, llama.attention.changed(qkv_bias=True))
 
 
 def windowed_spec(llama: LlamaLike, attention: GQA) -> DecoderSpec:
@@ -32,7 +30,7 @@ def windowed_spec(llama: LlamaLike, attention: GQA) -> DecoderSpec:
 
     @cache
     def layer(window: int | None) -> Layer:
-        return llama.layer(replace(attention, window=window))
+        return llama.layer(attention.changed(window=window))
 
     return llama.spec(map(layer, layer_windows(hf, num_layers, window, types)))
 

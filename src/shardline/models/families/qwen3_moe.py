@@ -17,7 +17,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
     window = hf.optional_integer("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
-    gqa = replace(llama.attention, window=window, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(window=window, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
     routing = read_routing(hf, num_experts=128, experts_per_token=8, normalized=hf.flag("norm_topk_prob", False))
     expert = replace(llama.dense, intermediate_size=hf.integer("moe_intermediate_size", 768))
     moe, dense = llama.layer(gqa, MoE(routing, expert)), llama.layer(gqa)

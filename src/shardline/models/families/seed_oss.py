@@ -18,7 +18,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS)
     qkv_bias, output_bias = hf.flag("attention_bias", True), hf.flag("attention_out_bias", False)
-    gqa = replace(llama.attention, qkv_bias=qkv_bias, output_bias=output_bias)
+    gqa = llama.attention.changed(qkv_bias=qkv_bias, output_bias=output_bias)
     return llama.spec(llama.layer(gqa, replace(llama.dense, bias=hf.flag("mlp_bias", False))))
 
 

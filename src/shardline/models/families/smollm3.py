@@ -19,7 +19,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, theta=2_000_000.0)
     bias, num_layers = hf.flag("attention_bias", False), llama.dims.num_layers
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias)
     dense = replace(llama.dense, bias=hf.flag("mlp_bias", False))
     is_rotated = rotated_layers(hf, num_layers)
     window = hf.optional_integer("sliding_window", None) if hf.flag("use_sliding_window", False) else None
@@ -27,7 +27,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(rotated: bool, window: int | None) -> Layer:
-        return llama.layer(replace(gqa, rope=gqa.rope if rotated else None, window=window), dense)
+        return llama.layer(gqa.changed(rope=gqa.positions.rope if rotated else None, window=window), dense)
 
     return llama.spec(map(layer, is_rotated, layer_windows(hf, num_layers, window, types)), tied=True)
 

@@ -25,13 +25,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), eps_key="layernorm_epsilon", partial=True)
     dims, dense = llama.dims, llama.dense
-    full = replace(
-        PlannedGQA(**asdict(llama.attention)),
+    full = PlannedGQA(**asdict(llama.attention)).changed(
         sinks=hf.flag("add_full_attention_sink_bias", False),
         value_size=hf.integer("v_head_dim", 128),
     )
-    windowed = replace(
-        full,
+    windowed = full.changed(
         num_heads=hf.integer("swa_num_attention_heads", dims.num_heads),
         num_kv_heads=hf.integer("swa_num_key_value_heads", dims.num_kv_heads),
         head_dim=hf.integer("swa_head_dim", dims.head_dim),

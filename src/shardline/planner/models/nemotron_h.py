@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from shardline.models.attention import GQA, Attention
+from shardline.models.attention import GQA, Attention, Projections, Score
 from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
@@ -62,7 +62,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             value_head_dim=hf.integer("mamba_head_dim", 64),
             conv_width=hf.integer("conv_kernel", 4),
         ),
-        "attention": GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim**-0.5),
+        "attention": GQA(dims.num_heads, Projections(dims.num_kv_heads, dims.head_dim), Score(dims.head_dim**-0.5)),
     }
     pairs = _paired(hf, _blocks(hf))
     norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
