@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.attention import GQA, MLA, Projections, Score
+from shardline.models.attention import GQA, GQA_PARTS, MLA, Projections, Score
 from shardline.models.parts import KVDType, KVPart
 from tests.models.checkpoints import make_config
+
+
+def test_fields_of_parts_are_changed_by_their_names() -> None:
+    gqa = GQA(8, Projections(4, 32), Score(1.0))
+    changed = gqa.changed(num_heads=4, softcap=2.0, window=7, kv_source=1)
+    assert (changed.num_heads, changed.score, changed.window, changed.kv_source) == (4, Score(1.0, 2.0), 7, 1)
+    assert changed.projections is gqa.projections
+    with pytest.raises(TypeError, match="twist"):
+        gqa.changed(twist=1)
+    names = [name for part in (GQA, *GQA_PARTS) for name in part.__struct_fields__]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])

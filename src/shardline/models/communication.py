@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,18 +121,12 @@ def ranks_met(routing: Routing, ranks: int) -> float:
     return ranks * (1 - missed)
 
 
-def kv_transfer_bytes(kv_bytes_per_token: int, num_tokens: int) -> int:
-    """Bytes of a request's keys and values that move when prefill and decode run on different GPUs."""
-    return kv_bytes_per_token * num_tokens
-
-
 @functools.lru_cache(maxsize=256)
 def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ...]:
     """The different layers of a stage, and how often each occurs."""
-    counts: dict[int, list[Layer]] = {}
-    for layer in spec.layers[layers.start : layers.stop]:
-        counts.setdefault(id(layer), []).append(layer)
-    return tuple((same[0], len(same)) for same in counts.values())
+    own = spec.layers[layers.start : layers.stop]
+    counts = Counter(map(id, own))
+    return tuple((layer, counts[key]) for key, layer in {id(layer): layer for layer in own}.items())
 
 
 def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:

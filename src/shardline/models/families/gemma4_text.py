@@ -62,8 +62,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
     )
-    bias, norm, dense = hf.flag("attention_bias", False), llama.norm, llama.dense
-    windowed = llama.attention.changed(scale=1.0, qkv_bias=bias, output_bias=bias, qk_norm=norm, value_norm=norm)
+    norm, dense = llama.norm, llama.dense
+    windowed = llama.biased(scale=1.0, qk_norm=norm, value_norm=norm)
     full = _full_attention(hf, dims, windowed)
     has_experts, widens = hf.flag("enable_moe_block", False), hf.flag("use_double_wide_mlp", False)
     wide = replace(dense, intermediate_size=2 * dims.intermediate_size) if widens else dense

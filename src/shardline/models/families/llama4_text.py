@@ -43,8 +43,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         windowed="chunked_attention",
         window_key="attention_chunk_size",
     )
-    bias = hf.flag("attention_bias", False)
-    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias)
+    gqa = llama.biased()
     rotated_norm = llama.norm if hf.flag("use_qk_norm", True) else None
     query_scale = None
     if hf.flag("attn_temperature_tuning", True):

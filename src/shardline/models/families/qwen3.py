@@ -15,8 +15,8 @@ _DEFAULTS = Defaults(
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
-    return windowed_spec(llama, llama.attention.changed(qk_norm=llama.norm, qkv_bias=bias, output_bias=bias))
+    llama = llama_like(hf, max_model_len, _DEFAULTS)
+    return windowed_spec(llama, llama.biased(qk_norm=llama.norm))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -8,7 +8,8 @@ from functools import cache
 from msgspec.structs import asdict, replace
 
 from shardline.models.config_fields import Defaults, layer_flags
-from shardline.models.feed_forward import MoE, Routing
+from shardline.models.deepseek_like import group_routing
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -37,13 +38,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         sinks=hf.flag("add_swa_attention_sink_bias", True),
         value_size=hf.integer("swa_v_head_dim", 128),
     )
-    routing = Routing(
-        hf.integer("n_routed_experts", 256),
-        hf.integer("num_experts_per_tok", 8),
-        scoring="sigmoid",
-        normalized=hf.flag("norm_topk_prob", True),
-        correction_bias=True,
-    )
+    routing = group_routing(hf, num_experts=256, experts_per_token=8, scale=1.0)
     moe = MoE(routing, replace(dense, intermediate_size=hf.integer("moe_intermediate_size", 2048)))
 
     @cache
