@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from scripts.claims.communication import all_reduce_payload
 
 from shardline.models.communication import (
     Traffic,
-    all_reduce_payload,
     context_traffic,
     expert_traffic,
     pipeline_traffic,

@@ -82,9 +82,14 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
         raise NotImplementedError
 
     @property
+    def value_head_dim(self) -> int:
+        """Elements of the output for a token and a head."""
+        raise NotImplementedError
+
+    @property
     def output_size(self) -> int:
         """Elements of the output for a token, over all heads."""
-        raise NotImplementedError
+        return self.num_heads * self.value_head_dim
 
     @property
     def latent_sizes(self) -> tuple[int, ...]:
@@ -289,11 +294,6 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
         return self.head_dim
 
     @property
-    def output_size(self) -> int:
-        """Elements of the output for a token, over all heads."""
-        return self.num_heads * self.value_head_dim
-
-    @property
     def multiplications_per_pair(self) -> int:
         """Multiplications of one query with one key and its value, over all heads."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
@@ -392,11 +392,6 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     def key_dim(self) -> int:
         """Elements of a cached key."""
         return self.latent_dim
-
-    @property
-    def output_size(self) -> int:
-        """Elements of the output for a token, over all heads."""
-        return self.num_heads * self.value_head_dim
 
     @property
     def latent_sizes(self) -> tuple[int, ...]:

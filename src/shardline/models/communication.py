@@ -57,12 +57,6 @@ def tensor_traffic(
     return total
 
 
-def all_reduce_payload(spec: DecoderSpec, num_tokens: int, dtype_bytes: int = 2) -> Traffic:
-    """What guides count for all-reduces: the bytes of the summed tensors, not those on the wire; two in each layer."""
-    reduces = 2 * len(spec.layers)
-    return Traffic(reduces * num_tokens * spec.hidden_size * dtype_bytes, reduces)
-
-
 def pipeline_traffic(
     spec: DecoderSpec, stages: int, num_tokens: float, tensor: int = 1, dtype_bytes: int = 2
 ) -> Traffic:

@@ -112,24 +112,18 @@ def _score_factor(rope: RopeConfig) -> float:
 
 
 def group_routing(
-    hf: HFConfig,
-    *,
-    num_experts: int | None,
-    experts_per_token: int | None,
-    scale: float,
-    num_groups: int = 1,
-    top_groups: int = 1,
+    hf: HFConfig, *, num_experts: int | None, chosen: int | None, scale: float, groups: tuple[int, int] = (1, 1)
 ) -> Routing:
     """DeepSeek V3's routing by groups. The other arguments are what transformers assumes if keys are missing. A key
     whose default is None must be there."""
     return Routing(
         num_experts=hf.integer("n_routed_experts", num_experts),
-        experts_per_token=hf.integer("num_experts_per_tok", experts_per_token),
+        experts_per_token=hf.integer("num_experts_per_tok", chosen),
         scoring="sigmoid",
         normalized=hf.flag("norm_topk_prob", True),
         scale=hf.number("routed_scaling_factor", scale),
-        num_groups=hf.integer("n_group", num_groups),
-        top_groups=hf.integer("topk_group", top_groups),
+        num_groups=hf.integer("n_group", groups[0]),
+        top_groups=hf.integer("topk_group", groups[1]),
         group_score="top2_sum",
         correction_bias=True,
     )

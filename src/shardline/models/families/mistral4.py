@@ -26,7 +26,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     rope = hf.section("rope_scaling" if hf.has("rope_scaling") else "rope_parameters").values or _DEFAULT_ROPE
     own = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     hf = hf.with_values(defaults=_DEFAULT_RANKS, rope_scaling=None, rope_parameters=own)
-    routing = group_routing(hf, num_experts=128, experts_per_token=4, scale=1.0)
+    routing = group_routing(hf, num_experts=128, chosen=4, scale=1.0)
     return deepseek_like(
         hf,
         max_model_len,

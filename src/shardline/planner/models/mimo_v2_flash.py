@@ -38,7 +38,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         sinks=hf.flag("add_swa_attention_sink_bias", True),
         value_size=hf.integer("swa_v_head_dim", 128),
     )
-    routing = group_routing(hf, num_experts=256, experts_per_token=8, scale=1.0)
+    routing = group_routing(hf, num_experts=256, chosen=8, scale=1.0)
     moe = MoE(routing, replace(dense, intermediate_size=hf.integer("moe_intermediate_size", 2048)))
 
     @cache

@@ -89,7 +89,7 @@ def _blocks(hf: HFConfig) -> list[str]:
 
 
 def _experts(hf: HFConfig) -> MoE:
-    routing = group_routing(hf, num_experts=None, experts_per_token=None, scale=1.0)
+    routing = group_routing(hf, num_experts=None, chosen=None, scale=1.0)
     expert = Dense(hf.integer("moe_intermediate_size"), "relu", gated=False)
     num_shared = hf.integer("n_shared_experts", 1, minimum=0)
     shared_size = num_shared * hf.integer("moe_shared_expert_intermediate_size", expert.intermediate_size)
