@@ -18,12 +18,13 @@ from scripts.claims.base import (
 )
 from scripts.claims.memory import plain_bytes
 from shardline.models.communication import (
-    all_reduce_payload,
+    Traffic,
     expert_traffic,
     pipeline_traffic,
     tensor_traffic,
 )
 from shardline.models.partition import Span
+from shardline.models.spec import DecoderSpec
 from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
@@ -33,6 +34,12 @@ from shardline.planner.search import Fixed, search
 TITLE = "Communication"
 _PREFILL = 4096 * 32
 _GB = 1e9
+
+
+def all_reduce_payload(spec: DecoderSpec, num_tokens: int, dtype_bytes: int = 2) -> Traffic:
+    """What guides count for all-reduces: the bytes of the summed tensors, not those on the wire; two in each layer."""
+    reduces = 2 * len(spec.layers)
+    return Traffic(reduces * num_tokens * spec.hidden_size * dtype_bytes, reduces)
 
 
 def claims() -> Iterator[Claim]:

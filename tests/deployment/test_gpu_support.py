@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec import defstruct
+from msgspec.structs import asdict, replace
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.deployment.gpu_support import gpu_refusal
-from shardline.models.attention import GQA
+from shardline.models.attention import GQA, GQA_PARTS
 from shardline.planner.catalog import find_model
 from tests.models.checkpoints import make_config
 
@@ -45,6 +46,17 @@ def test_a_field_that_nobody_has_listed_is_refused_if_it_is_set() -> None:
     values: dict[str, Any] = {name: getattr(spec.layers[0].attention, name) for name in GQA.__struct_fields__}
     layer = replace(spec.layers[0], attention=NewGQA(**values))
     assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewGQA")
+
+
+@pytest.mark.parametrize("index", range(len(GQA_PARTS)))
+def test_every_part_of_attention_is_looked_into(index: int) -> None:
+    spec = decoder_spec(make_config("llama").to_dict())
+    attention = spec.layers[0].attention
+    (name,) = [name for name, part in asdict(attention).items() if type(part) is GQA_PARTS[index]]
+    new = defstruct("NewPart", [("twist", bool, False)], bases=(GQA_PARTS[index],), frozen=True, array_like=True)
+    part = new(**asdict(getattr(attention, name)))
+    layer = replace(spec.layers[0], attention=replace(attention, **{name: part}))
+    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewPart")
 
 
 def test_parts_that_only_the_planner_knows_are_refused() -> None:

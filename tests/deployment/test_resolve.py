@@ -25,6 +25,7 @@ from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
+from shardline.models.attention import GQA
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parts import KVDType
 from shardline.models.spec import DecoderSpec
@@ -209,7 +210,8 @@ def test_pages_that_products_cannot_read_are_refused() -> None:
         setup(block_size=24)
     spec = setup().spec
     layer = spec.layers[0]
-    odd = replace(spec, layers=(replace(layer, attention=replace(layer.attention, head_dim=15)),))
+    assert isinstance(layer.attention, GQA)
+    odd = replace(spec, layers=(replace(layer, attention=layer.attention.changed(head_dim=15)),))
     assert choose_block_size(None, odd, "float32", "float32", "cpu") == 32
     with pytest.raises(ValueError, match=r"keys of 15 elements.*--dtype float32 would work"):
         choose_block_size(None, odd, "bfloat16", "bfloat16", "cpu")
@@ -224,7 +226,8 @@ def test_blocks_are_pieces_that_a_cpu_reads_at_full_speed(
 ) -> None:
     spec = setup().spec
     layer = spec.layers[0]
-    wide = replace(spec, layers=(replace(layer, attention=replace(layer.attention, head_dim=head_dim)),))
+    assert isinstance(layer.attention, GQA)
+    wide = replace(spec, layers=(replace(layer, attention=layer.attention.changed(head_dim=head_dim)),))
     assert choose_block_size(None, wide, "bfloat16", kv_dtype, device) == tokens
     assert choose_block_size(48, wide, "bfloat16", kv_dtype, device) == 48
 

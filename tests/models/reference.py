@@ -99,24 +99,26 @@ def _project(
     """Queries, and keys and values, all rotated, [num_tokens, heads, head_dim]."""
     num_tokens = len(hidden)
     if gqa.kv_source is not None:
-        assert gqa.rope is not None
+        assert gqa.positions.rope is not None
         q = _linear(weights, "attention.q", hidden).view(num_tokens, -1, gqa.head_dim)
-        return _rotate(gqa.rope, _norm(gqa.qk_norm, weights, "attention.q_norm", q), positions), caches[gqa.kv_source]
+        return _rotate(gqa.positions.rope, _norm(gqa.norms.qk_norm, weights, "attention.q_norm", q), positions), caches[
+            gqa.kv_source
+        ]
     q, k = (_linear(weights, f"attention.{part}", hidden) for part in "qk")
-    if gqa.qk_norm is not None and gqa.norms_all_heads:
-        q, k = (_norm(gqa.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
+    if gqa.norms.qk_norm is not None and gqa.norms.norms_all_heads:
+        q, k = (_norm(gqa.norms.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
     q, k = (x.view(num_tokens, -1, gqa.head_dim) for x in (q, k))
-    v = k if gqa.value_is_key else _linear(weights, "attention.v", hidden).view(k.shape)
-    if gqa.value_norm is not None:
-        v = v / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + gqa.value_norm.eps)
-    if gqa.qk_norm is not None and not gqa.norms_all_heads:
-        q = _norm(gqa.qk_norm, weights, "attention.q_norm", q)
-        k = _norm(gqa.qk_norm, weights, "attention.k_norm", k)
-    if gqa.rope is not None:
-        q, k = _rotate(gqa.rope, q, positions), _rotate(gqa.rope, k, positions)
-    if gqa.rotated_norm is not None:
-        q, k = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + gqa.rotated_norm.eps) for x in (q, k))
-    q = q * _query_factors(gqa.query_scale, positions)[:, 0, None, None] if gqa.query_scale else q
+    v = k if gqa.projections.value_is_key else _linear(weights, "attention.v", hidden).view(k.shape)
+    if gqa.norms.value_norm is not None:
+        v = v / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + gqa.norms.value_norm.eps)
+    if gqa.norms.qk_norm is not None and not gqa.norms.norms_all_heads:
+        q = _norm(gqa.norms.qk_norm, weights, "attention.q_norm", q)
+        k = _norm(gqa.norms.qk_norm, weights, "attention.k_norm", k)
+    if gqa.positions.rope is not None:
+        q, k = _rotate(gqa.positions.rope, q, positions), _rotate(gqa.positions.rope, k, positions)
+    if gqa.norms.rotated_norm is not None:
+        q, k = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + gqa.norms.rotated_norm.eps) for x in (q, k))
+    q = q * _query_factors(gqa.positions.query_scale, positions)[:, 0, None, None] if gqa.positions.query_scale else q
     return q, (k, v)
 
 
@@ -124,7 +126,7 @@ def _grouped_attention(gqa: GQA, weights: Weights, q: Tensor, k: Tensor, v: Tens
     num_tokens = len(q)
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
-    if gqa.chunked:
+    if gqa.mask.chunked:
         assert gqa.window is not None
         visible &= positions[:, None] // gqa.window == positions[None, :] // gqa.window
     elif gqa.window is not None:
@@ -132,11 +134,11 @@ def _grouped_attention(gqa: GQA, weights: Weights, q: Tensor, k: Tensor, v: Tens
     heads = []
     for head in range(gqa.num_heads):
         kv_head = head // (gqa.num_heads // gqa.num_kv_heads)
-        scores = q[:, head] @ k[:, kv_head].T * gqa.scale
-        if gqa.softcap is not None:
-            scores = _softcap(scores, gqa.softcap)
+        scores = q[:, head] @ k[:, kv_head].T * gqa.score.scale
+        if gqa.score.softcap is not None:
+            scores = _softcap(scores, gqa.score.softcap)
         scores = scores.masked_fill(~visible, -math.inf)
-        if gqa.sinks:
+        if gqa.score.sinks:
             sink = weights["attention.sinks.bias"][head].expand(num_tokens, 1)
             scores = torch.cat([scores, sink], -1)
         heads.append(scores.softmax(-1)[:, :num_tokens] @ v[:, kv_head])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.attention import GQA, MLA, Attention, HeadNorms, Mask, Projections, Score
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer, TokenInput
@@ -37,13 +37,10 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     attentions: list[Attention] = [
         GQA(
             num_heads,
-            num_kv_heads,
-            head_dim,
-            1.0,
-            window=window,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            qk_norm=extra_norm,
+            Projections(num_kv_heads, head_dim, qkv_bias, output_bias),
+            Score(1.0),
+            mask=Mask(window),
+            norms=HeadNorms(extra_norm),
         )
         for window in windows
     ]

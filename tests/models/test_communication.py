@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from scripts.claims.communication import all_reduce_payload
 
 from shardline.models.communication import (
     Traffic,
-    all_reduce_payload,
     context_traffic,
     expert_traffic,
-    kv_transfer_bytes,
     pipeline_traffic,
     ranks_met,
     tensor_traffic,
@@ -73,4 +72,3 @@ def test_experts() -> None:
     assert theirs.num_bytes == pytest.approx(3 * 5 * 4096 * 2 * met * 2)
     assert ours.num_bytes == pytest.approx(3 * 2 * 4096 * (5 * (met + 1) + 5))
     assert expert_traffic(SPEC, LAYERS, 2, 10, "vllm").num_bytes == 0
-    assert kv_transfer_bytes(327680, 1000) == 327680000

@@ -8,8 +8,9 @@ import pytest
 import transformers
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.attention import MLA
+from shardline.models.attention import GQA, MLA
 from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.parts import Rope
 from shardline.models.spec import DecoderSpec
 
 _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
@@ -242,11 +243,16 @@ def test_lengths_count_the_rope_scaling() -> None:
     assert decoder_spec(linear).max_position_embeddings == 8192
 
 
+def _rope(spec: DecoderSpec, layer: int = 0) -> Rope:
+    attention = spec.layers[layer].attention
+    assert isinstance(attention, GQA)
+    assert attention.positions.rope is not None
+    return attention.positions.rope
+
+
 def test_max_model_len_chooses_the_long_factors() -> None:
     def frequencies(max_model_len: int | None) -> tuple[float, ...]:
-        rope = _spec("PHI_3_128K", max_model_len).layers[0].attention.rope
-        assert rope is not None
-        return rope.inv_freq
+        return _rope(_spec("PHI_3_128K", max_model_len)).inv_freq
 
     assert frequencies(1) == frequencies(4096) != frequencies(4097) == frequencies(None)
 
@@ -257,11 +263,9 @@ def test_the_first_name_of_longrope_still_works() -> None:
 
 
 def test_gemma3_has_five_windowed_layers_to_a_full_one() -> None:
-    layers = _spec("GEMMA_3_SCALED").layers
-    assert [layer.attention.window for layer in layers[:7]] == [512, 512, 512, 512, 512, None, 512]
-    full, windowed = layers[5].attention.rope, layers[0].attention.rope
-    assert full is not None
-    assert windowed is not None
+    spec = _spec("GEMMA_3_SCALED")
+    assert [layer.attention.window for layer in spec.layers[:7]] == [512, 512, 512, 512, 512, None, 512]
+    full, windowed = _rope(spec, 5), _rope(spec)
     assert full.inv_freq[0] == 1 / 8
     assert windowed.inv_freq[0] == 1.0
 
@@ -297,6 +301,4 @@ def test_deepseek_routes_by_groups() -> None:
 def test_frequencies_are_those_of_transformers_bit_for_bit() -> None:
     config = transformers.LlamaConfig(**_copy(LLAMA_3_1_8B))
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.tolist()
-    rope = _spec("LLAMA_3_1_8B").layers[0].attention.rope
-    assert rope is not None
-    assert list(rope.inv_freq) == expected
+    assert list(_rope(_spec("LLAMA_3_1_8B")).inv_freq) == expected

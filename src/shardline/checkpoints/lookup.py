@@ -34,8 +34,8 @@ def without_norm_offsets(spec: DecoderSpec) -> DecoderSpec:
 
 def _layer(layer: Layer) -> Layer:
     attention = layer.attention
-    if isinstance(attention, GQA) and attention.qk_norm is not None:
-        attention = replace(attention, qk_norm=_norm(attention.qk_norm))
+    if isinstance(attention, GQA) and attention.norms.qk_norm is not None:
+        attention = attention.changed(qk_norm=_norm(attention.norms.qk_norm))
     return replace(
         layer,
         attention=attention,

@@ -7,14 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import asdict, fields
 
 from shardline.deployment.deployment import Deployment
+from shardline.models.attention import GQA, GQA_PARTS
 
 NUMERICS_VERSION = 8
 """Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
 
-_LATER_FIELDS = {"kv_source", "token_input"}
+_LATER_FIELDS = {"token_input"}
 """Fields of the spec that came after the first release. A model without them keeps the fingerprint that it had."""
+
+_FIRST_FIELDS = (
+    *("num_heads", "num_kv_heads", "head_dim", "scale", "rope", "window", "softcap", "qkv_bias", "output_bias"),
+    *("qk_norm", "norms_all_heads", "sinks", "chunked", "rotated_norm", "query_scale", "value_is_key", "value_norm"),
+)
+"""The fields of a GQA and of its parts in the first release, in their order. Later ones count if they are set."""
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -43,9 +51,22 @@ def _describe(value: object) -> str:
         return f"({', '.join(map(_describe, value))}{',' * (len(value) == 1)})"
     if not isinstance(value, msgspec.Struct):
         return repr(value)
-    fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    words = (f"{n}={_describe(v)}" for n, v in fields.items() if v is not None or n not in _LATER_FIELDS)
+    values = _attention_fields(value) if isinstance(value, GQA) else asdict(value)
+    words = (f"{n}={_describe(v)}" for n, v in values.items() if v is not None or n not in _LATER_FIELDS)
     return f"{type(value).__name__}({', '.join(words)})"
+
+
+def _attention_fields(attention: GQA) -> dict[str, object]:
+    """The fields of the attention and of its parts, without later ones that have their defaults."""
+    later, first = {}, {}
+    for part in (attention, *(part for part in asdict(attention).values() if isinstance(part, GQA_PARTS))):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name in _FIRST_FIELDS:
+                first[field.name] = value
+            elif value != field.default and not isinstance(value, GQA_PARTS):
+                later[field.name] = value
+    return {name: first[name] for name in _FIRST_FIELDS} | later
 
 
 def weights_fingerprint(config_text: str, weight_files: Iterable[Path], dummy_seed: int | None = None) -> str:

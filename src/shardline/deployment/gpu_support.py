@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
 
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA, KV, MLA, HeadNorms, Mask, Positions, Projections, Score
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer
@@ -20,7 +20,13 @@ _SUPPORTED: Mapping[type[Struct], str] = {
     DecoderSpec: "model_type vocab_size hidden_size layers final_norm max_position_embeddings dtype tied_embeddings"
     " embedding_scale learned_positions lm_head_bias logits_softcap",
     Layer: "attention feed_forward attention_norm feed_forward_norm post_attention_norm post_feed_forward_norm",
-    GQA: "num_heads num_kv_heads head_dim scale rope window softcap qkv_bias output_bias qk_norm",
+    GQA: "num_heads projections score positions mask norms kv",
+    Projections: "num_kv_heads head_dim qkv_bias output_bias",
+    Score: "scale softcap",
+    Positions: "rope",
+    Mask: "window",
+    HeadNorms: "qk_norm",
+    KV: "",
     MLA: "num_heads kv_lora_rank nope_head_dim rope_head_dim value_head_dim scale rope kv_norm q_lora_rank q_norm bias",
     Dense: "intermediate_size activation gated bias",
     MoE: "routing expert shared shared_gate",
@@ -35,14 +41,14 @@ _WORDS: Mapping[str, str] = {
     "Layer.residual_scale": "scale of the residual stream",
     "Layer.output_scale": "scale of the residual stream",
     "Layer.token_input": "layers with inputs of their own for each token",
-    "GQA.sinks": "attention sinks",
-    "GQA.chunked": "attention in chunks",
-    "GQA.norms_all_heads": "norm over all heads",
-    "GQA.rotated_norm": "norm after rope",
-    "GQA.kv_source": "layers that read the cache of another layer",
-    "GQA.value_is_key": "values made of keys",
-    "GQA.value_norm": "values made of keys",
-    "GQA.query_scale": "scale of queries by position",
+    "Score.sinks": "attention sinks",
+    "Mask.chunked": "attention in chunks",
+    "HeadNorms.norms_all_heads": "norm over all heads",
+    "HeadNorms.rotated_norm": "norm after rope",
+    "KV.kv_source": "layers that read the cache of another layer",
+    "Projections.value_is_key": "values made of keys",
+    "HeadNorms.value_norm": "values made of keys",
+    "Positions.query_scale": "scale of queries by position",
     "MLA.query_scale": "scale of queries by position",
     "MoE.own_norms": "experts beside a dense block",
     "Routing.logits_bias": "bias of a router's logits",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from shardline.models.partition import Span, split_dim, split_heads
 from shardline.models.parts import (
@@ -81,9 +82,14 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
         raise NotImplementedError
 
     @property
+    def value_head_dim(self) -> int:
+        """Elements of the output for a token and a head."""
+        raise NotImplementedError
+
+    @property
     def output_size(self) -> int:
         """Elements of the output for a token, over all heads."""
-        raise NotImplementedError
+        return self.num_heads * self.value_head_dim
 
     @property
     def latent_sizes(self) -> tuple[int, ...]:
@@ -161,36 +167,121 @@ def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> floa
     )
 
 
-class GQA(Attention, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases."""
+class Projections(msgspec.Struct, frozen=True, array_like=True):
+    """The linears of queries, keys, values and of the output."""
 
     num_kv_heads: int
     head_dim: int
-    scale: float
-    rope: Rope | None = None
-    window: int | None = None
-    """A token sees itself and the window - 1 tokens before it."""
-    softcap: float | None = None
-    """scores = softcap * tanh(scores / softcap)"""
     qkv_bias: bool = False
     output_bias: bool = False
+    value_is_key: bool = False
+    """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
+
+
+class HeadNorms(msgspec.Struct, frozen=True, array_like=True):
+    """Norms of queries, keys and values. Only `qk_norm` has weights."""
+
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
     norms_all_heads: bool = False
     """Whether qk_norm is over all heads of q at once, and over all heads of k (OLMo 2, MiniMax-M2)."""
-    sinks: bool = False
-    """Whether each head has a learned score of a key without a value, which every token sees (gpt-oss)."""
+    rotated_norm: Norm | None = None
+    """Norm over head_dim of q and k, after rope (Llama 4)."""
+    value_norm: Norm | None = None
+    """Norm over head_dim of values (Gemma 4)."""
+
+    def parameters(self, head_dim: int, num_heads: int, num_kv_heads: int) -> Parameters:
+        """The weights for `num_heads` of queries and `num_kv_heads` of keys; 0: no keys are made."""
+        sizes = (num_heads, num_kv_heads) if self.norms_all_heads else (1, min(1, num_kv_heads))
+        for name, heads in zip(("q_norm", "k_norm"), sizes, strict=True):
+            if heads:
+                yield from norm_parameters(f"attention.{name}", self.qk_norm, heads * head_dim)
+
+
+class Positions(msgspec.Struct, frozen=True, array_like=True):
+    """How queries and keys depend on their positions."""
+
+    rope: Rope | None = None
+    query_scale: QueryScale | None = None
+
+
+class Mask(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a token attends to."""
+
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all tokens before it."""
     chunked: bool = False
     """Whether `window` is the size of chunks: a token sees the tokens of its own chunk (Llama 4)."""
-    rotated_norm: Norm | None = None
-    """Norm without weights over head_dim of q and k, after rope (Llama 4)."""
-    query_scale: QueryScale | None = None
-    value_is_key: bool = False
-    """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
-    value_norm: Norm | None = None
-    """Norm without weights over head_dim of values (Gemma 4)."""
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """What becomes of a product of a query and a key before softmax."""
+
+    scale: float
+    softcap: float | None = None
+    """scores = softcap * tanh(scores / softcap)"""
+    sinks: bool = False
+    """Whether each head has a learned score of a key without a value, which every token sees (gpt-oss)."""
+
+    def parameters(self, num_heads: int) -> Parameters:
+        """The learned scores."""
+        if self.sinks:
+            yield "attention.sinks.bias", (num_heads,)
+
+
+class KV(msgspec.Struct, frozen=True, array_like=True):
+    """Where keys and values are cached."""
+
     kv_source: int | None = None
     """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
+
+
+AnyGQA = TypeVar("AnyGQA", bound="GQA")
+GQA_PARTS = (Projections, Score, Positions, Mask, HeadNorms, KV)
+
+
+class GQA(Attention, frozen=True, array_like=True, tag=True):
+    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases.
+
+    No two parts have a field of the same name.
+    """
+
+    projections: Projections
+    score: Score
+    positions: Positions = Positions()
+    mask: Mask = Mask()
+    norms: HeadNorms = HeadNorms()
+    kv: KV = KV()
+
+    def changed(self: AnyGQA, **values: Any) -> AnyGQA:
+        """The same attention with other `values` of its own fields and of its parts' fields, by their names."""
+        changes: dict[str, Any] = {}
+        for field in self.__struct_fields__:
+            part = getattr(self, field)
+            names = part.__struct_fields__ if isinstance(part, GQA_PARTS) else ()
+            if own := {name: values.pop(name) for name in names if name in values}:
+                changes[field] = replace(part, **own)
+        return replace(self, **changes, **values)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """See `Attention.num_kv_heads`."""
+        return self.projections.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head of queries and keys."""
+        return self.projections.head_dim
+
+    @property
+    def window(self) -> int | None:
+        """See `Attention.window`."""
+        return self.mask.window
+
+    @property
+    def kv_source(self) -> int | None:
+        """See `Attention.kv_source`."""
+        return self.kv.kv_source
 
     @property
     def value_head_dim(self) -> int:
@@ -203,11 +294,6 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
         return self.head_dim
 
     @property
-    def output_size(self) -> int:
-        """Elements of the output for a token, over all heads."""
-        return self.num_heads * self.value_head_dim
-
-    @property
     def multiplications_per_pair(self) -> int:
         """Multiplications of one query with one key and its value, over all heads."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
@@ -215,24 +301,19 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
     @property
     def num_launches(self) -> int:
         """Norm, projection, rotation, attention, output."""
-        return 5 + (self.qk_norm is not None)
+        return 5 + (self.norms.qk_norm is not None)
 
     def parameters(self, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
-        q_size, k_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        stores, whole = self.kv_source is None, self.norms_all_heads
-        yield from linear_parameters("attention.q", self.query_rows, hidden_size, self.qkv_bias)
-        if stores:
-            yield from linear_parameters("attention.k", k_size, hidden_size, self.qkv_bias)
-        if stores and not self.value_is_key:
-            v_size = self.num_kv_heads * self.value_head_dim
-            yield from linear_parameters("attention.v", v_size, hidden_size, self.qkv_bias)
-        yield from norm_parameters("attention.q_norm", self.qk_norm, q_size if whole else self.head_dim)
-        if stores:
-            yield from norm_parameters("attention.k_norm", self.qk_norm, k_size if whole else self.head_dim)
-        if self.sinks:
-            yield "attention.sinks.bias", (self.num_heads,)
-        yield from linear_parameters("attention.o", hidden_size, self.output_size, self.output_bias)
+        linears, stored = self.projections, 0 if self.kv_source is not None else self.num_kv_heads
+        yield from linear_parameters("attention.q", self.query_rows, hidden_size, linears.qkv_bias)
+        if stored:
+            yield from linear_parameters("attention.k", stored * self.head_dim, hidden_size, linears.qkv_bias)
+        if stored and not linears.value_is_key:
+            yield from linear_parameters("attention.v", stored * self.value_head_dim, hidden_size, linears.qkv_bias)
+        yield from self.norms.parameters(self.head_dim, self.num_heads, stored)
+        yield from self.score.parameters(self.num_heads)
+        yield from linear_parameters("attention.o", hidden_size, self.output_size, linears.output_bias)
 
     @property
     def query_rows(self) -> int:
@@ -241,7 +322,7 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
 
     def norm_of(self, part: str) -> Norm | None:
         """The norm whose weights have the name `part`."""
-        return self.qk_norm
+        return self.norms.qk_norm
 
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Ranks get the query heads of whole KV heads, or share a KV head."""
@@ -311,11 +392,6 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     def key_dim(self) -> int:
         """Elements of a cached key."""
         return self.latent_dim
-
-    @property
-    def output_size(self) -> int:
-        """Elements of the output for a token, over all heads."""
-        return self.num_heads * self.value_head_dim
 
     @property
     def latent_sizes(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,12 +55,6 @@ def tensor_traffic(
             one = Traffic(2 * 2 * spec.hidden_size * size * share * num_tokens, 2)
         total += Traffic(one.num_bytes * count, one.num_messages * count)
     return total
-
-
-def all_reduce_payload(spec: DecoderSpec, num_tokens: int, dtype_bytes: int = 2) -> Traffic:
-    """What guides count for all-reduces: the bytes of the summed tensors, not those on the wire; two in each layer."""
-    reduces = 2 * len(spec.layers)
-    return Traffic(reduces * num_tokens * spec.hidden_size * dtype_bytes, reduces)
 
 
 def pipeline_traffic(
@@ -120,18 +115,12 @@ def ranks_met(routing: Routing, ranks: int) -> float:
     return ranks * (1 - missed)
 
 
-def kv_transfer_bytes(kv_bytes_per_token: int, num_tokens: int) -> int:
-    """Bytes of a request's keys and values that move when prefill and decode run on different GPUs."""
-    return kv_bytes_per_token * num_tokens
-
-
 @functools.lru_cache(maxsize=256)
 def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ...]:
     """The different layers of a stage, and how often each occurs."""
-    counts: dict[int, list[Layer]] = {}
-    for layer in spec.layers[layers.start : layers.stop]:
-        counts.setdefault(id(layer), []).append(layer)
-    return tuple((same[0], len(same)) for same in counts.values())
+    own = spec.layers[layers.start : layers.stop]
+    counts = Counter(map(id, own))
+    return tuple((layer, counts[key]) for key, layer in {id(layer): layer for layer in own}.items())
 
 
 def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from shardline.models.config_fields import Defaults, Dims, read_activation, read
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, decoder
-from shardline.models.parts import Norm
+from shardline.models.parts import Norm, Rope
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -64,7 +64,8 @@ def deepseek_like(
     hf.only("moe_layer_freq", 1)
     dims = read_dims(hf, defaults._replace(head_dim=hf.integer("qk_rope_head_dim", 64)))
     rope = read_rope(hf, hf.integer("qk_rope_head_dim", 64), dims.max_position_embeddings)
-    attention = _latent_attention(hf, dims, rope, max_model_len, interleaved)
+    rotation = replace(rope.build(max_model_len), interleaved=interleaved)
+    attention = latent_attention(hf, dims.num_heads, rotation, _LATENT_NORM, 1536, _score_factor(rope))
     if scales_queries:
         attention = replace(attention, query_scale=rope.query_scale())
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
@@ -80,20 +81,23 @@ def dense_first(hf: HFConfig, dims: Dims, first_dense: int, dense: Layer, moe: L
     return (dense,) * num_dense + (moe,) * (dims.num_layers - num_dense)
 
 
-def _latent_attention(hf: HFConfig, dims: Dims, rope: RopeConfig, max_model_len: int | None, interleaved: bool) -> MLA:
-    nope_head_dim = hf.integer("qk_nope_head_dim", 128)
-    q_lora_rank = hf.optional_integer("q_lora_rank", 1536)
+def latent_attention(
+    hf: HFConfig, num_heads: int, rope: Rope, norm: Norm, q_lora_rank: int | None, factor: float = 1.0
+) -> MLA:
+    """Latent attention with `norm` over its latents. `q_lora_rank` is a default, and `factor` one of the scores."""
+    rotated, nope = 2 * len(rope.inv_freq), hf.integer("qk_nope_head_dim", 128)
+    q_lora_rank = hf.optional_integer("q_lora_rank", q_lora_rank)
     return MLA(
-        num_heads=dims.num_heads,
+        num_heads=num_heads,
         kv_lora_rank=hf.integer("kv_lora_rank", 512),
-        nope_head_dim=nope_head_dim,
-        rope_head_dim=rope.rotary_dim,
+        nope_head_dim=nope,
+        rope_head_dim=rotated,
         value_head_dim=hf.integer("v_head_dim", 128),
-        scale=(nope_head_dim + rope.rotary_dim) ** -0.5 * _score_factor(rope),
-        rope=replace(rope.build(max_model_len), interleaved=interleaved),
-        kv_norm=_LATENT_NORM,
+        scale=(nope + rotated) ** -0.5 * factor,
+        rope=rope,
+        kv_norm=norm,
         q_lora_rank=q_lora_rank,
-        q_norm=None if q_lora_rank is None else _LATENT_NORM,
+        q_norm=None if q_lora_rank is None else norm,
         bias=hf.flag("attention_bias", False),
     )
 
@@ -108,17 +112,18 @@ def _score_factor(rope: RopeConfig) -> float:
 
 
 def group_routing(
-    hf: HFConfig, *, num_experts: int, experts_per_token: int, scale: float, num_groups: int = 1, top_groups: int = 1
+    hf: HFConfig, *, num_experts: int | None, chosen: int | None, scale: float, groups: tuple[int, int] = (1, 1)
 ) -> Routing:
-    """DeepSeek V3's routing by groups. The other arguments are what transformers assumes if keys are missing."""
+    """DeepSeek V3's routing by groups. The other arguments are what transformers assumes if keys are missing. A key
+    whose default is None must be there."""
     return Routing(
         num_experts=hf.integer("n_routed_experts", num_experts),
-        experts_per_token=hf.integer("num_experts_per_tok", experts_per_token),
+        experts_per_token=hf.integer("num_experts_per_tok", chosen),
         scoring="sigmoid",
         normalized=hf.flag("norm_topk_prob", True),
         scale=hf.number("routed_scaling_factor", scale),
-        num_groups=hf.integer("n_group", num_groups),
-        top_groups=hf.integer("topk_group", top_groups),
+        num_groups=hf.integer("n_group", groups[0]),
+        top_groups=hf.integer("topk_group", groups[1]),
         group_score="top2_sum",
         correction_bias=True,
     )

@@ -5,14 +5,14 @@ A family calls `llama_like`, changes the parts in which it differs, and makes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from shardline.models.attention import GQA
-from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims, read_dtype
+from shardline.models.attention import GQA, Positions, Projections, Score
+from shardline.models.config_fields import Defaults, Dims, layer_windows, read_activation, read_dims, read_dtype
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import expert_of, parse_name
@@ -87,6 +87,23 @@ class LlamaLike:
     attention: GQA
     dense: Dense
 
+    def biased(self, **values: Any) -> GQA:
+        """The attention with a bias in each linear if attention_bias says so, and with other `values` of its fields."""
+        bias = self.hf.flag("attention_bias", False)
+        return self.attention.changed(qkv_bias=bias, output_bias=bias, **values)
+
+    def biased_dense(self) -> Dense:
+        """The feed-forward block with biases if mlp_bias says so."""
+        return replace(self.dense, bias=self.hf.flag("mlp_bias", False))
+
+    def by_window(
+        self, layer: Callable[[int | None], Layer], window: int | None, default_types: Sequence[str]
+    ) -> list[Layer]:
+        """`layer(its window)` for each layer, see `layer_windows`. Layers with the same window are one object."""
+        windows = layer_windows(self.hf, self.dims.num_layers, window, default_types)
+        made = {window: layer(window) for window in windows}
+        return [made[window] for window in windows]
+
     def layer(self, attention: GQA | None = None, feed_forward: Dense | MoE | None = None) -> Layer:
         """A layer with a norm before each block. A part that is None is Llama's."""
         return Layer(attention or self.attention, feed_forward or self.dense, self.norm, self.norm)
@@ -137,10 +154,9 @@ def llama_like(
         rope=rope,
         attention=GQA(
             dims.num_heads,
-            dims.num_kv_heads,
-            dims.head_dim,
-            dims.head_dim**-0.5,
-            rope=replace(rope.build(max_model_len), interleaved=interleaved),
+            Projections(dims.num_kv_heads, dims.head_dim),
+            Score(dims.head_dim**-0.5),
+            Positions(replace(rope.build(max_model_len), interleaved=interleaved)),
         ),
         dense=Dense(dims.intermediate_size, read_activation(hf, activation_key, activation)),
     )

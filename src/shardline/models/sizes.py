@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardline.config.topology import RankPlace
 from shardline.models.attention import Attention
+from shardline.models.communication import count_layers
 from shardline.models.feed_forward import Routing
 from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
 from shardline.models.parameters import (
@@ -22,7 +22,7 @@ from shardline.models.parameters import (
     is_looked_up,
     parse_name,
 )
-from shardline.models.partition import ExpertShare, Span, balance_stages, parse_stages, split_dim, split_heads
+from shardline.models.partition import Span, balance_stages, parse_stages, split_dim, split_heads
 from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec, Layer
@@ -83,13 +83,11 @@ def weight_bytes(
     Linear weights are in `weight_format`, or each in its own of `own_formats`, and the rest in `dtype`. If the lm_head
     is tied to the embedding and quantized here, both are stored. If it is as in the checkpoint, one tensor serves both.
     """
-    if own_formats is None:
-        return _uniform_weight_bytes(spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel)
-    return _weight_bytes(spec, place, stages, dtype, numerics, weight_format, expert_parallel, own_formats)
+    return _weight_bytes(spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel, own_formats)
 
 
 @functools.lru_cache(maxsize=512)
-def _uniform_weight_bytes(
+def _weight_bytes(
     spec: DecoderSpec,
     place: RankPlace,
     stages: tuple[Span, ...],
@@ -97,21 +95,9 @@ def _uniform_weight_bytes(
     numerics: Numerics,
     weight_format: FormatChoice,
     expert_parallel: bool,
-) -> int:
-    """See `weight_bytes`. The planner asks for the same ranks again and again."""
-    return _weight_bytes(spec, place, stages, dtype, numerics, weight_format, expert_parallel, None)
-
-
-def _weight_bytes(
-    spec: DecoderSpec,
-    place: RankPlace,
-    stages: Sequence[Span],
-    dtype: DType,
-    numerics: Numerics,
-    weight_format: FormatChoice,
-    expert_parallel: bool,
     own_formats: OwnFormats | None,
 ) -> int:
+    """See `weight_bytes`. The planner asks for the same ranks again and again."""
     held = weight_format.open_format()
     # A tied lm_head is packed as the checkpoint packs the embedding.
     head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
@@ -133,7 +119,7 @@ def _weight_bytes(
     keeps_head = tied and own_formats is not None and not own_formats.format_of(head).open_format().is_dense("lm_head")
     apart = tied and not held.reads_packed and not held.is_dense("lm_head")
     parameters = _held(counted, spec, stage, apart, keeps_head)
-    return rank_total(spec, place, stages, parameters, num_bytes, numerics, expert_parallel)
+    return rank_total(spec, place, parameters, num_bytes, numerics, expert_parallel)
 
 
 @functools.lru_cache(maxsize=64)
@@ -158,7 +144,7 @@ def stored_weight_bytes(
     """
     counted = counted_parameters(spec, stages[place.pp_rank], stored.layer_class)
     held = _held(counted, spec, stages[place.pp_rank], False)
-    return rank_total(spec, place, stages, held, stored.num_bytes, "fast", expert_parallel, whole)
+    return rank_total(spec, place, held, stored.num_bytes, "fast", expert_parallel, whole)
 
 
 def checkpoint_bytes(spec: DecoderSpec, stored: StoredWeights) -> int:
@@ -172,7 +158,6 @@ def checkpoint_bytes(spec: DecoderSpec, stored: StoredWeights) -> int:
 def rank_total(
     spec: DecoderSpec,
     place: RankPlace,
-    stages: Sequence[Span],
     held: Iterable[CountedParameter],
     num_bytes: Callable[[str, Shape], int],
     numerics: Numerics,
@@ -180,20 +165,28 @@ def rank_total(
     whole: Collection[str] = (),
 ) -> int:
     """Sum of `num_bytes(name, local shape)` over the rank's parts of the parameters in `held`."""
-    total, tp_size = 0, len(place.peers("tensor"))
-    share = (
-        ExpertShare(place.peers("expert").index(place.rank), len(place.peers("expert"))) if expert_parallel else None
-    )
+    parts = _local_parts(spec, place, held, numerics, expert_parallel, whole)
+    return sum(count * num_bytes(name, local) for name, local, count in parts)
+
+
+def _local_parts(
+    spec: DecoderSpec,
+    place: RankPlace,
+    held: Iterable[CountedParameter],
+    numerics: Numerics,
+    expert_parallel: bool,
+    whole: Collection[str] = (),
+) -> Iterator[tuple[str, Shape, int]]:
+    """(name, local shape, how many the rank has of this shape) for each of the parameters in `held`."""
+    tp_size, experts = len(place.peers("tensor")), place.peers("expert")
     for name, shape, num_layers, num_experts in held:
-        if num_experts and share is not None:
-            local, count = shape, num_layers * split_dim(num_experts, share.size)[share.rank].size
+        if num_experts and expert_parallel:
+            yield name, shape, num_layers * split_dim(num_experts, len(experts))[experts.index(place.rank)].size
         elif whole and parse_name(name).part in whole:
-            local, count = shape, num_layers
+            yield name, shape, num_layers
         else:
             local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
-            count = num_layers * max(1, num_experts)
-        total += count * num_bytes(name, local)
-    return total
+            yield name, local, num_layers * max(1, num_experts)
 
 
 def _role(name: str) -> Role:
@@ -212,18 +205,10 @@ def largest_weight_bytes(
     expert_parallel: bool = False,
 ) -> int:
     """Bytes in `dtype` of the largest parameter part that the rank at `place` holds."""
-    tp_size = len(place.peers("tensor"))
-    experts = (
-        ExpertShare(place.peers("expert").index(place.rank), len(place.peers("expert"))) if expert_parallel else None
-    )
     stage = stages[place.pp_rank]
-    sizes = []
-    for name, shape, _, num_experts in _held(counted_parameters(spec, stage), spec, stage, False):
-        if num_experts and experts is not None:
-            sizes.append(math.prod(shape) if split_dim(num_experts, experts.size)[experts.rank].size else 0)
-        else:
-            sizes.append(math.prod(shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))))
-    return max(sizes) * DTYPE_BYTES[dtype]
+    held = _held(counted_parameters(spec, stage), spec, stage, False)
+    parts = _local_parts(spec, place, held, numerics, expert_parallel)
+    return max(math.prod(local) for _, local, count in parts if count) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes_per_token(
@@ -295,17 +280,11 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     products and attention count. An addition and a multiplication are two operations. A decode step has one new token.
     """
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
-    for layer, count in _counted_layers(spec):
+    for layer, count in count_layers(spec, Span(0, len(spec.layers))):
         matrices = round(_num_met(layer, spec.hidden_size, num_tokens=1, dims=2))
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
         total += count * (2 * num_tokens * matrices + 2 * layer.attention.multiplications_per_pair * pairs)
     return total
-
-
-def _counted_layers(spec: DecoderSpec) -> list[tuple[Layer, int]]:
-    """The layers that are different objects, and how often each occurs."""
-    counts = Counter(map(id, spec.layers))
-    return [(layer, counts[key]) for key, layer in {id(layer): layer for layer in spec.layers}.items()]
 
 
 def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int:

@@ -134,7 +134,7 @@ def step_work(
             return math.prod(shape) if len(shape) == 2 and not name.endswith("conv.weight") else 0
 
         count = stored.num_bytes if bytes_ else elements
-        return rank_total(spec, place, stages, parts, count, numerics, whole_experts, whole)
+        return rank_total(spec, place, parts, count, numerics, whole_experts, whole)
 
     routings = [layer.feed_forward.routing for layer, _ in count_layers(spec, stage)]
     routing = next((one for one in reversed(routings) if one is not None), None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Defaults, divided, full_every, layer_windows
+from shardline.models.config_fields import Defaults, divided, full_every
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -28,17 +26,15 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         eps_key="layer_norm_eps",
         interleaved=True,
     )
-    bias = hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    gqa = llama.biased()
 
-    @cache
     def layer(window: int | None) -> Layer:
-        own = replace(gqa, rope=None) if window is None else replace(gqa, window=window)
+        own = gqa.changed(rope=None) if window is None else gqa.changed(window=window)
         return Layer(own, llama.dense, llama.norm, None, parallel=True)
 
     types = full_every(hf.integer("sliding_window_pattern", 4), llama.dims.num_layers)
-    windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
-    return replace(llama.spec(map(layer, windows), tied=True), logits_scale=hf.number("logit_scale", 0.0625))
+    layers = llama.by_window(layer, hf.optional_integer("sliding_window", 4096), types)
+    return replace(llama.spec(layers, tied=True), logits_scale=hf.number("logit_scale", 0.0625))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

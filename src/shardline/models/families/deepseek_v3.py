@@ -19,7 +19,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         hf,
         max_model_len,
         _DEFAULTS,
-        group_routing(hf, num_experts=256, experts_per_token=8, scale=2.5, num_groups=8, top_groups=4),
+        group_routing(hf, num_experts=256, chosen=8, scale=2.5, groups=(8, 4)),
         first_dense=3,
         expert_size=2048,
         num_shared=1,

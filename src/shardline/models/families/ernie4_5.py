@@ -19,7 +19,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), theta=500_000.0, interleaved=True)
     bias = hf.flag("use_bias", False)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias)
     return llama.spec(llama.layer(gqa, replace(llama.dense, bias=bias)), tied=True)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from msgspec.structs import replace
-
-from shardline.models.config_fields import Defaults, full_every, layer_windows
+from shardline.models.config_fields import Defaults, full_every
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import POST_NORM_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -23,13 +19,12 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     if sliding_window is not None and not hf.has("layer_types"):
         types = full_every(hf.integer("sliding_window_pattern", 4), num_layers)
 
-    @cache
     def layer(window: int | None) -> Layer:
-        gqa = replace(llama.attention, window=window, qk_norm=llama.norm)
+        gqa = llama.attention.changed(window=window, qk_norm=llama.norm)
         is_rotated = sliding_window is None or window is not None
-        return llama.post_norm_layer(gqa if is_rotated else replace(gqa, rope=None))
+        return llama.post_norm_layer(gqa if is_rotated else gqa.changed(rope=None))
 
-    return llama.spec(map(layer, layer_windows(hf, num_layers, sliding_window, types)))
+    return llama.spec(llama.by_window(layer, sliding_window, types))
 
 
 tensor_source = checkpoint_keys(POST_NORM_LAYER_KEYS)

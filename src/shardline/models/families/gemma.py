@@ -20,10 +20,10 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     hf.only("use_bidirectional_attention", False)
     norm = Norm("rms", 1e-6, weight_offset=1.0)
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=norm, activation="gelu_pytorch_tanh")
-    bias, dense = hf.flag("attention_bias", False), llama.dense
+    dense = llama.dense
     if dense.activation == "gelu":  # the first releases say "gelu" and mean its tanh form
         dense = replace(dense, activation="gelu_tanh")
-    layer = llama.layer(replace(llama.attention, qkv_bias=bias, output_bias=bias), dense)
+    layer = llama.layer(llama.biased(), dense)
     return replace(llama.spec(layer, tied=True), embedding_scale=llama.dims.hidden_size**0.5)
 
 

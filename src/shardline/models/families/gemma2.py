@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Defaults, full_every, layer_windows
+from shardline.models.config_fields import Defaults, full_every
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
-from shardline.models.spec import DecoderSpec, Layer
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(
     vocab=256000, hidden=2304, intermediate=9216, layers=26, heads=8, kv_heads=4, head_dim=256, positions=8192
@@ -28,23 +26,17 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
     )
-    bias = hf.flag("attention_bias", False)
-    gqa = replace(
-        llama.attention,
+    gqa = llama.biased(
         scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=hf.optional_number("attn_logit_softcapping", 50.0),
-        qkv_bias=bias,
-        output_bias=bias,
     )
-
-    @cache
-    def layer(window: int | None) -> Layer:
-        return llama.four_norm_layer(replace(gqa, window=window))
-
-    types = full_every(2, llama.dims.num_layers)
-    windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
+    layers = llama.by_window(
+        lambda window: llama.four_norm_layer(gqa.changed(window=window)),
+        hf.optional_integer("sliding_window", 4096),
+        full_every(2, llama.dims.num_layers),
+    )
     return replace(
-        llama.spec(map(layer, windows), tied=True),
+        llama.spec(layers, tied=True),
         embedding_scale=llama.dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", 30.0),
     )

@@ -3,11 +3,9 @@ one with full attention; each kind has its own rope."""
 
 from __future__ import annotations
 
-from functools import cache
-
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Defaults, full_every, layer_windows, read_dims
+from shardline.models.config_fields import Defaults, full_every, read_dims
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -37,17 +35,15 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         activation_key="hidden_activation",
     )
     window_rope = read_rope(hf, dims.head_dim, length, section=windowed).build(max_model_len)
-    scale, bias = hf.number("query_pre_attn_scalar", 256) ** -0.5, hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, scale=scale, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
+    gqa = llama.biased(scale=hf.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm=llama.norm)
 
-    @cache
     def layer(window: int | None) -> Layer:
-        return llama.four_norm_layer(gqa if window is None else replace(gqa, window=window, rope=window_rope))
+        return llama.four_norm_layer(gqa if window is None else gqa.changed(window=window, rope=window_rope))
 
     types = full_every(hf.integer("sliding_window_pattern", 6), dims.num_layers)
-    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), types)
+    layers = llama.by_window(layer, hf.optional_integer("sliding_window", 4096), types)
     return replace(
-        llama.spec(map(layer, windows), tied=True),
+        llama.spec(layers, tied=True),
         max_position_embeddings=length,  # it already includes the rope scaling, for every type of scaling
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", None),

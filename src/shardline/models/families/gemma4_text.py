@@ -62,8 +62,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
     )
-    bias, norm, dense = hf.flag("attention_bias", False), llama.norm, llama.dense
-    windowed = replace(llama.attention, scale=1.0, qkv_bias=bias, output_bias=bias, qk_norm=norm, value_norm=norm)
+    norm, dense = llama.norm, llama.dense
+    windowed = llama.biased(scale=1.0, qk_norm=norm, value_norm=norm)
     full = _full_attention(hf, dims, windowed)
     has_experts, widens = hf.flag("enable_moe_block", False), hf.flag("use_double_wide_mlp", False)
     wide = replace(dense, intermediate_size=2 * dims.intermediate_size) if widens else dense
@@ -74,7 +74,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(window: int | None, source: int | None) -> Layer:
-        gqa = replace(full if window is None else replace(windowed, window=window), kv_source=source)
+        gqa = (full if window is None else windowed.changed(window=window)).changed(kv_source=source)
         block = dense if source is None else wide
         made = llama.four_norm_layer(gqa, _experts(hf, dims, block, norm) if has_experts else block)
         return replace(made, output_scale=True, token_input=token_input)
@@ -129,7 +129,7 @@ def _full_attention(hf: HFConfig, dims: Dims, windowed: GQA) -> GQA:
     if section.text("rope_type", "proportional") != "proportional":
         raise section.error("rope_type", "must be proportional")
     rope = proportional_rope(section, head_dim, default_theta=1e6, default_fraction=0.25)
-    return replace(windowed, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, value_is_key=is_key)
+    return windowed.changed(num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, value_is_key=is_key)
 
 
 def _experts(hf: HFConfig, dims: Dims, dense: Dense, norm: Norm) -> MoE:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import FOUR_NORM_LAYER_KEYS, checkpoint_keys, llama_like
@@ -27,7 +25,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     hf = hf.with_values(defaults={"partial_rotary_factor": 0.5})
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1.5625e-7), partial=True, interleaved=True)
-    return llama.spec(llama.four_norm_layer(replace(llama.attention, qkv_bias=hf.flag("attention_bias", True))))
+    return llama.spec(llama.four_norm_layer(llama.attention.changed(qkv_bias=hf.flag("attention_bias", True))))
 
 
 tensor_source = checkpoint_keys(_LAYER_KEYS, fused={"mlp.gate_up_proj": ("feed_forward.gate", "feed_forward.up")})

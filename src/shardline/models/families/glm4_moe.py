@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_MOE_LAYER_KEYS, dense_first, group_routing, mixture
 from shardline.models.hf_config import HFConfig
@@ -19,8 +17,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     hf = hf.with_values(defaults={"partial_rotary_factor": 0.5})
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), partial=True)
     qk_norm = llama.norm if hf.flag("use_qk_norm", False) else None
-    gqa = replace(llama.attention, qkv_bias=hf.flag("attention_bias", False), qk_norm=qk_norm)
-    routing = group_routing(hf, num_experts=128, experts_per_token=8, scale=1.0)
+    gqa = llama.attention.changed(qkv_bias=hf.flag("attention_bias", False), qk_norm=qk_norm)
+    routing = group_routing(hf, num_experts=128, chosen=8, scale=1.0)
     moe = llama.layer(gqa, mixture(hf, routing, expert_size=1408, num_shared=1))
     return llama.spec(dense_first(hf, llama.dims, 1, llama.layer(gqa), moe))
 

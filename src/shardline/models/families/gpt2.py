@@ -3,7 +3,7 @@ tensor."""
 
 from __future__ import annotations
 
-from shardline.models.attention import GQA
+from shardline.models.attention import GQA, Projections, Score
 from shardline.models.config_fields import MAX_LAYERS, divided, read_activation, read_dtype
 from shardline.models.feed_forward import Dense
 from shardline.models.hf_config import HFConfig
@@ -42,7 +42,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     def layer(index: int) -> Layer:
         own_scale = scale / (index + 1) if by_layer else scale
-        gqa = GQA(num_heads, num_heads, head_dim, own_scale, qkv_bias=True, output_bias=True)
+        gqa = GQA(num_heads, Projections(num_heads, head_dim, qkv_bias=True, output_bias=True), Score(own_scale))
         return Layer(gqa, dense, attention_norm=norm, feed_forward_norm=norm)
 
     return DecoderSpec(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Defaults, full_every, layer_windows, read_routing
+from shardline.models.config_fields import Defaults, full_every, read_routing
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, StackedExperts, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
-from shardline.models.spec import DecoderSpec, Layer
+from shardline.models.spec import DecoderSpec
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -43,17 +42,16 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     norm = Norm("rms", 1e-5, rounds_once=True)
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=norm, theta=150_000.0)
     bias = hf.flag("attention_bias", True)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias, sinks=True)
+    gqa = llama.attention.changed(qkv_bias=bias, output_bias=bias, sinks=True)
     routing = replace(read_routing(hf, num_experts=128, experts_per_token=4, normalized=True), logits_bias=True)
     moe = MoE(routing, Dense(llama.dims.intermediate_size, "clamped_swish", bias=True))
 
-    @cache
-    def layer(window: int | None) -> Layer:
-        return llama.layer(replace(gqa, window=window), moe)
-
-    types = full_every(2, llama.dims.num_layers)
-    windows = layer_windows(hf, llama.dims.num_layers, hf.optional_integer("sliding_window", 128), types)
-    return llama.spec(map(layer, windows))
+    layers = llama.by_window(
+        lambda window: llama.layer(gqa.changed(window=window), moe),
+        hf.optional_integer("sliding_window", 128),
+        full_every(2, llama.dims.num_layers),
+    )
+    return llama.spec(layers)
 
 
 tensor_source = checkpoint_keys(_LAYER_KEYS, stacked=StackedExperts("mlp.experts", alternating=True))

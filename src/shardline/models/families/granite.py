@@ -14,10 +14,8 @@ _DEFAULTS = Defaults(vocab=32000, hidden=4096, intermediate=11008, layers=32, he
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
-    scale = hf.number("attention_multiplier", 1.0)
-    gqa = replace(llama.attention, scale=scale, qkv_bias=bias, output_bias=bias)
-    layer = llama.layer(gqa, replace(llama.dense, bias=hf.flag("mlp_bias", False)))
+    llama = llama_like(hf, max_model_len, _DEFAULTS)
+    layer = llama.layer(llama.biased(scale=hf.number("attention_multiplier", 1.0)), llama.biased_dense())
     return replace(
         llama.spec(replace(layer, residual_scale=hf.number("residual_multiplier", 1.0))),
         embedding_scale=hf.number("embedding_multiplier", 1.0),

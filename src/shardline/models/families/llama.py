@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
@@ -14,9 +12,8 @@ _DEFAULTS = Defaults(vocab=32000, hidden=4096, intermediate=11008, layers=32, he
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
-    dense = replace(llama.dense, bias=hf.flag("mlp_bias", False))
-    return llama.spec(llama.layer(replace(llama.attention, qkv_bias=bias, output_bias=bias), dense))
+    llama = llama_like(hf, max_model_len, _DEFAULTS)
+    return llama.spec(llama.layer(llama.biased(), llama.biased_dense()))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

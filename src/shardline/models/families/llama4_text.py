@@ -43,8 +43,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         windowed="chunked_attention",
         window_key="attention_chunk_size",
     )
-    bias = hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias)
+    gqa = llama.biased()
     rotated_norm = llama.norm if hf.flag("use_qk_norm", True) else None
     query_scale = None
     if hf.flag("attn_temperature_tuning", True):
@@ -56,8 +55,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(sparse: bool, rotated: bool, window: int | None) -> Layer:
-        own = replace(gqa, window=window, chunked=window is not None)
-        own = replace(own, rotated_norm=rotated_norm) if rotated else replace(own, rope=None, query_scale=query_scale)
+        own = gqa.changed(window=window, chunked=window is not None)
+        own = own.changed(rotated_norm=rotated_norm) if rotated else own.changed(rope=None, query_scale=query_scale)
         return llama.layer(own, moe if sparse else dense)
 
     return llama.spec(map(layer, _sparse_layers(hf, num_layers), is_rotated, windows))

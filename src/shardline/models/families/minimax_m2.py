@@ -33,7 +33,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     llama = llama_like(hf, max_model_len, _DEFAULTS, theta=5e6, partial=True)
     routing = read_routing(hf, num_experts=256, experts_per_token=8, normalized=True)
     moe = MoE(replace(routing, scoring="sigmoid", correction_bias=True), llama.dense)
-    return llama.spec(llama.layer(replace(llama.attention, qk_norm=llama.norm, norms_all_heads=True), moe))
+    return llama.spec(llama.layer(llama.attention.changed(qk_norm=llama.norm, norms_all_heads=True), moe))
 
 
 tensor_source = checkpoint_keys(_LAYER_KEYS)

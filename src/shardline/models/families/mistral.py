@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults, layer_windows
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
@@ -18,7 +16,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     types = ["full_attention" if window is None else "sliding_attention"] * llama.dims.num_layers
     if set(layer_windows(hf, llama.dims.num_layers, window, types)) != {window}:
         raise hf.error("layer_types", "must be the same for all layers of a mistral model")
-    return llama.spec(llama.layer(replace(llama.attention, window=window)))
+    return llama.spec(llama.layer(llama.attention.changed(window=window)))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like, group_routing
+from shardline.models.families.ministral3 import DEFAULT_ROPE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import StackedExperts, checkpoint_keys
 from shardline.models.spec import DecoderSpec
@@ -13,15 +14,10 @@ from shardline.models.spec import DecoderSpec
 _DEFAULTS = Defaults(vocab=131072, hidden=4096, intermediate=12288, layers=36, heads=32, positions=1048576)
 _DEFAULT_RANKS = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
 _DEFAULT_ROPE = {
-    "rope_type": "yarn",
+    **DEFAULT_ROPE,
     "rope_theta": 10_000.0,
     "factor": 128.0,
     "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
 }
 
 
@@ -30,7 +26,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     rope = hf.section("rope_scaling" if hf.has("rope_scaling") else "rope_parameters").values or _DEFAULT_ROPE
     own = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     hf = hf.with_values(defaults=_DEFAULT_RANKS, rope_scaling=None, rope_parameters=own)
-    routing = group_routing(hf, num_experts=128, experts_per_token=4, scale=1.0)
+    routing = group_routing(hf, num_experts=128, chosen=4, scale=1.0)
     return deepseek_like(
         hf,
         max_model_len,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults, read_routing
 from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
@@ -17,7 +15,7 @@ _DEFAULTS = Defaults(vocab=32000, hidden=4096, intermediate=14336, layers=32, he
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), theta=1e6)
-    gqa = replace(llama.attention, window=hf.optional_integer("sliding_window", None))
+    gqa = llama.attention.changed(window=hf.optional_integer("sliding_window", None))
     moe = MoE(read_routing(hf, num_experts=8, experts_per_token=2, normalized=True), llama.dense)
     return llama.spec(llama.layer(gqa, moe))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.attention import GQA
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
@@ -18,9 +16,7 @@ DEFAULTS = Defaults(vocab=50304, hidden=4096, intermediate=11008, layers=32, hea
 def read_olmo(hf: HFConfig, max_model_len: int | None, rope: RopeConfig | None = None) -> tuple[LlamaLike, GQA]:
     """What OLMo 2 and 3 share, and their attention without a window."""
     llama = llama_like(hf, max_model_len, DEFAULTS, norm=Norm("rms", 1e-5, rounds_once=True), rope=rope)
-    bias = hf.flag("attention_bias", False)
-    gqa = replace(llama.attention, qkv_bias=bias, output_bias=bias, qk_norm=llama.norm, norms_all_heads=True)
-    return llama, gqa
+    return llama, llama.biased(qk_norm=llama.norm, norms_all_heads=True)
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:

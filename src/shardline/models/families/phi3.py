@@ -3,8 +3,6 @@ and may be a long rope."""
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
@@ -28,7 +26,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         default_original=4096,
     )
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), rope=rope)
-    return llama.spec(llama.layer(replace(llama.attention, window=hf.optional_integer("sliding_window", None))))
+    return llama.spec(llama.layer(llama.attention.changed(window=hf.optional_integer("sliding_window", None))))
 
 
 tensor_source = checkpoint_keys(

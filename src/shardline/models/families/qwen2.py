@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from msgspec.structs import replace
-
 from shardline.models.attention import GQA
-from shardline.models.config_fields import Defaults, layer_windows
+from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, LlamaLike, checkpoint_keys, llama_like
-from shardline.models.spec import DecoderSpec, Layer
+from shardline.models.spec import DecoderSpec
 
 _DEFAULTS = Defaults(vocab=151936, hidden=4096, intermediate=22016, layers=32, heads=32, kv_heads=32, positions=32768)
 
@@ -18,7 +14,7 @@ _DEFAULTS = Defaults(vocab=151936, hidden=4096, intermediate=22016, layers=32, h
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS)
-    return windowed_spec(llama, replace(llama.attention, qkv_bias=True))
+    return windowed_spec(llama, llama.attention.changed(qkv_bias=True))
 
 
 def windowed_spec(llama: LlamaLike, attention: GQA) -> DecoderSpec:
@@ -30,11 +26,7 @@ def windowed_spec(llama: LlamaLike, attention: GQA) -> DecoderSpec:
         "full_attention" if window is None or index < num_full else "sliding_attention" for index in range(num_layers)
     ]
 
-    @cache
-    def layer(window: int | None) -> Layer:
-        return llama.layer(replace(attention, window=window))
-
-    return llama.spec(map(layer, layer_windows(hf, num_layers, window, types)))
+    return llama.spec(llama.by_window(lambda window: llama.layer(attention.changed(window=window)), window, types))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

@@ -18,7 +18,7 @@ _DEFAULTS = Defaults(vocab=151936, hidden=2048, intermediate=5632, layers=24, he
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS)
-    gqa = replace(llama.attention, qkv_bias=hf.flag("qkv_bias", True))
+    gqa = llama.attention.changed(qkv_bias=hf.flag("qkv_bias", True))
     moe = MoE(
         read_routing(hf, num_experts=60, experts_per_token=4, normalized=hf.flag("norm_topk_prob", False)),
         replace(llama.dense, intermediate_size=hf.integer("moe_intermediate_size", 1408)),
@@ -28,7 +28,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(window: int | None, sparse: bool) -> Layer:
-        return llama.layer(replace(gqa, window=window), moe if sparse else llama.dense)
+        return llama.layer(gqa.changed(window=window), moe if sparse else llama.dense)
 
     num_layers = llama.dims.num_layers
     return llama.spec(map(layer, _windows(hf, num_layers), sparse_layers(hf, num_layers)))

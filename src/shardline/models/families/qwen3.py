@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.families.qwen2 import windowed_spec
 from shardline.models.hf_config import HFConfig
@@ -17,8 +15,8 @@ _DEFAULTS = Defaults(
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
-    return windowed_spec(llama, replace(llama.attention, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias))
+    llama = llama_like(hf, max_model_len, _DEFAULTS)
+    return windowed_spec(llama, llama.biased(qk_norm=llama.norm))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

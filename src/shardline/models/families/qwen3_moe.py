@@ -15,9 +15,9 @@ _DEFAULTS = Defaults(vocab=151936, hidden=2048, intermediate=6144, layers=24, he
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
-    llama, bias = llama_like(hf, max_model_len, _DEFAULTS), hf.flag("attention_bias", False)
+    llama = llama_like(hf, max_model_len, _DEFAULTS)
     window = hf.optional_integer("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
-    gqa = replace(llama.attention, window=window, qk_norm=llama.norm, qkv_bias=bias, output_bias=bias)
+    gqa = llama.biased(window=window, qk_norm=llama.norm)
     routing = read_routing(hf, num_experts=128, experts_per_token=8, normalized=hf.flag("norm_topk_prob", False))
     expert = replace(llama.dense, intermediate_size=hf.integer("moe_intermediate_size", 768))
     moe, dense = llama.layer(gqa, MoE(routing, expert)), llama.layer(gqa)

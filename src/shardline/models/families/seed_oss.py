@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.models.config_fields import Defaults
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import LAYER_KEYS, checkpoint_keys, llama_like
@@ -18,8 +16,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     llama = llama_like(hf, max_model_len, _DEFAULTS)
     qkv_bias, output_bias = hf.flag("attention_bias", True), hf.flag("attention_out_bias", False)
-    gqa = replace(llama.attention, qkv_bias=qkv_bias, output_bias=output_bias)
-    return llama.spec(llama.layer(gqa, replace(llama.dense, bias=hf.flag("mlp_bias", False))))
+    gqa = llama.attention.changed(qkv_bias=qkv_bias, output_bias=output_bias)
+    return llama.spec(llama.layer(gqa, llama.biased_dense()))
 
 
 tensor_source = checkpoint_keys(LAYER_KEYS)

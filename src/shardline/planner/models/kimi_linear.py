@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from shardline.models.attention import MLA
 from shardline.models.config_fields import Defaults, read_dims
-from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, DEEPSEEK_MOE_LAYER_KEYS, shared_experts
+from shardline.models.deepseek_like import (
+    DEEPSEEK_LAYER_KEYS,
+    DEEPSEEK_MOE_LAYER_KEYS,
+    latent_attention,
+    shared_experts,
+)
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import checkpoint_keys, decoder
@@ -53,7 +57,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     linear = hf.section("linear_attn_config")
     heads, head_dim = linear.integer("num_heads"), linear.integer("head_dim")
     delta = LinearAttention(heads, heads, head_dim, head_dim, linear.integer("short_conv_kernel_size", 4))
-    latent = _latent_attention(hf, dims.num_heads, norm)
+    rope = Rope((0.0,) * (hf.integer("qk_rope_head_dim", 64) // 2))
+    latent = latent_attention(hf, dims.num_heads, rope, norm, None)
     dense = Dense(dims.intermediate_size, "silu")
     moe = _experts(hf)
     num_dense = hf.integer("first_k_dense_replace", 1, minimum=0)
@@ -65,23 +70,6 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     layers = [layer(index + 1 in full, index < num_dense) for index in range(dims.num_layers)]
     return decoder(hf.with_values(model_type="kimi_linear"), dims, norm, layers)
-
-
-def _latent_attention(hf: HFConfig, num_heads: int, norm: Norm) -> MLA:
-    nope, rotated = hf.integer("qk_nope_head_dim", 128), hf.integer("qk_rope_head_dim", 64)
-    q_lora_rank = hf.optional_integer("q_lora_rank", None)
-    return MLA(
-        num_heads=num_heads,
-        kv_lora_rank=hf.integer("kv_lora_rank", 512),
-        nope_head_dim=nope,
-        rope_head_dim=rotated,
-        value_head_dim=hf.integer("v_head_dim", 128),
-        scale=(nope + rotated) ** -0.5,
-        rope=Rope((0.0,) * (rotated // 2)),
-        kv_norm=norm,
-        q_lora_rank=q_lora_rank,
-        q_norm=None if q_lora_rank is None else norm,
-    )
 
 
 def _experts(hf: HFConfig) -> MoE:

@@ -8,7 +8,8 @@ from functools import cache
 from msgspec.structs import asdict, replace
 
 from shardline.models.config_fields import Defaults, layer_flags
-from shardline.models.feed_forward import MoE, Routing
+from shardline.models.deepseek_like import group_routing
+from shardline.models.feed_forward import MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -25,13 +26,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), eps_key="layernorm_epsilon", partial=True)
     dims, dense = llama.dims, llama.dense
-    full = replace(
-        PlannedGQA(**asdict(llama.attention)),
+    full = PlannedGQA(**asdict(llama.attention)).changed(
         sinks=hf.flag("add_full_attention_sink_bias", False),
         value_size=hf.integer("v_head_dim", 128),
     )
-    windowed = replace(
-        full,
+    windowed = full.changed(
         num_heads=hf.integer("swa_num_attention_heads", dims.num_heads),
         num_kv_heads=hf.integer("swa_num_key_value_heads", dims.num_kv_heads),
         head_dim=hf.integer("swa_head_dim", dims.head_dim),
@@ -39,13 +38,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         sinks=hf.flag("add_swa_attention_sink_bias", True),
         value_size=hf.integer("swa_v_head_dim", 128),
     )
-    routing = Routing(
-        hf.integer("n_routed_experts", 256),
-        hf.integer("num_experts_per_tok", 8),
-        scoring="sigmoid",
-        normalized=hf.flag("norm_topk_prob", True),
-        correction_bias=True,
-    )
+    routing = group_routing(hf, num_experts=256, chosen=8, scale=1.0)
     moe = MoE(routing, replace(dense, intermediate_size=hf.integer("moe_intermediate_size", 2048)))
 
     @cache

@@ -36,8 +36,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     # hidden_act names the clamped gate, which no other family has.
     llama = llama_like(hf.with_values(hidden_act="silu"), max_model_len, _DEFAULTS, norm=norm, theta=5e6, partial=True)
     dims, norm = llama.dims, llama.norm
-    full = replace(
-        PlannedGQA(**asdict(llama.attention)),
+    full = PlannedGQA(**asdict(llama.attention)).changed(
         qk_norm=norm if hf.flag("use_qk_norm", True) else None,
         output_gate=hf.flag("attention_output_gate", False),
     )
@@ -61,7 +60,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(is_sparse: bool, has_experts: bool) -> Layer:
-        return llama.layer(replace(full, indexer=indexer) if is_sparse else full, moe if has_experts else dense)
+        return llama.layer(full.changed(indexer=indexer) if is_sparse else full, moe if has_experts else dense)
 
     return llama.spec(map(layer, chooses, layer_flags(hf, "moe_layer_freq", dims.num_layers)))
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from shardline.models.attention import GQA, Attention
+from shardline.models.attention import GQA, Attention, Projections, Score
 from shardline.models.config_fields import Defaults, read_dims
-from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.deepseek_like import group_routing
+from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
@@ -62,7 +63,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             value_head_dim=hf.integer("mamba_head_dim", 64),
             conv_width=hf.integer("conv_kernel", 4),
         ),
-        "attention": GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim**-0.5),
+        "attention": GQA(dims.num_heads, Projections(dims.num_kv_heads, dims.head_dim), Score(dims.head_dim**-0.5)),
     }
     pairs = _paired(hf, _blocks(hf))
     norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
@@ -88,14 +89,7 @@ def _blocks(hf: HFConfig) -> list[str]:
 
 
 def _experts(hf: HFConfig) -> MoE:
-    routing = Routing(
-        hf.integer("n_routed_experts"),
-        hf.integer("num_experts_per_tok"),
-        scoring="sigmoid",
-        normalized=hf.flag("norm_topk_prob", True),
-        scale=hf.number("routed_scaling_factor", 1.0),
-        correction_bias=True,
-    )
+    routing = group_routing(hf, num_experts=None, chosen=None, scale=1.0)
     expert = Dense(hf.integer("moe_intermediate_size"), "relu", gated=False)
     num_shared = hf.integer("n_shared_experts", 1, minimum=0)
     shared_size = num_shared * hf.integer("moe_shared_expert_intermediate_size", expert.intermediate_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from shardline.models.attention import GQA
+from shardline.models.attention import GQA, Positions, Projections, Score
 from shardline.models.config_fields import divided, read_activation, read_dtype
 from shardline.models.feed_forward import Dense
 from shardline.models.hf_config import HFConfig
@@ -29,9 +29,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     activation = read_activation(hf, "hidden_act", "silu")
 
+    positions = Positions(rope.build(max_model_len))
+
     @cache
     def layer(heads_in_group: int, size: int) -> Layer:
-        gqa = GQA(heads, heads // heads_in_group, head_dim, head_dim**-0.5, rope=rope.build(max_model_len))
+        gqa = GQA(heads, Projections(heads // heads_in_group, head_dim), Score(head_dim**-0.5), positions)
         return Layer(gqa, Dense(size, activation), norm, norm)
 
     return DecoderSpec(

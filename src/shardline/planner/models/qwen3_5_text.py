@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from shardline.models.attention import HeadNorms, Projections, Score
 from shardline.models.config_fields import Defaults, read_activation, read_dims, read_routing
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
@@ -39,10 +40,9 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
     full = PlannedGQA(
         dims.num_heads,
-        dims.num_kv_heads,
-        dims.head_dim,
-        dims.head_dim**-0.5,
-        qk_norm=norm,
+        Projections(dims.num_kv_heads, dims.head_dim),
+        Score(dims.head_dim**-0.5),
+        norms=HeadNorms(norm),
         output_gate=hf.flag("attn_output_gate", True),
     )
     linear = LinearAttention(

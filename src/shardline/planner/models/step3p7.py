@@ -48,7 +48,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
     @cache
     def layer(window: int | None, is_dense: bool) -> Layer:
-        gqa = replace(llama.attention, window=window, qk_norm=llama.norm)
+        gqa = llama.attention.changed(window=window, qk_norm=llama.norm)
         return llama.layer(gqa, dense if is_dense else moe)
 
     return llama.spec(map(layer, windows, [index < num_dense for index in range(dims.num_layers)]))

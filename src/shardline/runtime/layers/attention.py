@@ -52,29 +52,30 @@ class AttentionLayer:
         self.kv_group = kv_group
         self._kernels = loader.stage.kernels
         self._reads_only = spec.kv_source is not None
-        parts = ["q", "k"] if spec.value_is_key else ["q", "k", "v"]
+        parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
         parts = ["q"] if self._reads_only else parts
-        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in parts], spec.qkv_bias)
+        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in parts], spec.projections.qkv_bias)
         self.num_heads = [width // spec.head_dim for width in self.qkv.widths]
-        if spec.value_is_key and not self._reads_only:
+        if spec.projections.value_is_key and not self._reads_only:
             self.num_heads.append(self.num_heads[1])
         """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
-        self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.output_bias)
+        self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.projections.output_bias)
         self.q_norm: NormLayer | AllHeadsNorm | None = None
         self.k_norm: NormLayer | AllHeadsNorm | None = None
-        if spec.qk_norm is not None and spec.norms_all_heads:
-            self.q_norm = AllHeadsNorm(loader, f"{name}.q_norm", spec.qk_norm, f"{name}.q")
-            self.k_norm = AllHeadsNorm(loader, f"{name}.k_norm", spec.qk_norm, f"{name}.k")
-        elif spec.qk_norm is not None:
-            self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm)
-            self.k_norm = None if self._reads_only else NormLayer(loader, f"{name}.k_norm", spec.qk_norm)
+        qk_norm = spec.norms.qk_norm
+        if qk_norm is not None and spec.norms.norms_all_heads:
+            self.q_norm = AllHeadsNorm(loader, f"{name}.q_norm", qk_norm, f"{name}.q")
+            self.k_norm = AllHeadsNorm(loader, f"{name}.k_norm", qk_norm, f"{name}.k")
+        elif qk_norm is not None:
+            self.q_norm = NormLayer(loader, f"{name}.q_norm", qk_norm)
+            self.k_norm = None if self._reads_only else NormLayer(loader, f"{name}.k_norm", qk_norm)
         stage = loader.stage
         # The weights of norms without weights.
         self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device)
-        self._query_factors = query_factors(spec.query_scale, stage) if spec.query_scale else None
-        self._sinks = loader.load(f"{name}.sinks.bias") if spec.sinks else None
-        self.table = tables.of(spec.rope) if spec.rope else None
+        self._query_factors = query_factors(scale, stage) if (scale := spec.positions.query_scale) else None
+        self._sinks = loader.load(f"{name}.sinks.bias") if spec.score.sinks else None
+        self.table = tables.of(spec.positions.rope) if spec.positions.rope else None
         self.pages: KVPages | None = None
 
     @property
@@ -99,17 +100,17 @@ class AttentionLayer:
     def store(self, qkv: Tensor, rows: Rows) -> Tensor:
         """Normalise and rotate qkv [T, local columns], and store keys and values. Returns the queries [T, local heads,
         head_dim]."""
-        pages, rope, positions = self.pages, self.spec.rope, rows.positions
+        pages, rope, positions = self.pages, self.spec.positions.rope, rows.positions
         assert pages is not None
         if self._reads_only:
             return self._rotated_queries(qkv, positions)
         slots = rows.slots[self.kv_group]
         q, k, v = self._normed_heads(qkv)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        if self.spec.rotated_norm is not None:
+        if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
                 apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
-            q, k = (rms_norm(self._kernels, x, self._ones, self.spec.rotated_norm.eps) for x in (q, k))
+            q, k = (rms_norm(self._kernels, x, self._ones, self.spec.norms.rotated_norm.eps) for x in (q, k))
             write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
         elif self.table is None:
             write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
@@ -134,7 +135,7 @@ class AttentionLayer:
 
     def _rotated_queries(self, q: Tensor, positions: Tensor) -> Tensor:
         """As `store`, for a layer that projects queries only."""
-        q, rope = q.view(len(q), self.num_heads[0], self.spec.head_dim), self.spec.rope
+        q, rope = q.view(len(q), self.num_heads[0], self.spec.head_dim), self.spec.positions.rope
         q = q if self.q_norm is None else self.q_norm(q)
         if self.table is not None and rope is not None:
             self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
@@ -143,12 +144,12 @@ class AttentionLayer:
     def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values [T, local heads, head_dim] of qkv [T, local columns]; the first two normalised."""
         num_tokens, head_dim = len(qkv), self.spec.head_dim
-        if not self.spec.norms_all_heads:
+        if not self.spec.norms.norms_all_heads:
             counts = self.num_heads[: len(self.qkv.widths)]
             q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
-            v = k if self.spec.value_is_key else values[0]
-            if self.spec.value_norm is not None:
-                v = rms_norm(self._kernels, v, self._ones, self.spec.value_norm.eps)
+            v = k if self.spec.projections.value_is_key else values[0]
+            if self.spec.norms.value_norm is not None:
+                v = rms_norm(self._kernels, v, self._ones, self.spec.norms.value_norm.eps)
             return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
         assert self.q_norm is not None
         assert self.k_norm is not None
@@ -167,12 +168,12 @@ class AttentionLayer:
             rows.block_tables[self.kv_group],
             rows.query_starts,
             rows.context_lens,
-            self.spec.scale,
+            self.spec.score.scale,
             window=self.spec.window,
-            softcap=self.spec.softcap,
+            softcap=self.spec.score.softcap,
             key_scales=pages.key_scales,
             value_scales=pages.value_scales,
             sinks=self._sinks,
-            chunked=self.spec.chunked,
+            chunked=self.spec.mask.chunked,
         )
         return attended.flatten(1)

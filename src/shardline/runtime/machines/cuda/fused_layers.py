@@ -159,12 +159,11 @@ class _FusedAttention:
         self._output = _Output(kernels, layer.output)
         self.reads_unnormed = self._qkv.weight is not None
         spec = layer.spec
-        self._fits_one_launch = spec.rope is not None and self.reads_unnormed
+        self._fits_one_launch = spec.positions.rope is not None and self.reads_unnormed
         self._head_norms: HeadNorms | None = None
-        if spec.qk_norm and isinstance(layer.q_norm, NormLayer) and isinstance(layer.k_norm, NormLayer):
-            norm = spec.qk_norm
+        if (norm := spec.norms.qk_norm) and isinstance(layer.q_norm, NormLayer) and isinstance(layer.k_norm, NormLayer):
             self._head_norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, norm.eps, norm.weight_offset)
-            self._fits_one_launch &= norm.kind == "rms" and fits_tile(spec.head_dim, spec.rope)
+            self._fits_one_launch &= norm.kind == "rms" and fits_tile(spec.head_dim, spec.positions.rope)
 
     def __call__(
         self,
@@ -181,7 +180,7 @@ class _FusedAttention:
 
     def _store(self, x: LinearInput | UnnormedRows, rows: Rows) -> Tensor:
         layer, weight = self._layer, self._qkv.weight
-        pages, rope, table = layer.pages, layer.spec.rope, layer.table
+        pages, rope, table = layer.pages, layer.spec.positions.rope, layer.table
         assert pages is not None
         if not self._fits_one_launch or pages.key_scales is not None:
             return layer.store(self._qkv(x, rows), rows)
