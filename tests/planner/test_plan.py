@@ -10,11 +10,15 @@ import pytest
 
 from shardline import planner
 from shardline.cli.main import main
+from shardline.config.topology import COORDINATES, GROUPS
 from shardline.deployment.resolve import resolve
+from shardline.models.communication import NOTHING, TRAFFIC, Traffic
+from shardline.planner.bandwidth import axis_traffic
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
+from shardline.planner.compare import parse_layout
 from shardline.planner.hardware import known_gpus
-from shardline.planner.layout import Demand
+from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
 from shardline.planner.report import frontier
@@ -343,6 +347,25 @@ def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:
     fast, slow = (tensor_efficiency(result, result.options[0], rate) for rate in (450e9, 32e9))
     assert 1 > fast[2] > fast[4] > fast[8] > 0.4
     assert all(slow[size] < fast[size] for size in fast)
+
+
+def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges take time, and its name is in layouts, comparisons and traffic."""
+    monkeypatch.setitem(COORDINATES, "context", "sp")
+    monkeypatch.setitem(GROUPS, "stages", ("pipeline",))
+    monkeypatch.setitem(TRAFFIC, "stages", lambda *_: NOTHING)
+    result = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
+    assert parse_layout("tp2-sp2", result) == Layout("shardline", 2, context=2)
+    assert str(Layout("shardline", 2, context=2)) == "bf16 tp2 sp2"
+    speeds = []
+    for messages in (0, 100):
+        traffic = Traffic(1e5 * messages, messages)
+        monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, *_, one=traffic: one)
+        fresh = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
+        assert fresh.best is not None
+        speeds.append(fresh.best.speed)
+    assert speeds[0].link_share < speeds[1].link_share
+    assert {one.axis for one in axis_traffic(fresh, fresh.best)} == {"tp4", "pp4", "dp4", "sp4"}
 
 
 def test_context_parallelism_is_priced_and_never_recommended(capsys: pytest.CaptureFixture[str]) -> None:

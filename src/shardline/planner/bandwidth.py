@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shardline.config.topology import COORDINATES
 from shardline.models.sizes import stage_spans
 from shardline.planner.hardware import GB
 from shardline.planner.layout import Layout
@@ -51,15 +52,12 @@ def axis_traffic(plan: Plan, option: Option) -> list[AxisTraffic]:
 
 
 def _axes(plan: Plan, option: Option, ranks: int) -> Iterator[tuple[str, Layout]]:
-    alone = dataclasses.replace(option.layout, tensor=1, pipeline=1, data=1, context=1, whole_experts=False)
-    yield "tp", dataclasses.replace(alone, tensor=ranks)
-    if ranks <= len(plan.model.spec.layers):
-        yield "pp", dataclasses.replace(alone, pipeline=ranks)
+    for axis, name in COORDINATES.items():
+        is_possible = axis != "pipeline" or ranks <= len(plan.model.spec.layers)
+        if is_possible and (axis != "context" or option.layout.engine == "shardline"):
+            yield name, option.layout.along(**{axis: ranks})
     if any(layer.feed_forward.routing for layer in plan.model.spec.layers):
-        yield "ep", dataclasses.replace(alone, data=ranks, whole_experts=True)
-    if alone.engine == "shardline":
-        yield "cp", dataclasses.replace(alone, context=ranks)
-    yield "dp", dataclasses.replace(alone, data=ranks)
+        yield "ep", dataclasses.replace(option.layout.along(data=ranks), whole_experts=True)
 
 
 def link_rates(plan: Plan) -> dict[str, float]:

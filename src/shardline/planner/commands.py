@@ -71,13 +71,8 @@ def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
 
 
 def _sizes(layout: Layout) -> list[str]:
-    sizes = {
-        "--tensor-parallel-size": layout.tensor,
-        "--pipeline-parallel-size": layout.pipeline,
-        "--data-parallel-size": layout.data,
-    }
-    words = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
-    return words + ["--enable-expert-parallel"] * layout.whole_experts
+    sizes = [(f"--{axis}-parallel-size", str(size)) for axis, size in layout.sizes.items() if size > 1]
+    return [word for pair in sizes for word in pair] + ["--enable-expert-parallel"] * layout.whole_experts
 
 
 def _checkpoint(plan: Plan, layout: Layout, engine: str) -> tuple[str, list[str], str]:

@@ -209,7 +209,7 @@ def tensor_efficiency(plan: Plan, option: Option, link_bytes_per_second: float |
         rate = (link_bytes_per_second or plan.cluster.link_bytes_per_second(joined)) / GB
         link = GpuLink("any", rate, rate, size)
         gpus = (plan.cluster.slowest,) * size
-        alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)
+        alone = layout.along(tensor=size)
         try:
             work = layout_work(plan.model, alone, dataclasses.replace(option.fit, stages=(Span(0, len(spec.layers)),)))
         except ValueError:
@@ -268,12 +268,10 @@ def _decision(plan: Plan, best: Option | None) -> Question:
 def turns_yes(plan: Plan, option: Option) -> list[str]:
     """What would make a refused layout fit: another format on the same ranks, or shorter requests."""
     layout = option.layout
-    ranks = (layout.tensor, layout.pipeline, layout.data, layout.whole_experts)
     ways = [
-        f"{option.layout.weights} weights, {option.layout.kv} KV cache"
-        for option in plan.options
-        if option.fits
-        and ranks == (option.layout.tensor, option.layout.pipeline, option.layout.data, option.layout.whole_experts)
+        f"{other.layout.weights} weights, {other.layout.kv} KV cache"
+        for other in plan.options
+        if other.fits and other.layout == dataclasses.replace(layout, weights=other.layout.weights, kv=other.layout.kv)
     ]
     if option.fit.max_context > 1:
         ways.append(f"--max-model-len {option.fit.max_context}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shardline.config.topology import COORDINATES
 from shardline.planner.bandwidth import axis_traffic, link_rates
 from shardline.planner.commands import plan_commands
 from shardline.planner.constants import Interval
@@ -251,11 +252,8 @@ def option_json(option: Option) -> dict[str, Any]:
     layout, fitted, speed = option.layout, option.fit, option.speed
     data: dict[str, Any] = {
         "engine": layout.engine,
-        "tp": layout.tensor,
-        "pp": layout.pipeline,
+        **{COORDINATES[axis]: size for axis, size in layout.sizes.items()},
         "ep": layout.expert_ranks,
-        "dp": layout.data,
-        "cp": layout.context,
         "weights": layout.weights,
         "kv": layout.kv,
         "verdict": fitted.verdict,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.config.topology import COORDINATES
 from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
@@ -27,6 +28,8 @@ _NODE = 8
 """GPUs of a node, if no number is given."""
 _EVERY_NUMBER = 8
 """GPUs up to which every smaller number of them is looked at."""
+_STARTED = ("tensor", "pipeline", "data")
+"""The axes along which engines start ranks."""
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
 _DENSE = (
@@ -48,6 +51,11 @@ class Fixed:
     context: int | None = None
     numerics: str | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        """The product of the sizes that are fixed."""
+        return math.prod(getattr(self, axis) or 1 for axis in COORDINATES)
+
 
 def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
     """What the given options of the engine fix. A stated method of the checkpoint itself is its own format."""
@@ -56,13 +64,10 @@ def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
     if is_stated or (quantization == "none" and not model.rules.rules):
         quantization = bits_label(model)
     return Fixed(
-        tensor=options.get("tensor_parallel_size"),
-        pipeline=options.get("pipeline_parallel_size"),
-        data=options.get("data_parallel_size"),
+        **{axis: options.get(f"{axis}_parallel_size") for axis in COORDINATES},
         whole_experts=options.get("enable_expert_parallel"),
         weights="bf16" if quantization == "none" else quantization,
         kv=options.get("kv_cache_dtype"),
-        context=options.get("context_parallel_size"),
         numerics=options.get("numerics"),
     )
 
@@ -232,9 +237,8 @@ def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed
         why = vllm.refusal(model.spec, model.stored(), smallest)
         if why:
             raise ValueError(why)
-    needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)
-    if needed > cluster.num_gpus:
-        raise ValueError(f"the parallel sizes need {needed} GPUs, and {cluster.name} has {cluster.num_gpus}")
+    if fixed.num_ranks > cluster.num_gpus:
+        raise ValueError(f"the parallel sizes need {fixed.num_ranks} GPUs, and {cluster.name} has {cluster.num_gpus}")
 
 
 def check_refusals(plan: Plan) -> None:
@@ -316,24 +320,22 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
     numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
     caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
+    plain = Layout(engine, numerics=numerics)
     for num_gpus in _counts(cluster, fixed):
-        for tensor in _divisors(num_gpus, fixed.tensor):
-            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
-                data = num_gpus // tensor // pipeline
-                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+        for sizes in _divide(num_gpus, _STARTED, fixed):
+            if sizes["pipeline"] > len(model.spec.layers):
+                continue
+            for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                if whole and sizes["tensor"] * sizes["data"] == 1:
                     continue
-                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
-                    if whole and tensor * data == 1:
-                        continue
-                    for label in labels:
-                        for kv in caches:
-                            yield Layout(engine, tensor, pipeline, data, whole, label, kv, numerics=numerics)
+                for label in labels:
+                    for kv in caches:
+                        yield dataclasses.replace(plain.along(**sizes), whole_experts=whole, weights=label, kv=kv)
     if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
         # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
-        for tensor in _divisors(cluster.num_gpus, fixed.tensor):
-            if tensor < cluster.num_gpus:
-                spread = cluster.num_gpus // tensor
-                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=spread, numerics=numerics)
+        for sizes in _divide(cluster.num_gpus, ("tensor", "context"), fixed):
+            if sizes["context"] > 1:
+                yield dataclasses.replace(plain.along(**sizes), weights=labels[0], kv=caches[0])
 
 
 def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
@@ -345,14 +347,19 @@ def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
     if total <= _EVERY_NUMBER:
         return list(range(1, total + 1))
     counts = {total >> shift for shift in range(total.bit_length())}
-    unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
+    unit = fixed.num_ranks
     if unit <= total and all(count % unit for count in counts):
         counts |= {unit, total // unit * unit}
     return sorted(counts)
 
 
-def _divisors(number: int, only: int | None) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+def _divide(num_gpus: int, axes: Sequence[str], fixed: Fixed) -> Iterator[dict[str, int]]:
+    """Every way to divide the GPUs among axes so that the product of all sizes is their number."""
+    axis, *others = axes
+    for size in range(1, num_gpus + 1) if others else (num_gpus,):
+        if num_gpus % size == 0 and getattr(fixed, axis) in (None, size):
+            for rest in _divide(num_gpus // size, others, fixed) if others else ({},):
+                yield {axis: size, **rest}
 
 
 def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import cast
 
-from shardline.models.communication import Exchange, context_traffic
+from shardline.models.communication import Exchange
 from shardline.models.partition import Span
 from shardline.models.step_work import StepWork, attention_work, step_work
 from shardline.planner import vllm
@@ -55,7 +55,7 @@ class Speed:
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     """The work of the rank that has the most."""
-    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
+    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1)
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
         attention = attention_work(
@@ -64,12 +64,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
         work = dataclasses.replace(work, attention=attention)
     if layout.context == 1:
         return work
-    merged = context_traffic(model.spec, stage, layout.context, 1)
-    return dataclasses.replace(
-        work,
-        attention=tuple(layer.shared_by(layout.context) for layer in work.attention),
-        exchanges=(*work.exchanges, (merged, layout.context)),
-    )
+    return dataclasses.replace(work, attention=tuple(layer.shared_by(layout.context) for layer in work.attention))
 
 
 @functools.lru_cache(maxsize=512)
