@@ -14,6 +14,8 @@ from shardline.planner.planned_model import PlannedModel
 from shardline.planner.simulation.workload import SimulatedRequest
 
 ENGINES = ("shardline", "vllm")
+STARTED_AXES = ("tensor", "pipeline", "data")
+"""The axes along which engines start ranks."""
 _USUAL_LENGTH = 8192
 
 
@@ -96,6 +98,8 @@ class Demand:
     """None: the engine's default."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of the engine that are given: see `planner/options.py`."""
+    config: EngineConfig | None = field(default=None, hash=False)
+    """The configuration that is planned for this host; None: `options` say what is known of it."""
 
 
 def usual_length(positions: int, needed: int) -> int:

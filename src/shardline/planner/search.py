@@ -15,7 +15,7 @@ from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
 from shardline.planner.constants import Timing, shipped_timing
 from shardline.planner.hardware import Gpu, known_gpus
-from shardline.planner.layout import Demand, Layout
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, stored_weights
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.planned_model import PlannedModel
@@ -28,8 +28,6 @@ _NODE = 8
 """GPUs of a node, if no number is given."""
 _EVERY_NUMBER = 8
 """GPUs up to which every smaller number of them is looked at."""
-_STARTED = ("tensor", "pipeline", "data")
-"""The axes along which engines start ranks."""
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
 _DENSE = (
@@ -322,7 +320,7 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
     plain = Layout(engine, numerics=numerics)
     for num_gpus in _counts(cluster, fixed):
-        for sizes in _divide(num_gpus, _STARTED, fixed):
+        for sizes in _divide(num_gpus, STARTED_AXES, fixed):
             if sizes["pipeline"] > len(model.spec.layers):
                 continue
             for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
@@ -344,7 +342,7 @@ def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
     Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
     """
     total = cluster.num_gpus
-    if total <= _EVERY_NUMBER:
+    if total <= _EVERY_NUMBER or cluster.host is not None:
         return list(range(1, total + 1))
     counts = {total >> shift for shift in range(total.bit_length())}
     unit = fixed.num_ranks

@@ -7,9 +7,12 @@ import functools
 from dataclasses import dataclass
 from typing import cast
 
+from shardline.checkpoints.quantization import usual_rules
+from shardline.deployment.deployment import Deployment
 from shardline.models.communication import Exchange
 from shardline.models.partition import Span
 from shardline.models.step_work import StepWork, attention_work, step_work
+from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Interval, Timing
@@ -55,6 +58,8 @@ class Speed:
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     """The work of the rank that has the most."""
+    if fitted.deployment is not None:
+        return deployment_work(fitted.deployment)
     same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1)
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
@@ -65,6 +70,21 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     if layout.context == 1:
         return work
     return dataclasses.replace(work, attention=tuple(layer.shared_by(layout.context) for layer in work.attention))
+
+
+def deployment_work(deployment: Deployment) -> StepWork:
+    """The work of the rank with the most weights."""
+    rules = usual_rules().get(deployment.weight_format.name, StoredRules())
+    sizes = [rank.num_bytes for rank in deployment.weights]
+    return step_work(
+        deployment.spec,
+        deployment.grid.place(max(range(len(sizes)), key=sizes.__getitem__)),
+        deployment.stages,
+        StoredWeights(rules, deployment.dtype, lambda name: name),
+        deployment.cache.dtype,
+        "exact" if deployment.numerics == "exact" else "fast",
+        whole_experts=deployment.expert_parallel,
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -103,8 +123,11 @@ def layout_speed(
     used = cluster.part(layout.num_gpus)
     work = layout_work(model, layout, fitted)
     per_request = demand.input_len + demand.output_len
-    by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
+    by_memory = max(1.0, fitted.concurrency * fitted.max_model_len / per_request / layout.data)
     max_num_seqs, chunk = step_limits(layout, demand)
+    if fitted.deployment is not None:
+        limits = fitted.deployment.limits
+        max_num_seqs, chunk = limits.max_num_seqs, limits.max_num_batched_tokens
     most = min(by_memory, max_num_seqs)
 
     is_full = demand.rate is None and demand.running is None

@@ -99,35 +99,25 @@ def _plan_here(args: argparse.Namespace) -> None:
     Raises:
         ValueError: this engine cannot run the model on it.
     """
-    from shardline.deployment.here import probe_here
-    from shardline.planner.auto import (
-        INPUT_LEN,
-        OUTPUT_LEN,
-        PARALLEL_SIZES,
-        RUNNING,
-        HostLoad,
-        choice_json,
-        choose_on,
-        serve_command,
-    )
-    from shardline.planner.catalog import describe, find_model
+    from shardline.planner import auto
+    from shardline.planner.catalog import find_model
     from shardline.planner.options import check_nodes
 
     options = given_options(args)
     model = find_model(args.model, options.get("revision"))
     check_nodes(options)
     workload = read_workload(args)
-    load = HostLoad(args.running or RUNNING, args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN)
-    fixed = frozenset(name for name in PARALLEL_SIZES if name in options)
-    config = engine_config(args)
-    choice = choose_on(config, describe(model, checked=False), probe_here(config), fixed, load)
-    command = serve_command(choice, options)
-    lines, data = [*choice.path, f"run: {command}"], choice_json(choice, command)
+    load = auto.HostLoad(
+        args.running or auto.RUNNING, args.input_len or auto.INPUT_LEN, args.output_len or auto.OUTPUT_LEN
+    )
+    plan = auto.plan_here(engine_config(args), model, None, frozenset(auto.CHOSEN) & options.keys(), load)
+    command = auto.command_here(plan, options)
+    lines, data = [*auto.path_here(plan), f"run: {command}"], auto.json_here(plan, command)
     if workload is not None:
         from shardline.planner.simulation.report import format_simulation, simulation_json
-        from shardline.planner.simulation.simulate import simulate_choice
+        from shardline.planner.simulation.simulate import simulate_plan
 
-        simulation = simulate_choice(choice, workload, read_demand(args, model, workload.trace))
+        simulation = simulate_plan(plan, workload, read_demand(args, model, workload.trace))
         lines.append(format_simulation(simulation))
         data["simulation"] = simulation_json(simulation)
     print(json.dumps(data, indent=1) if args.json else "\n".join(lines))

@@ -54,9 +54,9 @@ def _with_layout(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig
     Raises:
         ValueError: no layout works on this host.
     """
-    from shardline.planner.auto import PARALLEL_SIZES, choose_parallel
+    from shardline.planner.auto import CHOSEN, chosen_config, path_here, plan_here
 
-    choice = choose_parallel(engine, frozenset(name for name in PARALLEL_SIZES if hasattr(args, name)))
-    for line in choice.path:
+    plan = plan_here(engine, fixed=frozenset(name for name in CHOSEN if hasattr(args, name)))
+    for line in path_here(plan):
         print(f"--parallel auto: {line}", file=sys.stderr)
-    return choice.config
+    return chosen_config(plan)
