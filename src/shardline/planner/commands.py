@@ -44,6 +44,8 @@ def plan_commands(plan: Plan) -> dict[str, Command | None]:
 def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
     """The command line of an engine, if it accepts the layout."""
     own = replace(layout, engine=engine)
+    if plan.model.name == "demo" and engine != "shardline":
+        return None  # the name is this engine's only
     if fit(plan.model, own, plan.cluster, plan.demand).verdict == "no":
         return None
     name, quantization, note = _checkpoint(plan, layout, engine)

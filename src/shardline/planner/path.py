@@ -81,7 +81,29 @@ def _fewest_answer(plan: Plan, fewest: list[Fit]) -> str:
     if all(fitted.verdict == "tight" for fitted in fewest if fitted.layout.num_gpus == least):
         answer = f"{least} GPU{'s' * (least > 1)} for fewer than {plan.demand.concurrency} such requests at once"
     size = len(plan.cluster.gpus)
+    answer += _why_more(plan, least)
     return answer + f", so it does not fit one node of {size}" * (least > size)
+
+
+def _why_more(plan: Plan, least: int) -> str:
+    """Why the recommended layout has more than the fewest GPUs that hold the model."""
+    best = plan.best
+    small = next((option for option in plan.options if option.fits and option.layout.num_gpus == least), None)
+    if best is None or small is None or best.layout.num_gpus <= least:
+        return ""
+    assert best.speed is not None
+    assert small.speed is not None
+    if small.misses:
+        why = f"misses {small.misses}"
+    elif small.fit.verdict == "tight":
+        why = f"has room for {small.fit.requests} requests"
+    elif plan.goal == "latency":
+        why = f"has a TPOT of {1e3 * small.speed.tpot.p50:.1f} ms, not {1e3 * best.speed.tpot.p50:.1f}"
+    elif plan.goal == "throughput":
+        why = f"makes {small.speed.output_tok_s.p50:,.0f} tok/s, not {best.speed.output_tok_s.p50:,.0f}"
+    else:
+        why = f"costs {_price(small)}, not {_price(best).partition(' a million')[0]}"
+    return f"; {best.layout.num_gpus} are recommended, since {small.layout} {why}"
 
 
 def fewest_gpus(plan: Plan, label: str, most: int = 64) -> Fit | None:
