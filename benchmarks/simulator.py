@@ -28,8 +28,7 @@ from shardline.deployment.here import resolve_here
 from shardline.planner.auto import HOST_TIMING, cpu_cluster
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import shipped_facts
-from shardline.planner.simulation.executor import StepClock
-from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica, StepClock
 from shardline.planner.simulation.workload import SimulatedRequest, poisson
 from shardline.planner.speed import deployment_work
 from shardline.planner.timing import Load, loop_steps

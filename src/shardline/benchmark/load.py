@@ -1,17 +1,80 @@
-"""Sends the requests of a run at their times, and waits for the answers."""
+"""When the requests of a run are sent, what is sent then, and what happened to each."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
 
 from shardline.benchmark.backends import RecordingExchange
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.record import Record
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times are time.perf_counter() in seconds."""
+
+    prompt_len: int
+    arrival: float = 0.0
+    """When the workload had it."""
+    intended: float = 0.0
+    """When it was to be sent: its arrival, or in a closed loop the end of another request."""
+    ready: float = 0.0
+    """When it could be sent: the intended time, or later if it had to wait for `--max-concurrency`."""
+    sent: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    """The arrival of each piece of output."""
+    end: float = 0.0
+    """The arrival of the last piece of output."""
+    output_tokens: int = 0
+    num_inputs: int = 1
+    """Texts in the request (embeddings)."""
+    texts: list[str] = field(default_factory=list)
+    cause: str = ""
+    """Why it failed, in words that are the same for failures of one kind; empty: it succeeded."""
+    error: str = ""
+    """What the server or the network said about it."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the answer was whole."""
+        return not self.cause
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from sending to the first piece of output; 0 without output."""
+        return self.token_times[0] - self.sent if self.token_times else 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds from sending to the last piece of output."""
+        return self.end - self.sent if self.end else 0.0
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds from its arrival until it was sent; 0 if it was not sent."""
+        return max(0.0, self.sent - self.arrival) if self.sent else 0.0
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.token_times)]
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per output token after the first; 0 if there is none."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
 
 _SENDS_AT_ONCE = 16
 
@@ -29,8 +92,6 @@ class Planned:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What one run measured."""
-
     records: list[Record]
     seconds: float
     """From the first intended send time to the last answer."""
@@ -73,7 +134,6 @@ class _Sender:
         self._start(request, record)
 
     async def wait_done(self) -> None:
-        """Wait until every submitted request has ended."""
         while self._unfinished:
             self._all_done.clear()
             await self._all_done.wait()
@@ -135,3 +195,47 @@ async def run_load(
         return RunTrace(records, time.perf_counter() - start, start, time.process_time() - cpu, paced)
     finally:
         gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A request rate that grows over the run."""
+
+    strategy: str
+    """"linear" or "exponential"."""
+    start: float
+    """Requests per second at the first request."""
+    end: float
+    """Requests per second at the last one."""
+
+    def rates(self, count: int) -> np.ndarray:
+        """The rate at each of `count` requests, [count]."""
+        progress = np.arange(count) / max(count - 1, 1)
+        if self.strategy == "linear":
+            return np.asarray(self.start + (self.end - self.start) * progress)
+        return np.asarray(self.start * (self.end / self.start) ** progress)
+
+
+def arrival_times(
+    count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 1.0, ramp: Ramp | None = None
+) -> list[float]:
+    """The send times of `count` requests.
+
+    Args:
+        rate: requests per second; inf: all at once. A ramp replaces it.
+        burstiness: shape of the gamma distribution of the gaps. 1 is a Poisson process, less is burstier, inf is even.
+
+    With a constant rate, the times are scaled so that the last request is sent after `count / rate` seconds: runs with
+    other seeds then offer the same load.
+    """
+    if ramp is None and math.isinf(rate):
+        return [0.0] * count
+    rates = ramp.rates(count) if ramp is not None else np.full(count, rate)
+    # A linear ramp may begin at 0, where the gap has no end: the first request is sent at once.
+    gaps = np.divide(1.0, rates, out=np.zeros(count), where=rates > 0)
+    if not math.isinf(burstiness):
+        gaps = rng.gamma(burstiness, gaps / burstiness)
+    times = np.cumsum(gaps)
+    if ramp is None and times[-1] > 0:
+        times *= (count / rate) / times[-1]
+    return [float(time) for time in times]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,13 +19,11 @@ import uvloop
 from tqdm import tqdm
 
 from shardline import env
-from shardline.benchmark.arrivals import Ramp, arrival_times
 from shardline.benchmark.backends import BACKENDS, RequestWriter
 from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.load import Planned, RunTrace, run_load
+from shardline.benchmark.load import Planned, Ramp, RunTrace, arrival_times, run_load
 from shardline.benchmark.results import Wanted, summarize
-from shardline.benchmark.server_drafts import draft_figures, fetch_drafts
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
@@ -197,3 +198,48 @@ async def _wait_ready(load: Callable[..., Any], first: Planned, seconds: float) 
         if time.monotonic() >= deadline:
             raise RuntimeError(f"the server was not ready within {seconds:g} s: {record.cause}: {record.error}")
         await asyncio.sleep(_SECONDS_BETWEEN_CHECKS)
+
+
+_LINE = re.compile(r"(?:shardline|vllm):spec_decode_num_(\w+)_total(\{[^}]*\})? (\S+)")
+_POSITION = re.compile(r'position="(\d+)"')
+_SECONDS = 5.0
+
+DraftCounts = Counter[str]
+"""Counters of all engines by the ends of their names; accepted tokens by position as "0", "1" and so on."""
+
+
+async def fetch_drafts(client: HttpClient, headers: Mapping[str, str]) -> DraftCounts:
+    """The counters of a server; empty: it makes no drafts, or shows no metrics."""
+    with contextlib.suppress(OSError, TimeoutError):
+        status, body = await asyncio.wait_for(client.fetch("GET", "/metrics", dict(headers)), _SECONDS)
+        if status == 200:
+            return read_drafts(body.decode(errors="replace"))
+    return Counter()
+
+
+def read_drafts(text: str) -> DraftCounts:
+    """The counters of drafts in a page of metrics."""
+    counts: DraftCounts = Counter()
+    for name, labels, value in _LINE.findall(text):
+        position = _POSITION.search(labels)
+        with contextlib.suppress(ValueError):
+            counts[position.group(1) if position else name] += int(float(value))
+    return counts
+
+
+def draft_figures(before: DraftCounts, after: DraftCounts) -> dict[str, Any]:
+    """The figures of a run, by their keys in the result; empty if no draft was made."""
+    drafts, tokens, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if drafts <= 0 or tokens <= 0:
+        return {}
+    positions = sorted(int(name) for name in after if name.isdigit())
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / tokens,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": tokens,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [
+            (after[str(position)] - before[str(position)]) / drafts for position in positions
+        ],
+    }

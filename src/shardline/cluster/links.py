@@ -146,7 +146,6 @@ class Survey:
             self._next_link()
 
     def _report(self, measured: Measured) -> None:
-        """Pass on what a node has found."""
         assert self._link is not None
         ends = [self._members.at_index(host) for host in self._link]
         first, second = ("the head" if end is None else end.name for end in ends)

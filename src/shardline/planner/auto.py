@@ -15,7 +15,6 @@ from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
-from shardline.planner.constants import Constants, Timing, shipped_timing
 from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
 from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import bits_label, sized
@@ -23,6 +22,7 @@ from shardline.planner.options import flag_words
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.report import option_json
 from shardline.planner.search import Fixed, Plan, search
+from shardline.planner.timing import Constants, Timing, shipped_timing
 
 RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
 CHOSEN = (*(f"{axis}_parallel_size" for axis in STARTED_AXES), "enable_expert_parallel")
@@ -145,7 +145,6 @@ def command_here(plan: Plan, options: Mapping[str, Any]) -> str:
 
 
 def json_here(plan: Plan, command: str) -> dict[str, Any]:
-    """The plan as JSON data."""
     layouts = [option_json(option) for option in plan.options if option.fits]
     return {"layouts": layouts, "recommended": 0, "path": path_here(plan), "commands": {"shardline": command}}
 

@@ -37,7 +37,6 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes."""
         return len(self.gpus) * self.num_nodes
 
     @property
@@ -47,7 +46,6 @@ class Cluster:
 
     @property
     def smallest(self) -> Gpu:
-        """The GPU with the least memory."""
         return min(self.gpus, key=lambda gpu: gpu.usable_gib)
 
     @property

@@ -10,13 +10,13 @@ from typing import Any
 
 from shardline.config.engine import CacheConfig
 from shardline.config.topology import COORDINATES
-from shardline.planner.constants import Interval
 from shardline.planner.hardware import GIB, GpuLink
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
 from shardline.planner.report import option_json
 from shardline.planner.search import Option, Plan, evaluate
 from shardline.planner.speed import Speed, layout_speed
+from shardline.planner.timing import Interval
 
 _SIZE = re.compile(r"([a-z]+)([1-9]\d*)")
 _KV_TYPES = CacheConfig.__dataclass_fields__["kv_cache_dtype"].metadata["choices"]

@@ -67,7 +67,6 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine starts it."""
         return self.verdict != "no"
 
     @property
@@ -325,7 +324,6 @@ def _longest(room: int, size: Callable[[int], int], most: int) -> int:
 
 
 def _shortage(result: Fit, size: Callable[[int], int]) -> str:
-    """What is missing, in words."""
     if result.kv_bytes <= 0:
         return (
             f"weights need {result.weight_bytes / GIB:.1f} GiB and the rest {result.other_bytes / GIB:.1f}: "

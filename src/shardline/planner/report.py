@@ -13,7 +13,6 @@ from shardline.models.sizes import stage_spans
 from shardline.planner import vllm
 from shardline.planner.bandwidth import axis_traffic, link_rates
 from shardline.planner.commands import plan_commands
-from shardline.planner.constants import Interval
 from shardline.planner.cost import (
     HOURS_PER_DAY,
     HOURS_PER_MONTH,
@@ -28,6 +27,7 @@ from shardline.planner.hardware import GB, GIB
 from shardline.planner.memory import stored_weights
 from shardline.planner.path import explain_path, turns_yes
 from shardline.planner.search import Option, Plan
+from shardline.planner.timing import Interval
 
 _WIDTH = 100
 """Columns of a page."""
@@ -306,7 +306,6 @@ def _span(interval: Interval, factor: float, digits: int) -> str:
 
 
 def option_json(option: Option) -> dict[str, Any]:
-    """A layout with its figures as JSON data."""
     layout, fitted, speed = option.layout, option.fit, option.speed
     data: dict[str, Any] = {
         "engine": layout.engine,

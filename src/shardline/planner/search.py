@@ -13,13 +13,13 @@ from shardline.config.topology import COORDINATES
 from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
-from shardline.planner.constants import Timing, shipped_timing
 from shardline.planner.hardware import Gpu, known_gpus
 from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, stored_weights
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.speed import Speed, layout_speed
+from shardline.planner.timing import Timing, shipped_timing
 
 _SECONDS_PER_HOUR = 3600
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -87,7 +87,6 @@ class Option:
 
     @property
     def layout(self) -> Layout:
-        """The layout."""
         return self.fit.layout
 
     @property
@@ -121,7 +120,6 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The recommended option."""
         return None if self.recommended is None else self.options[self.recommended]
 
 
@@ -307,7 +305,6 @@ def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
 
 
 def per_million(price_per_hour: float, tokens_per_second: float) -> float:
-    """Dollars for a million tokens."""
     return price_per_hour / (tokens_per_second * _SECONDS_PER_HOUR) * 1e6
 
 

@@ -15,11 +15,10 @@ from shardline.models.step_work import StepWork, attention_work, step_work
 from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Interval, Timing
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, held_weights, kv_dtype
 from shardline.planner.planned_model import PlannedModel
-from shardline.planner.timing import Latency, Load, LoopSteps, by_little, loop_latency, loop_steps
+from shardline.planner.timing import Interval, Latency, Load, LoopSteps, Timing, by_little, loop_latency, loop_steps
 
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
 """max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""

@@ -22,7 +22,6 @@ _HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C stops 
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",

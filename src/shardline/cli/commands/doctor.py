@@ -24,7 +24,6 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "broken": "[red
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser("doctor", help="what is wrong with these nodes, and the fix", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all facts")
     add_engine_flags(parser)

@@ -14,7 +14,6 @@ Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: th
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser("download", help="fetch a model before it is served", description=_DESCRIPTION)
     parser.add_argument(
         "model", metavar="MODEL", help="hub id, for example Qwen/Qwen3-0.6B, or unsloth/Qwen3-0.6B-GGUF:Q4_K_M"

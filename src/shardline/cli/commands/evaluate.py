@@ -20,7 +20,6 @@ _WINDOW = 512
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     description = "Compare a quantized model with the same model in its own dtype, token by token over a text."
     parser = commands.add_parser("evaluate", help="measure what a quantization costs", description=description)
     group = parser.add_argument_group("evaluation")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "serve", help="serve a model over the OpenAI API", description="Serve a model over the OpenAI API."
     )

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from shardline.deployment.deployment import CachePlan, Deployment, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
 from shardline.planner.memory import Fit, kv_dtype
 from shardline.planner.search import Option, Plan
-from shardline.planner.simulation.executor import StepClock
 from shardline.planner.simulation.group import Group, Routed, replica_groups
-from shardline.planner.simulation.replica import Outcome, ReplicaSetup
-from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.replica import Outcome, ReplicaSetup, StepClock
+from shardline.planner.simulation.report import Simulation, progress_bar, show_progress
 from shardline.planner.simulation.workload import SimulatedRequest, Workload, poisson
 from shardline.planner.speed import deployment_work, layout_work, step_limits
+from shardline.planner.timing import Constants
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.routing.policies.base import ReplicaLoad
 from shardline.routing.router import Router
@@ -129,7 +130,7 @@ def _simulate_workload(
         report_seconds=workload.report_seconds,
         # It ends about when the last request has come, or when all tokens can have been made.
         duration=max(last, tokens / tokens_per_second / replicas),
-        progress=Progress.on_stderr(count),
+        progress=progress_bar(count),
     )
 
 
@@ -142,7 +143,7 @@ def simulate(
     policy: str = "least_loaded",
     report_seconds: float = Workload.report_seconds,
     duration: float = 100.0,
-    progress: Progress | None = None,
+    progress: tqdm[Any] | None = None,
 ) -> Simulation:
     """Run requests, which come in order of arrival, on equal replicas behind a router.
 
@@ -154,14 +155,14 @@ def simulate(
         ValueError: there is no such policy.
     """
     router = Router(policy)
-    progress = progress or Progress(0)
+    progress = progress if progress is not None else tqdm(total=0, disable=True)
     bucket = max(duration, 1e-3) / _BUCKETS
     # Choices that depend on no load need no reports: then all requests are routed in one window.
     window = report_seconds if router.uses_load and num_replicas > 1 else math.inf
-    processes = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
+    processes = min(allowed_cpus(), num_replicas) if (progress.total or 0) >= _WORTH_PROCESSES else 1
     with replica_groups(setup, bucket, num_replicas, processes) as groups:
         outcomes = list(_run(router, setup, requests, groups, num_replicas, window, progress))
-    progress.end()
+    progress.close()
     return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
 
 
@@ -172,7 +173,7 @@ def _run(
     groups: Sequence[Group],
     num_replicas: int,
     window: float,
-    progress: Progress,
+    progress: tqdm[Any],
 ) -> Iterator[Outcome]:
     """Route the requests of one window of seconds after the other."""
     loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
@@ -189,7 +190,7 @@ def _run(
                     loads[report.replica] = loads[report.replica]._replace(
                         num_requests=report.num_requests, num_tokens=report.num_tokens
                     )
-            progress.show(number - sum(load.num_requests for load in loads), end - window)
+            show_progress(progress, number - sum(load.num_requests for load in loads), end - window)
         index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
         routed[index % len(groups)].append(Routed(index, number, request))
         before = loads[index]
@@ -203,7 +204,7 @@ def _run(
     for index in range(num_replicas):
         yield next(streams[index % len(groups)])
         done += loads[index].num_requests
-        progress.show(done, None if math.isinf(end) else end)
+        show_progress(progress, done, None if math.isinf(end) else end)
 
 
 def _summary(

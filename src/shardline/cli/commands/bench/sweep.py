@@ -9,7 +9,6 @@ from typing import Any
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmark to the subparsers."""
     parser = kinds.add_parser("sweep", help="many combinations of flags", description="Run many combinations of flags.")
     sweeps = parser.add_subparsers(title="sweeps", dest="sweep", metavar="SWEEP", required=True)
     serve = sweeps.add_parser(

@@ -16,7 +16,6 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmark to the subparsers."""
     parser = kinds.add_parser(
         "serve",
         help="load a server",
@@ -27,7 +26,7 @@ def add_parsers(kinds: Any) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from shardline.cli.bench.serve_flags import add_serve_flags
+    from shardline.cli.commands.bench.serve_flags import add_serve_flags
 
     add_serve_flags(parser)
 
@@ -195,7 +194,6 @@ def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str
 
 
 def _publish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the files that were asked for."""
     from shardline.benchmark.page import write_page
     from shardline.benchmark.results import without_details
 
