@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.load import Record
-from shardline.benchmark.workload import Sample
+from shardline.benchmark.workload import Record, Sample
 
 _ERROR_CHARS = 300
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardline.benchmark.load import Record, RunTrace
+from shardline.benchmark.load import RunTrace
+from shardline.benchmark.workload import Record
 
 GENERATION_METRICS = ("ttft", "tpot", "itl")
 POOLING_METRICS = ("e2el",)

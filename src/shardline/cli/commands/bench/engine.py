@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardline.benchmark.workload import WORKLOADS, random_prompts
 from shardline.cli.flags import add_engine_flags, add_refused_flags, engine_config
 
@@ -217,6 +215,8 @@ class _Measurement:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which `percent` percent of `values` lie, interpolated linearly; 0 without values."""
+    import numpy as np
+
     return float(np.percentile(values, percent)) if values else 0.0
 
 
