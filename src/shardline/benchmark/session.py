@@ -63,17 +63,24 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
+    """KEY=VALUE words as a dict.
+
+    Raises:
+        ValueError: a word has no =.
+    """
+    pairs = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{flag} takes KEY=VALUE, got {word!r}")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
 def _headers(args: argparse.Namespace) -> dict[str, str]:
-    found = {}
     key = env.openai_api_key() or env.api_key()
-    if key:
-        found["Authorization"] = f"Bearer {key}"
-    for word in args.header or ():
-        name, equals, value = word.partition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"--header takes KEY=VALUE, got {word!r}")
-        found[name.strip()] = value.strip()
-    return found
+    return ({"Authorization": f"Bearer {key}"} if key else {}) | read_pairs(args.header, "--header")
 
 
 def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[str, str]:
@@ -81,9 +88,9 @@ def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> 
     try:
         if args.model is not None:
             if args.ready_check_timeout_sec <= 0:
-                uvloop.run(_connect_once(args, url))
+                uvloop.run(_reach(args, url, None))
             return args.model, args.served_model_name or args.model
-        status, body = uvloop.run(_fetch_models(args, url, headers))
+        status, body = uvloop.run(_reach(args, url, headers))
     except OSError as error:
         raise RuntimeError(
             f"cannot connect to {url} ({error}); start the server, or give its --host and --port or --base-url"
@@ -96,18 +103,14 @@ def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> 
         raise RuntimeError(f"{url}/v1/models answers {status} and names no model; give --model") from error
 
 
-async def _connect_once(args: argparse.Namespace, url: str) -> None:
+async def _reach(args: argparse.Namespace, url: str, headers: dict[str, str] | None) -> tuple[int, bytes]:
+    """The status and the body of the list of models; without `headers`, a connection is enough."""
     client = HttpClient(url, insecure=args.insecure)
     try:
+        if headers is not None:
+            return await client.fetch("GET", "/v1/models", headers)
         await client.check()
-    finally:
-        client.close()
-
-
-async def _fetch_models(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    client = HttpClient(url, insecure=args.insecure)
-    try:
-        return await client.fetch("GET", "/v1/models", headers)
+        return 0, b""
     finally:
         client.close()
 

@@ -41,12 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the user ends the conversation.
-
-    Raises:
-        ValueError: the configuration is at fault, or the model has no chat template.
-        RuntimeError: the engine or the server failed.
-    """
+    """Talk until the user ends the conversation."""
     from rich.console import Console
 
     from shardline.cli.chat_backends import LocalBackend, RemoteBackend

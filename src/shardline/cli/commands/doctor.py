@@ -32,11 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print the report, and return the exit code.
-
-    Raises:
-        ValueError: the configuration is at fault.
-    """
+    """Examine, print the report, and return the exit code."""
     from shardline.doctor.examine import examine
 
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))

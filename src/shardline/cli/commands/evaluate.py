@@ -35,11 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score a text with both models and print the differences.
-
-    Raises:
-        ValueError: the configuration or the text is at fault.
-    """
+    """Score a text with both models and print the differences."""
     from shardline.api.model_text import load_model_text
     from shardline.deployment.here import resolve_here
     from shardline.runtime.scoring import compare

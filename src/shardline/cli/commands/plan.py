@@ -29,11 +29,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a plan, or the errors of predictions.
-
-    Raises:
-        ValueError: the model, the GPUs or a number is at fault.
-    """
+    """Print a plan, or the errors of predictions."""
     check_flags(args)
     if args.validate is not None:
         _validate(args)

@@ -28,11 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead.
-
-    Raises:
-        ValueError: the configuration is at fault.
-    """
+    """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead."""
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
     if args.parallel is not None:
         engine = _with_layout(args, engine)

@@ -32,12 +32,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Load the server and report.
-
-    Raises:
-        ValueError: a flag or the dataset is at fault.
-        RuntimeError: the server cannot be reached.
-    """
+    """Load the server and report."""
     if args.compare:
         return _compare(*args.compare)
     from shardline.benchmark.noise import confidence_lines, merge_runs
@@ -81,21 +76,6 @@ def read_goodput(words: Sequence[str] | None) -> dict[str, float]:
             )
         limits[name] = limit
     return limits
-
-
-def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
-    """KEY=VALUE words as a dict.
-
-    Raises:
-        ValueError: a word has no =.
-    """
-    pairs = {}
-    for word in words or ():
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"{flag} takes KEY=VALUE, got {word!r}")
-        pairs[key.strip()] = value.strip()
-    return pairs
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -174,6 +154,8 @@ def _wanted(args: argparse.Namespace) -> Wanted:
 def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured: the first keys of the result."""
     from datetime import datetime
+
+    from shardline.benchmark.session import read_pairs
 
     description = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

@@ -33,12 +33,7 @@ def add_parsers(kinds: Any) -> None:
 
 
 def run_startup(args: argparse.Namespace) -> int:
-    """Measure starts and report.
-
-    Raises:
-        ValueError: the configuration is at fault.
-        RuntimeError: the engine failed.
-    """
+    """Measure starts and report."""
     from shardline.log import configure_logging
 
     for name in ("cold", "warmup", "warm"):
