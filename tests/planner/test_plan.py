@@ -13,7 +13,6 @@ from shardline.cli.main import main
 from shardline.config.topology import COORDINATES, GROUPS
 from shardline.deployment.resolve import resolve
 from shardline.models.communication import NOTHING, TRAFFIC, Traffic
-from shardline.planner.bandwidth import axis_traffic
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.compare import parse_layout
@@ -21,7 +20,7 @@ from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
-from shardline.planner.report import frontier
+from shardline.planner.report import axis_traffic, frontier
 from shardline.planner.search import Fixed, Plan, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardline.config.topology import COORDINATES
 from shardline.models.sizes import stage_spans
 from shardline.planner import vllm
-from shardline.planner.bandwidth import axis_traffic, link_rates
 from shardline.planner.commands import plan_commands
 from shardline.planner.cost import (
     HOURS_PER_DAY,
@@ -24,9 +24,11 @@ from shardline.planner.cost import (
     recommended_costs,
 )
 from shardline.planner.hardware import GB, GIB
+from shardline.planner.layout import Layout
 from shardline.planner.memory import stored_weights
 from shardline.planner.path import explain_path, turns_yes
 from shardline.planner.search import Option, Plan
+from shardline.planner.speed import layout_work
 from shardline.planner.timing import Interval
 
 _WIDTH = 100
@@ -371,3 +373,60 @@ def _figures(option: Option) -> tuple[float, ...]:
     assert speed is not None
     cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
     return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What one GPU receives if its model is divided along one axis only."""
+
+    axis: str
+    """The axis and its ranks, such as "tp4"."""
+    bytes_per_token: float
+    """For each token that the GPU computes."""
+    exchanges: int
+    """Of a step, one after the other."""
+    step_bytes: float
+    """In a decode step with the option's requests."""
+    link_seconds: Mapping[str, float]
+    """For each link, the time of the exchanges of a decode step."""
+
+
+def axis_traffic(plan: Plan, option: Option) -> list[AxisTraffic]:
+    """The traffic of every axis over as many GPUs as the option has, but at least two, with its formats and load."""
+    assert option.speed is not None
+    ranks, running = max(2, option.layout.num_gpus), option.speed.running
+    constants = plan.timing[option.layout.engine].constants
+    axes = []
+    for axis, layout in _axes(plan, option, ranks):
+        stages = stage_spans(plan.model.spec, layout.pipeline)
+        try:
+            work = layout_work(plan.model, layout, dataclasses.replace(option.fit, layout=layout, stages=stages))
+        except ValueError:
+            continue  # the heads cannot be divided so
+        traffic = sum((exchange for exchange, _ in work.exchanges), work.hand_off)
+        # Stages and replicas each have a part of the requests in a step.
+        moved = traffic.num_bytes * running / (layout.pipeline * layout.data)
+        waiting = traffic.num_messages * constants.message
+        seconds = {name: waiting + moved / constants.link / rate for name, rate in link_rates(plan).items()}
+        axes.append(AxisTraffic(f"{axis}{ranks}", traffic.num_bytes, traffic.num_messages, moved, seconds))
+    return axes
+
+
+def _axes(plan: Plan, option: Option, ranks: int) -> Iterator[tuple[str, Layout]]:
+    for axis, name in COORDINATES.items():
+        is_possible = axis != "pipeline" or ranks <= len(plan.model.spec.layers)
+        if is_possible and (axis != "context" or option.layout.engine == "shardline"):
+            yield name, option.layout.along(**{axis: ranks})
+    if any(layer.feed_forward.routing for layer in plan.model.spec.layers):
+        yield "ep", dataclasses.replace(option.layout.along(data=ranks), whole_experts=True)
+
+
+def link_rates(plan: Plan) -> dict[str, float]:
+    """Bytes per second of one direction of each link: that of a node, that of a host, and the network between nodes."""
+    cluster = plan.cluster
+    links = [
+        (cluster.link.kind, cluster.link.gbs),
+        ("pcie", cluster.slowest.pcie_gbs),
+        ("network", cluster.network_bytes_per_second / GB),
+    ]
+    return {f"{kind} {gbs:g}": gbs * GB for kind, gbs in links}
