@@ -16,7 +16,8 @@ from shardline import LLM, SamplingParams
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
-from shardline.planner.auto import HOST_TIMING, deployment_work, measure_host, share_host
+from shardline.planner.auto import HOST_TIMING, cpu_cluster
+from shardline.planner.speed import deployment_work
 from shardline.planner.timing import Load, loop_steps
 
 INPUT_LEN, OUTPUT_LEN = 256, 48
@@ -25,7 +26,7 @@ RUNNING = (1, 8)
 
 def predict(deployment: Deployment, running: int) -> tuple[float, float]:
     """(seconds of the prompts, seconds of a decode step), with a new measurement of the host."""
-    cluster = share_host(measure_host(deployment.machine), 1)
+    cluster = cpu_cluster(deployment.machine, 1).part(1)
     chunk = deployment.limits.max_num_batched_tokens
     load = Load(running, INPUT_LEN, OUTPUT_LEN, chunk, in_phase=True)
     steps = loop_steps(deployment_work(deployment), cluster, load, 1)

@@ -13,20 +13,16 @@ from random_models import RandomModel, asked_models
 
 from shardline import LLM, SamplingParams
 from shardline.config.engine import EngineConfig
-from shardline.planner.auto import INPUT_LEN, OUTPUT_LEN, RUNNING, Candidate, choose_parallel
+from shardline.planner.auto import INPUT_LEN, OUTPUT_LEN, RUNNING, path_here, plan_here
+from shardline.planner.layout import STARTED_AXES, Layout
 
 _WARM_LEN = 8
 
 
-def measure(model: RandomModel, candidate: Candidate) -> float:
+def measure(model: RandomModel, layout: Layout) -> float:
     """The most tokens per second of some rounds."""
-    one = candidate.parallel
-    sizes = {
-        "tensor_parallel_size": one.tensor_parallel_size,
-        "pipeline_parallel_size": one.pipeline_parallel_size,
-        "data_parallel_size": one.data_parallel_size,
-        "enable_expert_parallel": one.enable_expert_parallel,
-    }
+    sizes = {f"{axis}_parallel_size": getattr(layout, axis) for axis in STARTED_AXES}
+    sizes["enable_expert_parallel"] = layout.whole_experts
     best = 0.0
     with LLM(**model.options, **sizes) as llm:
         for output_len in (_WARM_LEN, *[OUTPUT_LEN] * model.rounds):
@@ -42,13 +38,15 @@ def measure(model: RandomModel, candidate: Candidate) -> float:
 def main() -> None:
     """Compare the layouts of each model."""
     for model in asked_models(__doc__, rounds=2):
-        choice = choose_parallel(EngineConfig.from_options(**model.options))
-        print(f"{model.name}: {choice.path[0]}")
+        plan = plan_here(EngineConfig.from_options(**model.options))
+        print(f"{model.name}: {path_here(plan)[0]}")
         speeds = []
-        for candidate in choice.candidates:
-            speeds.append(measure(model, candidate))
+        for option in plan.options:
+            if option.speed is None:
+                continue
+            speeds.append(measure(model, option.layout))
             print(
-                f"  {candidate!s:12} predicted {candidate.output_tokens_per_second:7.0f} tok/s, measured "
+                f"  {option.layout!s:12} predicted {option.speed.output_tok_s.p50:7.0f} tok/s, measured "
                 f"{speeds[-1]:7.0f}",
                 flush=True,
             )

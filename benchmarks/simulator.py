@@ -25,12 +25,12 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
-from shardline.planner.auto import HOST_TIMING, deployment_work, measure_host, share_host
+from shardline.planner.auto import HOST_TIMING, cpu_cluster
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import shipped_facts
-from shardline.planner.simulation.executor import StepClock
-from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica, StepClock
 from shardline.planner.simulation.workload import SimulatedRequest, poisson
+from shardline.planner.speed import deployment_work
 from shardline.planner.timing import Load, loop_steps
 from shardline.sampling_params import SamplingParams
 
@@ -95,7 +95,7 @@ async def serve(llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int) 
 
 def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetup:
     """The deployment's replica, with constants that the measurements have calibrated."""
-    cluster = share_host(measure_host(deployment.machine, 1), 1)
+    cluster = cpu_cluster(deployment.machine, 1, threads=1).part(1)
     work = deployment_work(deployment)
     chunk = deployment.limits.max_num_batched_tokens
     steps = [

@@ -25,11 +25,11 @@ from shardline.models.communication import (
 )
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
-from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.path import tensor_efficiency
 from shardline.planner.search import Fixed, search
+from shardline.planner.timing import shipped_timing
 
 TITLE = "Communication"
 _PREFILL = 4096 * 32

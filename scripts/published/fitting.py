@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scripts.published.rows import Row
-from shardline.planner.constants import Constants
-from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_first_token, loop_tpot
+from shardline.planner.timing import Constants, Load, LoopSteps, StepLoad, loop_first_token, loop_tpot
 
 Vector = NDArray[np.float64]
 

@@ -12,9 +12,8 @@ import numpy as np
 from scripts.published.fitting import Sample, fit_constants
 from scripts.published.rows import Row, Skipped, Works, read_rows
 from shardline.planner.calibration import Measured, calibrate
-from shardline.planner.constants import Constants, Timing, shipped_timing
 from shardline.planner.hardware import Gpu
-from shardline.planner.timing import Latency, loop_latency
+from shardline.planner.timing import Constants, Latency, Timing, loop_latency, shipped_timing
 
 QUANTITIES = ("tpot", "ttft", "output_tok_s")
 _QUANTILES = (0.05, 0.95)

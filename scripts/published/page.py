@@ -50,7 +50,6 @@ _INPUTS = (
         f"{_PLANNER}/{name}"
         for name in (
             "calibration.py",
-            "constants.py",
             "hardware.py",
             "hardware.toml",
             "models.json",

@@ -17,12 +17,11 @@ from shardline.models.step_work import StepWork, step_work
 from shardline.planner import vllm
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
-from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit, stored_weights
 from shardline.planner.planned_model import PlannedModel
-from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps
+from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps, shipped_timing
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "published" / "results.csv.gz"
 CHUNK = 8192

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardline.benchmark.arrivals import Ramp, arrival_times
 from shardline.benchmark.datasets import find_dataset
+from shardline.benchmark.load import Ramp, arrival_times
 from shardline.benchmark.noise import half_width
 from shardline.benchmark.workload import Sample
 from shardline.checkpoints.hub import resolve_tokenizer
-from shardline.cli.bench.serve import prepare
+from shardline.cli.commands.bench.serve import prepare
 from shardline.cli.main import build_parser
 from shardline.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 from shardline.benchmark.backends import RecordingExchange
 from shardline.benchmark.http_client import Exchange, HttpClient
 from shardline.benchmark.load import _Sender
-from shardline.benchmark.record import Record
+from shardline.benchmark.workload import Record
 from shardline.cli.main import main
 from tests.benchmark.stub_server import CLOSE, HEAD, Script, event, stream, stub_server, whole
 

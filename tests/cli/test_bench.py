@@ -10,7 +10,7 @@ import pytest
 
 from shardline.api.llm import LLM
 from shardline.benchmark.workload import WORKLOADS, Workload, random_prompts
-from shardline.cli.bench.engine import percentile
+from shardline.cli.commands.bench.engine import percentile
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from tests.api.fake_engine import FakeCluster, load_text

@@ -7,8 +7,10 @@ from msgspec.structs import replace
 
 from shardline.cluster.links import Survey, answer, describe_links, used_links
 from shardline.cluster.members import Member, Members
+from shardline.config.topology import GROUPS
 from shardline.deployment.machine import Machine
 from shardline.messages.node import Connect, Join, LinkMeasured, Listen, Measured
+from shardline.models.communication import TRAFFIC, Traffic
 from tests.cluster.joins import node, peer, start
 from tests.deployment.machines import host, resolve_on
 
@@ -81,4 +83,16 @@ def test_the_report_says_what_tensor_parallelism_across_hosts_costs() -> None:
     assert f"{count} exchanges a token" in warning
     assert f"(100 µs), add {count * 0.1:.1f} ms to every token" in warning
     assert len(describe_links(resolve_on(machine, pipeline_parallel_size=2), links)) == 1
+    assert "tensor parallelism crosses nodes" in warning
+    assert warning.endswith("keep -tp inside a node, and use -pp or -dp across")
     assert "not measured: refused" in describe_links(crossing, {(0, 1): Measured(error="refused")})[0]
+
+
+def test_a_further_axis_of_the_table_is_surveyed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = resolve_on(Machine((host(), host())), pipeline_parallel_size=2)
+    links = {(0, 1): Measured(200e-6, 1.25e9)}
+    assert len(describe_links(deployment, links)) == 1
+    monkeypatch.setitem(GROUPS, "stages", ("pipeline",))
+    monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, replicas, exchange: Traffic(1.0, 7 * ranks))
+    assert describe_links(deployment, links)[1].startswith("stages parallelism crosses nodes: 14 exchanges a token")
+    assert describe_links(deployment, links)[1].endswith("keep -pp inside a node, and use -dp across")

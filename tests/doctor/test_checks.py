@@ -11,11 +11,9 @@ from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.deployment.interconnect import GpuLinks, topology
 from shardline.deployment.machine import Device, Host
-from shardline.doctor.cluster_checks import check_cluster
+from shardline.doctor.checks import check_cluster, check_node
 from shardline.doctor.facts import Finding, Link, ModelFacts, NodeFacts, Port
-from shardline.doctor.gather import gather
-from shardline.doctor.node_checks import check_node
-from shardline.doctor.processes import GpuGather, KnownAnswers
+from shardline.doctor.gather import GpuGather, KnownAnswers, gather
 
 GIB = 1 << 30
 

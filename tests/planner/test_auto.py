@@ -11,12 +11,13 @@ from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.planner import auto
-from shardline.planner.auto import choose_on, measure_host
-from shardline.planner.catalog import describe, find_model
+from shardline.planner.auto import chosen_config, measure_host, path_here, plan_here
+from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
-from shardline.planner.simulation.simulate import deployment_setup, simulate_choice
+from shardline.planner.search import Plan
+from shardline.planner.simulation.simulate import replica_setup, simulate_plan
 from shardline.planner.simulation.workload import Workload
 
 
@@ -25,22 +26,23 @@ def host(name: str, count: int, gib: float) -> Machine:
     return Machine((Host("here", 2**36, 16, (Device("cpu", "CPU", 2**36, 2**36, "avx2", cores=16), *gpus)),))
 
 
-def choose(model: str, machine: Machine, *fixed: str, **options: object) -> auto.Choice:
+def choose(model: str, machine: Machine, *fixed: str, **options: object) -> Plan:
     config = EngineConfig.from_options(model=model, **options)
-    return choose_on(config, describe(find_model(model)), machine, frozenset(fixed))
+    return plan_here(config, find_model(model), machine, frozenset(fixed))
 
 
 def test_gpus_that_a_large_model_needs() -> None:
     machine = host("NVIDIA H100 80GB HBM3", 4, 79.1)
     choice = choose("meta-llama/Llama-3.1-70B-Instruct", machine, max_model_len=8192)
-    parallel = choice.config.parallel
+    parallel, path = chosen_config(choice).parallel, path_here(choice)
     assert parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
-    assert choice.path[0] == "devices: 4xH100-80GB-SXM5, nvlink"
-    assert "layouts are refused" in choice.path[-2]
-    assert choice.candidates[0].parallel == parallel
+    assert path[0] == "devices: 4xH100-80GB-SXM5, nvlink"
+    assert "layouts are refused" in path[-2]
+    assert choice.best is not None
+    assert choice.best.layout.tensor == parallel.tensor_parallel_size
     given = choose("meta-llama/Llama-3.1-70B-Instruct", machine, "pipeline_parallel_size", max_model_len=8192,
                    pipeline_parallel_size=4)  # fmt: skip
-    assert all(one.parallel.pipeline_parallel_size == 4 for one in given.candidates)
+    assert {one.layout.pipeline for one in given.options} == {4}
 
 
 @pytest.mark.parametrize(
@@ -60,16 +62,18 @@ def test_names_of_drivers(name: str, known: str) -> None:
 def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine = host("", 0, 0)
     small = parse_cluster("1xL4", known_gpus()).gpus[0]
-    monkeypatch.setattr(auto, "measure_host", lambda machine: small)
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: small)
     choice = choose("Qwen/Qwen3-0.6B", machine, max_model_len=2048)
-    assert str(choice.candidates[0]) == "one rank", "ranks of one memory only add exchanges"
-    assert len(choice.candidates) > 10
+    assert choice.options[0].layout.num_gpus == 1, "ranks of one memory only add exchanges"
+    assert sum(option.fits for option in choice.options) > 10
+    with pytest.raises(ValueError, match="there are too few devices"):
+        choose("Qwen/Qwen3-0.6B", machine, "data_parallel_size", data_parallel_size=20)
     assert (
         main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--device", "cpu", "--max-model-len", "2048", "--json"]) == 0
     )
     plan = json.loads(capsys.readouterr().out)
     assert plan["commands"]["shardline"].startswith("shardline serve Qwen/Qwen3-0.6B --device cpu")
-    assert plan["layouts"][0]["output_tok_s"] > 0
+    assert plan["layouts"][0]["output_tok_s"]["p50"] > 0
 
 
 def test_serve_starts_with_the_chosen_sizes(
@@ -78,7 +82,7 @@ def test_serve_starts_with_the_chosen_sizes(
     started: list[EngineConfig] = []
     monkeypatch.setattr("shardline.server.launch.run_server", lambda engine, server: started.append(engine) or 0)
     monkeypatch.setattr("shardline.process_title.set_process_title", lambda name: None)
-    monkeypatch.setattr(auto, "measure_host", lambda machine: parse_cluster("1xL4", known_gpus()).gpus[0])
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["serve", "demo", "--parallel", "auto", "--device", "cpu", "--data-parallel-size", "2"]
     assert main(words) == 0
     assert (started[0].parallel.tensor_parallel_size, started[0].parallel.data_parallel_size) == (1, 2)
@@ -96,7 +100,7 @@ def test_measuring_finds_plausible_rates() -> None:
 def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(auto, "measure_host", lambda machine: parse_cluster("1xL4", known_gpus()).gpus[0])
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--input-len", "128"]
     assert main([*words, "--running", "3"]) == 0
     assert "chosen for 3 requests of 128 + 128 tokens" in capsys.readouterr().out
@@ -120,12 +124,13 @@ def test_gpus_of_this_host_are_simulated() -> None:
         "meta-llama/Llama-3.1-8B-Instruct", host("NVIDIA H100 80GB HBM3", 2, 79.1), "data_parallel_size",
         max_model_len=8192, data_parallel_size=2,
     )  # fmt: skip
-    best = choice.candidates[0]
-    setup = deployment_setup(best.deployment, best.cluster, best.constants)
+    deployment = choice.options[0].fit.deployment
+    assert deployment is not None
+    setup = replica_setup(choice, choice.options[0])
     assert setup.overlaps_steps
-    block_bytes = max(best.deployment.cache.block_bytes)
+    block_bytes = max(deployment.cache.block_bytes)
     assert 45 < setup.num_blocks * block_bytes / 2**30 < 65
     demand = Demand(8192, 1024, 64)
-    found = simulate_choice(choice, Workload(num_prompts=64), demand)
+    found = simulate_plan(choice, Workload(num_prompts=64), demand)
     assert (found.num_requests, found.num_replicas) == (64, 2)
     assert found.output_tokens_per_second > 1000

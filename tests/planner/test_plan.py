@@ -10,14 +10,17 @@ import pytest
 
 from shardline import planner
 from shardline.cli.main import main
+from shardline.config.topology import COORDINATES, GROUPS
 from shardline.deployment.resolve import resolve
+from shardline.models.communication import NOTHING, TRAFFIC, Traffic
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
+from shardline.planner.compare import parse_layout
 from shardline.planner.hardware import known_gpus
-from shardline.planner.layout import Demand
+from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
-from shardline.planner.report import frontier
+from shardline.planner.report import axis_traffic, frontier
 from shardline.planner.search import Fixed, Plan, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
@@ -132,12 +135,56 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "4xH100-80GB", "--link", "pcie", "--max-model-len", "32768", "--rate", "2"]
     assert main(["plan", LLAMA_70B, *words]) == 0
     text = capsys.readouterr().out
-    assert "4xH100-80GB-PCIe, one node, pcie 64 GB/s each way, 79.1 GiB usable" in text
-    assert "tokens does not fit the KV cache, which holds" in text
-    assert "run: shardline serve meta-llama/Llama-3.1-70B-Instruct" in text
-    assert "run: vllm serve meta-llama/Llama-3.1-70B-Instruct" in text
+    assert "4xH100-80GB-PCIe, one node, pcie 64 GB/s each way, 79.1 GiB usable" in " ".join(text.split())
+    assert "tokens does not fit the KV cache" not in text, "refused layouts are for --all"
+    assert "  $ shardline serve meta-llama/Llama-3.1-70B-Instruct" in text
+    assert "  $ vllm serve meta-llama/Llama-3.1-70B-Instruct" in text
+    places = [text.index(part) for part in ("recommended: ", "fits:", "speed:", "price:", "memory of", "\nlayout ")]
+    assert places == sorted(places)
     for question in ("one GPU? one node?", "do the heads divide?", "dense or experts?", "which link?"):
-        assert f"why: {question}" in text
+        assert places[-2] < text.index(f"\n{question} ") < places[-1]
+    assert main(["plan", LLAMA_70B, *words, "--all"]) == 0
+    assert "tokens does not fit the KV cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [LLAMA_70B, "--gpus", "4xH100-80GB-PCIe"],
+        ["Qwen/Qwen3-32B", "--gpus", "any", "--api-price", "3,0.3,15", "--rate", "2", "--tpot", "60ms"],
+        ["deepseek-ai/DeepSeek-V3", "--gpus", "2x8xH200", "--engine", "shardline"],
+        ["openai/gpt-oss-120b", "--gpus", "2xH100"],
+        [LLAMA_70B, "--gpus", "1xL4"],
+    ],
+)
+def test_a_plan_is_a_page(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    assert not any("cp2" in line and " no" in line for line in lines), "refused layouts are for --all"
+
+
+def test_more_than_the_fewest_gpus_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100-80GB-PCIe")
+    assert plan["layouts"][plan["recommended"]]["pp"] == 2
+    answer = plan["path"][0]["answer"]
+    assert answer.startswith("one GPU is enough; 2 are recommended, since int4 ")
+    assert "a million output tokens, not $1.98" in answer
+
+
+def test_the_demo_model_has_no_command_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = plan_json(capsys, "demo", "--gpus", "1xL4", "--max-model-len", "512", "--input-len", "64")["commands"]
+    assert commands["shardline"].startswith("shardline serve demo")
+    assert commands["vllm"] is None
+
+
+def test_weights_that_become_dense_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "deepseek-ai/DeepSeek-V3", "--gpus", "2x8xH200", "--engine", "shardline")
+    assert plan["missing"].startswith("GPU kernels of Shardline that keep these fp8 weights packed")
+    packed = plan_json(capsys, "deepseek-ai/DeepSeek-V3", "--gpus", "8xH200", "--engine", "vllm")
+    quantized = plan_json(capsys, "Qwen/Qwen3-32B", "--gpus", "1xH100", "--quantization", "fp8")
+    assert packed["missing"] is quantized["missing"] is None
 
 
 def test_the_memory_the_longest_context_and_the_bandwidth_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +198,8 @@ def test_the_memory_the_longest_context_and_the_bandwidth_are_shown(capsys: pyte
     assert sum(sizes.values()) == pytest.approx(79.2, abs=0.2), "the parts are the whole"
     assert sizes["weights"] == pytest.approx(32.9, abs=0.1)
     assert "tokens of 81.9 kB" in text, "a token's keys and values on one of four GPUs"
-    assert "longest context: 131,072 tokens (all positions of the model); 59 requests of 8,192 tokens fit" in text
+    assert "longest context: 131,072 tokens (all positions of the model)" in text
+    assert "fits:  59 requests of 8,192 tokens at once" in text
     assert re.search(r"axis +kB a token +exchanges +MB a step +nvlink 450 +pcie 64 +network 50\n", text)
     assert main(["plan", LLAMA_70B, "--gpus", "1xL4", "--quantization", "none"]) == 0
     assert re.search(r"^  KV cache +-\d+\.\d GiB   so much is missing$", capsys.readouterr().out, re.MULTILINE)
@@ -297,7 +345,7 @@ def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["costs"]["full_output_per_million"] == pytest.approx(best["cost_per_million"])
     assert plan["api_break_even_tokens_a_day"] == pytest.approx(best["price_per_hour"][1] * 24 / 0.9 * 1e6)
     assert main(["plan", *words]) == 0
-    assert "why: an API? 0.90 dollars for a million mean tokens" in capsys.readouterr().out
+    assert "an API? 0.90 dollars for a million mean tokens" in capsys.readouterr().out
     cached = plan_json(capsys, *words, "--prefix-len", "512")
     mean = (0.9 * (512 + 128) + 0.1 * 512) / 1152
     ratio = cached["api_break_even_tokens_a_day"] / plan["api_break_even_tokens_a_day"]
@@ -345,6 +393,25 @@ def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:
     assert all(slow[size] < fast[size] for size in fast)
 
 
+def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges take time, and its name is in layouts, comparisons and traffic."""
+    monkeypatch.setitem(COORDINATES, "context", "sp")
+    monkeypatch.setitem(GROUPS, "stages", ("pipeline",))
+    monkeypatch.setitem(TRAFFIC, "stages", lambda *_: NOTHING)
+    result = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
+    assert parse_layout("tp2-sp2", result) == Layout("shardline", 2, context=2)
+    assert str(Layout("shardline", 2, context=2)) == "bf16 tp2 sp2"
+    speeds = []
+    for messages in (0, 100):
+        traffic = Traffic(1e5 * messages, messages)
+        monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, *_, one=traffic: one)
+        fresh = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
+        assert fresh.best is not None
+        speeds.append(fresh.best.speed)
+    assert speeds[0].link_share < speeds[1].link_share
+    assert {one.axis for one in axis_traffic(fresh, fresh.best)} == {"tp4", "pp4", "dp4", "sp4"}
+
+
 def test_context_parallelism_is_priced_and_never_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, LLAMA_70B, "--gpus", "8xH100", "--max-model-len", "131072", "--quantization", "none")
     spread = [one for one in plan["layouts"] if one["cp"] > 1]
@@ -362,7 +429,7 @@ def test_the_planner_is_a_library() -> None:
     plan = planner.plan_on("H100", model, planner.demand_for(model, {"max_model_len": 4096}, input_len=512))
     assert plan.best is not None
     assert plan.demand.max_model_len == 4096
-    assert "run: shardline serve Qwen/Qwen3-32B" in planner.format_plan(plan)
+    assert "$ shardline serve Qwen/Qwen3-32B" in planner.format_plan(plan)
     found = planner.simulate_plan(plan, planner.Workload(num_prompts=8))
     assert found.num_requests == 8
     with pytest.raises(ValueError, match="--replicas must be at least 1, got 0"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import itertools
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from shardline.cli.main import main
 from shardline.deployment.deployment import StepLimits
@@ -24,7 +24,7 @@ from shardline.planner.layout import Demand
 from shardline.planner.search import Fixed, search
 from shardline.planner.simulation.group import Worker
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
-from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.report import Simulation, progress_bar, show_progress
 from shardline.planner.simulation.simulate import replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, SimulatedRequest, poisson, read_trace
 
@@ -141,7 +141,7 @@ def test_a_lone_request_waits_for_the_front_once() -> None:
 def route(policy: str) -> Simulation:
     few_blocks = dataclasses.replace(setup(), num_blocks=200)
     requests = poisson(20.0, 120, 512, 8, Prefixes(448, 8))
-    return simulate(few_blocks, requests, DEMAND, num_replicas=4, policy=policy, progress=Progress(120))
+    return simulate(few_blocks, requests, DEMAND, num_replicas=4, policy=policy, progress=tqdm(total=120, disable=True))
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "cache_aware"])
@@ -157,16 +157,14 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         def isatty(self) -> bool:
             return True
 
-    clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr("shardline.planner.simulation.report.time.monotonic", lambda: next(clock))
-    for stream, text in (
-        (Terminal(), "simulating, at 7.5 s: 1,000 of 4,000 (25%) requests done, 100 a second, 0:30 min left"),
-        (io.StringIO(), ""),
-    ):
-        progress = Progress(4000, stream)
-        progress.show(1000, 7.5)
-        progress.end()
-        assert stream.getvalue().replace("\r\x1b[K", "") == text
+    for delay, stream, shown in ((0.0, Terminal(), True), (60.0, Terminal(), False), (0.0, io.StringIO(), False)):
+        monkeypatch.setattr("shardline.planner.simulation.report._SHOW_AFTER", delay)
+        bar = progress_bar(4000, stream)
+        bar.mininterval = 0.0
+        show_progress(bar, 1000, 7.5)
+        bar.close()
+        assert ("simulating:  25%" in stream.getvalue()) == shown
+        assert ("1000/4000" in stream.getvalue() and "at 7.5 s" in stream.getvalue()) == shown
 
 
 def test_routers_with_prefixes() -> None:

@@ -11,10 +11,9 @@ from shardline.models.step_work import StepWork
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
-from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Layout
-from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_latency, loop_steps
+from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_latency, loop_steps, shipped_timing
 
 
 def test_a_step_is_one_product() -> None:

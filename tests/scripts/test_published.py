@@ -17,10 +17,9 @@ from scripts.published.start_up_logs import format_memory, summarize_memory, val
 from shardline.planner import catalog
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
-from shardline.planner.constants import shipped_timing
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Layout
-from shardline.planner.timing import loop_latency
+from shardline.planner.timing import loop_latency, shipped_timing
 
 _COLUMNS = ("tier", "model", "precision", "gpu", "tp", "pp", "ep", "dp", "engine", "isl", "osl", "concurrency_or_rate",
             "ttft_ms", "tpot_ms", "output_tok_s", "notes")  # fmt: skip

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.record import Record
-from shardline.benchmark.workload import Sample
+from shardline.benchmark.workload import Record, Sample
 
 _ERROR_CHARS = 300
 
@@ -163,16 +162,13 @@ class RecordingExchange:
         self._decode = msgspec.json.Decoder(_Event).decode
 
     def on_sent(self, now: float) -> None:
-        """See Exchange."""
         if not self._record.sent:
             self._record.sent = now
 
     def on_status(self, status: int) -> None:
-        """See Exchange."""
         self._status = status
 
     def on_body(self, data: bytes, now: float) -> None:
-        """See Exchange."""
         if self._status != 200 or not self._streams:
             self._rest += data
             return
@@ -185,7 +181,6 @@ class RecordingExchange:
             self._read_event(event, now)
 
     def on_end(self, now: float) -> None:
-        """See Exchange."""
         record = self._record
         if self._status != 200:
             self._set_failure(f"HTTP {self._status}", self._rest[:_ERROR_CHARS].decode(errors="replace"))
@@ -199,7 +194,6 @@ class RecordingExchange:
         self._on_done(record)
 
     def on_failure(self, cause: str, detail: str, now: float) -> None:
-        """See Exchange."""
         self._set_failure(cause, detail)
         self._on_done(self._record)
 

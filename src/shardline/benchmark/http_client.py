@@ -100,7 +100,6 @@ class HttpClient:
         return await waiting.done
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in list(self._open):
             connection.abort()
 
@@ -167,7 +166,6 @@ class _Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def abort(self) -> None:
-        """Close the connection now."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
@@ -244,19 +242,15 @@ class _Whole:
         """See Exchange."""
 
     def on_status(self, status: int) -> None:
-        """See Exchange."""
         self._status = status
 
     def on_body(self, data: bytes, now: float) -> None:
-        """See Exchange."""
         self._body.append(data)
 
     def on_end(self, now: float) -> None:
-        """See Exchange."""
         if not self.done.done():
             self.done.set_result((self._status, b"".join(self._body)))
 
     def on_failure(self, cause: str, detail: str, now: float) -> None:
-        """See Exchange."""
         if not self.done.done():
             self.done.set_exception(OSError(f"{cause}: {detail}"))

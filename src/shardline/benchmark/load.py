@@ -1,17 +1,20 @@
-"""Sends the requests of a run at their times, and waits for the answers."""
+"""When the requests of a run are sent, what is sent then, and what happened to each."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardline.benchmark.backends import RecordingExchange
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.record import Record
+from shardline.benchmark.workload import Record
 
 _SENDS_AT_ONCE = 16
 
@@ -29,8 +32,6 @@ class Planned:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What one run measured."""
-
     records: list[Record]
     seconds: float
     """From the first intended send time to the last answer."""
@@ -73,7 +74,6 @@ class _Sender:
         self._start(request, record)
 
     async def wait_done(self) -> None:
-        """Wait until every submitted request has ended."""
         while self._unfinished:
             self._all_done.clear()
             await self._all_done.wait()
@@ -135,3 +135,47 @@ async def run_load(
         return RunTrace(records, time.perf_counter() - start, start, time.process_time() - cpu, paced)
     finally:
         gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A request rate that grows over the run."""
+
+    strategy: str
+    """"linear" or "exponential"."""
+    start: float
+    """Requests per second at the first request."""
+    end: float
+    """Requests per second at the last one."""
+
+    def rates(self, count: int) -> np.ndarray:
+        """The rate at each of `count` requests, [count]."""
+        progress = np.arange(count) / max(count - 1, 1)
+        if self.strategy == "linear":
+            return np.asarray(self.start + (self.end - self.start) * progress)
+        return np.asarray(self.start * (self.end / self.start) ** progress)
+
+
+def arrival_times(
+    count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 1.0, ramp: Ramp | None = None
+) -> list[float]:
+    """The send times of `count` requests.
+
+    Args:
+        rate: requests per second; inf: all at once. A ramp replaces it.
+        burstiness: shape of the gamma distribution of the gaps. 1 is a Poisson process, less is burstier, inf is even.
+
+    With a constant rate, the times are scaled so that the last request is sent after `count / rate` seconds: runs with
+    other seeds then offer the same load.
+    """
+    if ramp is None and math.isinf(rate):
+        return [0.0] * count
+    rates = ramp.rates(count) if ramp is not None else np.full(count, rate)
+    # A linear ramp may begin at 0, where the gap has no end: the first request is sent at once.
+    gaps = np.divide(1.0, rates, out=np.zeros(count), where=rates > 0)
+    if not math.isinf(burstiness):
+        gaps = rng.gamma(burstiness, gaps / burstiness)
+    times = np.cumsum(gaps)
+    if ramp is None and times[-1] > 0:
+        times *= (count / rate) / times[-1]
+    return [float(time) for time in times]

@@ -52,7 +52,6 @@ def _number(value: Any) -> str:
 
 
 def _scatter(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """One point for each run."""
     points = []
     for index, (label, result) in enumerate(results):
         for run in result.get("runs") or [result]:
@@ -99,7 +98,6 @@ def _timeline(result: Mapping[str, Any]) -> str:
 
 
 def _rate(result: Mapping[str, Any]) -> str:
-    """Pieces of output in each second."""
     starts, ttfts, itls = (result.get(key) or [] for key in ("start_times", "ttfts", "itls"))
     times: list[float] = []
     for start, ttft, gaps in zip(starts, ttfts, itls, strict=False):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardline.benchmark.load import RunTrace
-from shardline.benchmark.record import Record
+from shardline.benchmark.workload import Record
 
 GENERATION_METRICS = ("ttft", "tpot", "itl")
 POOLING_METRICS = ("e2el",)
@@ -43,8 +43,6 @@ _DETAILS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to compute."""
-
     pooling: bool = False
     metrics: Sequence[str] = GENERATION_METRICS
     percentiles: Sequence[float] = (99.0,)
@@ -168,7 +166,6 @@ def _is_good(record: Record, goodput: Mapping[str, float]) -> bool:
 
 
 def _seconds(name: str, done: Sequence[Record], wanted: Wanted) -> list[float]:
-    """The values of a metric, in seconds."""
     values: dict[str, Callable[[], list[float]]] = {
         "ttft": lambda: [record.ttft for record in done],
         "tpot": lambda: [record.tpot for record in done if record.output_tokens > 1],

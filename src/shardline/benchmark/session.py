@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,13 +19,11 @@ import uvloop
 from tqdm import tqdm
 
 from shardline import env
-from shardline.benchmark.arrivals import Ramp, arrival_times
 from shardline.benchmark.backends import BACKENDS, RequestWriter
 from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.http_client import HttpClient
-from shardline.benchmark.load import Planned, RunTrace, run_load
+from shardline.benchmark.load import Planned, Ramp, RunTrace, arrival_times, run_load
 from shardline.benchmark.results import Wanted, summarize
-from shardline.benchmark.server_drafts import draft_figures, fetch_drafts
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
@@ -62,17 +63,24 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
+    """KEY=VALUE words as a dict.
+
+    Raises:
+        ValueError: a word has no =.
+    """
+    pairs = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{flag} takes KEY=VALUE, got {word!r}")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
 def _headers(args: argparse.Namespace) -> dict[str, str]:
-    found = {}
     key = env.openai_api_key() or env.api_key()
-    if key:
-        found["Authorization"] = f"Bearer {key}"
-    for word in args.header or ():
-        name, equals, value = word.partition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"--header takes KEY=VALUE, got {word!r}")
-        found[name.strip()] = value.strip()
-    return found
+    return ({"Authorization": f"Bearer {key}"} if key else {}) | read_pairs(args.header, "--header")
 
 
 def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[str, str]:
@@ -80,9 +88,9 @@ def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> 
     try:
         if args.model is not None:
             if args.ready_check_timeout_sec <= 0:
-                uvloop.run(_connect_once(args, url))
+                uvloop.run(_reach(args, url, None))
             return args.model, args.served_model_name or args.model
-        status, body = uvloop.run(_fetch_models(args, url, headers))
+        status, body = uvloop.run(_reach(args, url, headers))
     except OSError as error:
         raise RuntimeError(
             f"cannot connect to {url} ({error}); start the server, or give its --host and --port or --base-url"
@@ -95,18 +103,14 @@ def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> 
         raise RuntimeError(f"{url}/v1/models answers {status} and names no model; give --model") from error
 
 
-async def _connect_once(args: argparse.Namespace, url: str) -> None:
+async def _reach(args: argparse.Namespace, url: str, headers: dict[str, str] | None) -> tuple[int, bytes]:
+    """The status and the body of the list of models; without `headers`, a connection is enough."""
     client = HttpClient(url, insecure=args.insecure)
     try:
+        if headers is not None:
+            return await client.fetch("GET", "/v1/models", headers)
         await client.check()
-    finally:
-        client.close()
-
-
-async def _fetch_models(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    client = HttpClient(url, insecure=args.insecure)
-    try:
-        return await client.fetch("GET", "/v1/models", headers)
+        return 0, b""
     finally:
         client.close()
 
@@ -197,3 +201,48 @@ async def _wait_ready(load: Callable[..., Any], first: Planned, seconds: float) 
         if time.monotonic() >= deadline:
             raise RuntimeError(f"the server was not ready within {seconds:g} s: {record.cause}: {record.error}")
         await asyncio.sleep(_SECONDS_BETWEEN_CHECKS)
+
+
+_LINE = re.compile(r"(?:shardline|vllm):spec_decode_num_(\w+)_total(\{[^}]*\})? (\S+)")
+_POSITION = re.compile(r'position="(\d+)"')
+_SECONDS = 5.0
+
+DraftCounts = Counter[str]
+"""Counters of all engines by the ends of their names; accepted tokens by position as "0", "1" and so on."""
+
+
+async def fetch_drafts(client: HttpClient, headers: Mapping[str, str]) -> DraftCounts:
+    """The counters of a server; empty: it makes no drafts, or shows no metrics."""
+    with contextlib.suppress(OSError, TimeoutError):
+        status, body = await asyncio.wait_for(client.fetch("GET", "/metrics", dict(headers)), _SECONDS)
+        if status == 200:
+            return read_drafts(body.decode(errors="replace"))
+    return Counter()
+
+
+def read_drafts(text: str) -> DraftCounts:
+    """The counters of drafts in a page of metrics."""
+    counts: DraftCounts = Counter()
+    for name, labels, value in _LINE.findall(text):
+        position = _POSITION.search(labels)
+        with contextlib.suppress(ValueError):
+            counts[position.group(1) if position else name] += int(float(value))
+    return counts
+
+
+def draft_figures(before: DraftCounts, after: DraftCounts) -> dict[str, Any]:
+    """The figures of a run, by their keys in the result; empty if no draft was made."""
+    drafts, tokens, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if drafts <= 0 or tokens <= 0:
+        return {}
+    positions = sorted(int(name) for name in after if name.isdigit())
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / tokens,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": tokens,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [
+            (after[str(position)] - before[str(position)]) / drafts for position in positions
+        ],
+    }

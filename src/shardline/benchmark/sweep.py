@@ -68,7 +68,6 @@ def _dashed(key: str) -> str:
 
 
 def _remove_flag(words: list[str], key: str) -> None:
-    """Remove a flag and its values."""
     name = _dashed(key)
     place = 0
     while place < len(words):
@@ -109,8 +108,6 @@ def read_combinations(path: str | None) -> list[Combination]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run."""
-
     serve_cmd: list[str]
     bench_cmd: list[str]
     serve_combinations: list[Combination]

@@ -29,7 +29,6 @@ _POOLING_ROWS = (
 
 
 def table_lines(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
-    """The lines for people."""
     yield _title(" Serving Benchmark Result ", "=")
     yield _row("Successful requests:", result["completed"])
     yield _row("Failed requests:", result["failed"])

@@ -22,8 +22,6 @@ _CONNECT_SECONDS = 600.0
 
 
 class ChatBackend(Protocol):
-    """Answers conversations, one at a time."""
-
     model: str
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
@@ -60,7 +58,6 @@ class LocalBackend:
             raise
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """See ChatBackend."""
         template, tokenizer = self._llm.model.chat_template, self._llm.model.tokenizer
         assert template is not None
         assert tokenizer is not None
@@ -85,7 +82,6 @@ class LocalBackend:
             shown = len(choice.text)
 
     def close(self) -> None:
-        """End the engine."""
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._llm.close())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -109,7 +105,6 @@ class RemoteBackend:
         self.model = model or self._first_model()
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """See ChatBackend."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
         with self._open_url("/chat/completions", body) as response:
             try:

@@ -76,12 +76,10 @@ class Parser(argparse.ArgumentParser):
             add_flags(self)
 
     def format_help(self) -> str:
-        """As in the base class."""
         self.complete()
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with code 2."""
         print(f"shardline: error: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(USAGE_ERROR)
 

@@ -58,7 +58,6 @@ def _drop_unread_output() -> bool:
 
 
 def build_parser() -> Parser:
-    """The parser with all commands."""
     parser = Parser(prog="shardline", description="Distributed LLM inference: one answer, any shape of hardware.")
     parser.add_argument("--version", action=_Version, help="print versions and the devices found")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)

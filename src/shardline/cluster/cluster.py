@@ -85,7 +85,6 @@ class HeadProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._child.poll() is not None
 
     def describe_end(self) -> str:

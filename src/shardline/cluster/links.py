@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 from shardline.channel import connect
 from shardline.cluster.members import Member, Members
+from shardline.config.topology import COORDINATES, GROUPS, Axis
 from shardline.deployment.deployment import Deployment
 from shardline.messages.node import Connect, LinkMeasured, Listen, Listening, Measured
-from shardline.models.communication import tensor_traffic
+from shardline.models.communication import TRAFFIC
 from shardline.models.partition import Span
 from shardline.runtime.parallel.rendezvous import Arrivals
 
@@ -145,7 +146,6 @@ class Survey:
             self._next_link()
 
     def _report(self, measured: Measured) -> None:
-        """Pass on what a node has found."""
         assert self._link is not None
         ends = [self._members.at_index(host) for host in self._link]
         first, second = ("the head" if end is None else end.name for end in ends)
@@ -187,33 +187,37 @@ class Survey:
 
 
 def describe_links(deployment: Deployment, links: dict[tuple[int, int], Measured]) -> list[str]:
-    """Lines for people: a link each, and what tensor parallelism across hosts costs."""
-    hosts = deployment.machine.hosts
+    """Lines for people: a link each, and what each axis costs whose ranks exchange across hosts."""
+    hosts, grid = deployment.machine.hosts, deployment.grid
     lines = []
-    for (one, other), found in sorted(links.items()):
-        ends = f"link {hosts[one].name} ({hosts[one].address}) - {hosts[other].name} ({hosts[other].address}): "
+    for (first, second), measured in sorted(links.items()):
+        ends = f"link {hosts[first].name} ({hosts[first].address}) - {hosts[second].name} ({hosts[second].address}): "
         rate = (
-            f"{found.latency * 1e6:,.0f} µs a round trip, {found.bytes_per_second * 8e-9:.2f} Gb/s over one connection"
+            f"{measured.latency * 1e6:,.0f} µs a round trip, "
+            f"{measured.bytes_per_second * 8e-9:.2f} Gb/s over one connection"
         )
-        lines.append(ends + (f"not measured: {found.error}" if found.error else rate))
-    latency = max((links[pair].latency for pair in _tensor_links(deployment) if pair in links), default=0.0)
-    if latency:
-        layers = Span(0, len(deployment.spec.layers))
-        count = tensor_traffic(deployment.spec, layers, deployment.grid.tensor, 1, deployment.numerics).num_messages
-        lines.append(
-            f"tensor parallelism crosses nodes: {count} exchanges a token, each at least half a round trip "
-            f"({latency * 5e5:,.0f} µs), add {count * latency * 500:.1f} ms to every token; keep -tp inside a node, "
-            "and use -pp or -dp across"
-        )
+        lines.append(ends + (f"not measured: {measured.error}" if measured.error else rate))
+    layers = Span(0, len(deployment.spec.layers))
+    for axis, along in GROUPS.items():
+        ranks = grid.num_exchanging(axis)
+        count = TRAFFIC[axis](deployment.spec, layers, ranks, grid.data, deployment.numerics).num_messages
+        latency = max((links[pair].latency for pair in _axis_links(deployment, axis) if pair in links), default=0.0)
+        if count and latency:
+            inside = " and ".join(f"-{COORDINATES[name]}" for name in along)
+            across = " or ".join(f"-{COORDINATES[name]}" for name in ("pipeline", "data") if name not in along)
+            lines.append(
+                f"{axis} parallelism crosses nodes: {count} exchanges a token, each at least half a round trip "
+                f"({latency * 5e5:,.0f} µs), add {count * latency * 500:.1f} ms to every token; keep {inside} inside "
+                f"a node, and use {across} across"
+            )
     return lines
 
 
-def _tensor_links(deployment: Deployment) -> set[tuple[int, int]]:
-    """The pairs of hosts between which a tensor-parallel group exchanges."""
-    size = deployment.grid.tensor
+def _axis_links(deployment: Deployment, axis: Axis) -> set[tuple[int, int]]:
+    """The pairs of hosts between which the groups of an axis exchange."""
+    groups = {deployment.grid.place(rank).peers(axis) for rank in range(deployment.grid.world_size)}
     pairs: set[tuple[int, int]] = set()
     for places in deployment.placements:
-        for first in range(0, len(places), size):
-            hosts = sorted({place.host for place in places[first : first + size]})
-            pairs.update(itertools.combinations(hosts, 2))
+        for group in groups:
+            pairs.update(itertools.combinations(sorted({places[rank].host for rank in group}), 2))
     return pairs

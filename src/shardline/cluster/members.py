@@ -16,8 +16,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Member:
-    """A node that has joined."""
-
     peer: FrameSocket
     """Its connection."""
     join: Join
@@ -32,7 +30,6 @@ class Member:
         return f"node {self.join.node} ({self.join.host.name}, {self.join.host.address})"
 
     def send(self, message: object) -> None:
-        """Send the node a message."""
         send(self.peer, message)
 
 
@@ -50,7 +47,6 @@ class Members:
         return next((member for member in self._members.values() if member.peer is peer), None)
 
     def of_node(self, node: int) -> Member | None:
-        """The node that has joined with this number."""
         return self._members.get(node)
 
     def present(self) -> list[Member]:
@@ -83,7 +79,6 @@ class Members:
         return isa if isa in member.join.isas else member.join.isas[-1]
 
     def remove(self, member: Member) -> None:
-        """Forget a node."""
         self._members.pop(member.join.node, None)
 
     def missing(self) -> str:

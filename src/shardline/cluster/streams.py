@@ -38,7 +38,6 @@ class Streams:
         return stream in self._ends
 
     def all(self) -> list[Stream]:
-        """The streams that have an end here."""
         return list(self._ends)
 
     def attach(self, stream: Stream, sock: socket.socket) -> None:
@@ -62,7 +61,6 @@ class Streams:
             self._closing = [closing for closing in (*self._closing, end) if not closing.is_closed]
 
     def close_all(self) -> None:
-        """Close all ends at once."""
         for end in (*self._ends.values(), *self._closing):
             end.drop()
         self._ends, self._closing = {}, []
@@ -117,7 +115,6 @@ class Relay:
                 self._streams.close(stream, last_words(stream, why, host_lost=True))
 
     def close(self) -> None:
-        """Close all local ends."""
         self._streams.close_all()
 
     def _send_frames(self, stream: Stream, bodies: list[bytes]) -> None:

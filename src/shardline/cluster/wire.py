@@ -188,7 +188,6 @@ class NodeSocket:
         return self._is_closed and not self.received
 
     def send(self, message: object) -> None:
-        """Send a message to the head."""
         send(self._peer, message)
 
     def receive(self, timeout: float) -> bytes | None:

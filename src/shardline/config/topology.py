@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-Axis = Literal["tensor", "expert"]
-GROUPS: Mapping[Axis, tuple[str, ...]] = {"tensor": ("tensor",), "expert": ("data", "tensor")}
+COORDINATES: Mapping[str, str] = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp"}
+"""The axes whose sizes users state, and their short names. The product of all sizes is the number of ranks."""
+
+Axis = Literal["tensor", "expert", "context"]
+GROUPS: Mapping[Axis, tuple[str, ...]] = {
+    "tensor": ("tensor",),
+    "expert": ("data", "tensor"),
+    "context": ("context",),
+}
 """The groups of ranks that exchange tensors within a layer, and the coordinates in which the ranks of a group differ.
 
 "expert" are the ranks of a stage over which whole experts are spread: the tensor-parallel groups of all replicas in
@@ -75,6 +83,12 @@ class RankGrid(msgspec.Struct, frozen=True):
     def world_size(self) -> int:
         """Number of ranks in the engine."""
         return self.replica_size * self.data
+
+    def num_exchanging(self, axis: Axis) -> int:
+        """Number of ranks that exchange on an axis; 1: none does."""
+        if axis == "expert":
+            return self.expert
+        return math.prod(getattr(self, name) for name in GROUPS[axis])
 
     def place(self, rank: int) -> RankPlace:
         """The place of `rank`.

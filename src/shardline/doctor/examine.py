@@ -16,10 +16,9 @@ from shardline.cluster.links import answer
 from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.doctor.cluster_checks import check_cluster
+from shardline.doctor.checks import check_cluster, check_node
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
-from shardline.doctor.node_checks import check_node
 from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
 
 _LINKS_SECONDS = 7.0
@@ -72,8 +71,6 @@ def examine(config: EngineConfig, server: ServerConfig, wait: float) -> Report:
 
 
 class Reception:
-    """The head's side."""
-
     def __init__(self, token: str, config: EngineConfig, own: NodeFacts) -> None:
         """Listen for nodes.
 

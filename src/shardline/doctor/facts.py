@@ -15,8 +15,6 @@ UNLIMITED = -1
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One row of the report."""
-
     where: str
     """A node, or the two nodes of a link."""
     item: str
@@ -56,8 +54,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a node tells about itself."""
-
     node: int
     """--node-rank, or --data-parallel-start-rank; -1: a head without ranks."""
     num_nodes: int
@@ -112,7 +108,6 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_names(self) -> list[str]:
-        """The names of its GPUs."""
         return [self.host.devices[index].name for index in self.host.of_kind("cuda")]
 
 
@@ -137,11 +132,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all findings."""
         return worst([finding.verdict for finding in self.findings])
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The worst of several verdicts."""
     order: tuple[Verdict, ...] = ("broken", "warning", "ok")
     return next((verdict for verdict in order if verdict in verdicts), "ok")

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shardline.config.topology import Axis
 from shardline.models.feed_forward import Routing
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec, Layer
@@ -105,6 +107,20 @@ def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: flo
         elements = heads * (2 + layer.attention.output_size // heads)
         total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
     return total
+
+
+TRAFFIC: Mapping[Axis, Callable[[DecoderSpec, Span, int, int, Exchange], Traffic]] = {
+    "tensor": lambda spec, layers, ranks, replicas, exchange: tensor_traffic(spec, layers, ranks, 1, exchange),
+    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
+    "expert": lambda spec, layers, ranks, replicas, exchange: (
+        expert_traffic(spec, layers, ranks, replicas, exchange) if exchange == "exact" or replicas > 1 else NOTHING
+    ),
+    "context": lambda spec, layers, ranks, replicas, exchange: context_traffic(spec, layers, ranks, 1),
+}
+"""For each axis of `config.topology.GROUPS`, its traffic for one token of each replica.
+
+The arguments are the spec, a stage's layers, the ranks and the replicas that exchange, and how they do it.
+"""
 
 
 def ranks_met(routing: Routing, ranks: int) -> float:

@@ -10,12 +10,11 @@ from shardline.config.topology import RankPlace
 from shardline.models.attention import AttentionWork
 from shardline.models.communication import (
     NOTHING,
+    TRAFFIC,
     Exchange,
     Traffic,
     count_layers,
-    expert_traffic,
     pipeline_traffic,
-    tensor_traffic,
 )
 from shardline.models.feed_forward import Routing
 from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
@@ -168,20 +167,14 @@ def step_work(
         state_bytes=state_bytes(spec, place, stages),
         num_launches=num_launches(spec, stage) + _format_launches(counted, stored),
         activation_bytes=activation_bytes(spec, stage, tensor),
-        exchanges=_exchanges(spec, stage, tensor, ranks, exchange),
+        exchanges=tuple(
+            (traffic, number)
+            for axis, peers in place.groups.items()
+            for number in [ranks if axis == "expert" else len(peers)]
+            if (traffic := TRAFFIC[axis](spec, stage, number, replicas, exchange)) != NOTHING
+        ),
         hand_off=pipeline_traffic(spec, min(2, len(stages)), 1, tensor),
     )
-
-
-def _exchanges(
-    spec: DecoderSpec, stage: Span, tensor: int, ranks: int, exchange: Exchange
-) -> tuple[tuple[Traffic, int], ...]:
-    """(traffic for one token, ranks that take part) of tensor parallelism, and of experts over `ranks`."""
-    traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
-    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
-    if ranks > 1 and (exchange == "exact" or ranks > tensor):
-        traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
-    return tuple((one, group) for one, group in traffic if one != NOTHING)
 
 
 def num_launches(spec: DecoderSpec, stage: Span) -> int:

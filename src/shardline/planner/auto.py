@@ -1,32 +1,34 @@
-"""Choose the parallel sizes for the devices of this host: `shardline serve M --parallel auto`."""
+"""A plan for this host: `shardline serve M --parallel auto` and `shardline plan M --gpus here`."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shardline.checkpoints.description import ModelDescription, read_model
-from shardline.checkpoints.quantization import usual_rules
-from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.engine import EngineConfig
 from shardline.deployment.cpu_rates import measure_rates
-from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import probe_here
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
-from shardline.deployment.resolve import resolve
-from shardline.models.step_work import StepWork, step_work
-from shardline.models.stored_weights import StoredRules, StoredWeights
+from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
-from shardline.planner.constants import Constants, Timing, shipped_timing
 from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
+from shardline.planner.memory import bits_label, sized
 from shardline.planner.options import flag_words
-from shardline.planner.timing import Latency, Load, loop_latency, loop_steps
+from shardline.planner.planned_model import PlannedModel
+from shardline.planner.report import option_json
+from shardline.planner.search import Fixed, Plan, search
+from shardline.planner.timing import Constants, Timing, shipped_timing
 
 RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
+CHOSEN = (*(f"{axis}_parallel_size" for axis in STARTED_AXES), "enable_expert_parallel")
+"""The options that a plan for this host chooses."""
+_MOST_RANKS = 16
+_SHOWN = 5
 _SHARED_MEMORY_GBS = 20.0
 """What a rank receives from another one through shared memory."""
 
@@ -62,6 +64,89 @@ class HostLoad(NamedTuple):
 
 
 _USUAL_LOAD = HostLoad()
+_NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
+
+
+def plan_here(
+    config: EngineConfig,
+    model: PlannedModel | None = None,
+    machine: Machine | None = None,
+    fixed: frozenset[str] = frozenset(),
+    load: HostLoad = _USUAL_LOAD,
+) -> Plan:
+    """The layouts of a configuration on this host; the first makes most tokens per second.
+
+    `fixed` names the options of `CHOSEN` that the user has set. Without a `model` or a `machine`, they are those of the
+    configuration.
+
+    Raises:
+        ValueError: no layout works, or a GPU of this host is unknown. The message says why.
+    """
+    model = model or find_model(config.model.model, config.model.revision)
+    machine = machine or probe_here(config)
+    alone = sized(config, Layout("shardline")).parallel
+    host = machine.hosts[0]
+    devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
+    if devices[0].cores:
+        cluster = cpu_cluster(machine, min(devices[0].cores, _MOST_RANKS))
+        timing = {"shardline": HOST_TIMING}
+    else:
+        cluster, timing = dataclasses.replace(_known_cluster(devices), host=machine), dict(shipped_timing())
+    given = {name: getattr(config.parallel, name) for name in CHOSEN if name in fixed}
+    sizes = {axis: given.get(f"{axis}_parallel_size") for axis in STARTED_AXES}
+    label, kv = config.model.quantization or bits_label(model), config.cache.kv_cache_dtype
+    choices = Fixed(
+        **sizes, context=1, whole_experts=given.get(CHOSEN[-1]), weights=label, kv=kv, numerics=config.parallel.numerics
+    )
+    demand = Demand(0, load.input_len, load.output_len, running=load.running, config=config)
+    plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
+    if plan.best is None:
+        why = plan.options[0].fit.why_not if plan.options else "there are too few devices for the given sizes"
+        raise ValueError(f"--parallel auto: no layout works on this host; with the fewest ranks: {why}")
+    return plan
+
+
+def chosen_config(plan: Plan) -> EngineConfig:
+    """The user's configuration with the sizes of the chosen layout."""
+    assert plan.best is not None
+    assert plan.demand.config is not None
+    return sized(plan.demand.config, plan.best.layout)
+
+
+def path_here(plan: Plan) -> list[str]:
+    """The steps to the choice, in words."""
+    demand, cluster = plan.demand, plan.cluster
+    if cluster.is_shared:
+        whole = cluster.gpus[0]
+        path = [
+            f"devices: {cluster.cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
+            f"{whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
+        ]
+    else:
+        path = [f"devices: {cluster.name}, {cluster.link.kind}"]
+    for option in plan.options[:_SHOWN]:
+        if option.speed is not None:
+            tokens, tpot = option.speed.output_tok_s.p50, 1e3 * option.speed.tpot.p50
+            path.append(f"{option.layout}: {tokens:,.0f} tok/s, TPOT {tpot:.1f} ms")
+    if refusals := [option.fit.why_not for option in plan.options if not option.fits]:
+        number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
+        path.append(f"{number}: {refusals[0]}")
+    assert plan.best is not None
+    lengths = f"{demand.running} requests of {demand.input_len} + {demand.output_len} tokens"
+    return [*path, f"chosen for {lengths}: {plan.best.layout}"]
+
+
+def command_here(plan: Plan, options: Mapping[str, Any]) -> str:
+    """The command that starts the choice; `options` of the engine are those that the user has set."""
+    parallel = chosen_config(plan).parallel
+    words = ["shardline", "serve", plan.model.name, "--device", parallel.device]
+    sizes = {name: size for name in CHOSEN if (size := getattr(parallel, name)) > 1 or size is True}
+    return shlex.join(words + flag_words(sizes) + flag_words(options, skip=("model", "device", *CHOSEN)))
+
+
+def json_here(plan: Plan, command: str) -> dict[str, Any]:
+    layouts = [option_json(option) for option in plan.options if option.fits]
+    return {"layouts": layouts, "recommended": 0, "path": path_here(plan), "commands": {"shardline": command}}
 
 
 def measure_host(machine: Machine, threads: int | None = None) -> Gpu:
@@ -85,178 +170,10 @@ def measure_host(machine: Machine, threads: int | None = None) -> Gpu:
     )
 
 
-def share_host(whole: Gpu, ranks: int) -> Cluster:
-    """The host as `ranks` equal devices: its cores, and what they read, are divided."""
-    part = Gpu(
-        **{
-            **{name: getattr(whole, name) for name in whole.__struct_fields__},
-            "bandwidth_gbs": whole.bandwidth_gbs / ranks,
-            "tflops": {name: rate / ranks for name, rate in whole.tflops.items()},
-            "memory_gb": whole.memory_gb / ranks,
-            "usable_gib": whole.usable_gib / ranks,
-        }
-    )
-    return Cluster((part,) * ranks, 1, whole.link, whole.network_gbs * 1e9)
-
-
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
-_MOST_RANKS = 16
-_NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that `resolve` accepts, and its speed under the load."""
-
-    parallel: ParallelConfig
-    latency: Latency
-    output_tokens_per_second: float
-    """Of all replicas."""
-    deployment: Deployment
-    cluster: Cluster
-    """The devices of all ranks."""
-    constants: Constants
-
-    def __str__(self) -> str:
-        parallel = self.parallel
-        sizes = (
-            ("tp", parallel.tensor_parallel_size),
-            ("pp", parallel.pipeline_parallel_size),
-            ("dp", parallel.data_parallel_size),
-        )
-        words = [f"{axis}{size}" for axis, size in sizes if size > 1] + ["ep"] * parallel.enable_expert_parallel
-        return " ".join(words) or "one rank"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and how."""
-
-    config: EngineConfig
-    candidates: tuple[Candidate, ...]
-    """The fastest first."""
-    path: tuple[str, ...]
-    """The steps to the choice, in words."""
-
-
-def choose_parallel(config: EngineConfig, fixed: frozenset[str] = frozenset()) -> Choice:
-    """The configuration with the layout that makes most tokens per second on this host.
-
-    `fixed` names the fields of `config.parallel` that the user has set.
-
-    Raises:
-        ValueError: no layout works, or a GPU of this host is unknown. The message says why.
-    """
-    return choose_on(config, read_model(config.model), probe_here(config), fixed)
-
-
-def choose_on(
-    config: EngineConfig,
-    model: ModelDescription,
-    machine: Machine,
-    fixed: frozenset[str] = frozenset(),
-    load: HostLoad = _USUAL_LOAD,
-) -> Choice:
-    """`choose_parallel` for a model, a machine and a load that are known.
-
-    Raises:
-        ValueError: no layout works, or a GPU is unknown.
-    """
-    host = machine.hosts[0]
-    alone = dataclasses.replace(
-        config.parallel,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        data_parallel_size=1,
-        enable_expert_parallel=False,
-    )
-    devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
-    path, candidates, refusals = [], [], []
-    if devices[0].cores:
-        whole, timing, max_ranks = measure_host(machine), HOST_TIMING, min(devices[0].cores, _MOST_RANKS)
-        cluster = share_host(whole, 1)
-        path.append(
-            f"devices: {devices[0].cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
-            f"{whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
-        )
-    else:
-        cluster = _known_cluster(devices)
-        whole, timing, max_ranks = None, shipped_timing()["shardline"], len(devices)
-        path.append(f"devices: {cluster.name}, {cluster.link.kind}")
-    for parallel in _layouts(config.parallel, fixed, max_ranks):
-        tried = dataclasses.replace(config, parallel=parallel)
-        try:
-            deployment = resolve(tried, model, machine)
-        except ValueError as refusal:
-            refusals.append(str(refusal))
-            continue
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
-        used = cluster.part(ranks) if whole is None else share_host(whole, ranks)
-        candidates.append(_candidate(parallel, deployment, used, timing, load))
-    if not candidates:
-        raise ValueError(f"--parallel auto: no layout works on this host; with one rank: {refusals[0]}")
-    candidates.sort(key=lambda candidate: -candidate.output_tokens_per_second)
-    best = candidates[0]
-    path += [
-        f"{candidate}: {candidate.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * candidate.latency.tpot:.1f} ms"
-        for candidate in candidates[:5]
-    ]
-    if refusals:
-        number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
-        path.append(f"{number}: {refusals[0]}")
-    path.append(f"chosen for {load.running} requests of {load.input_len} + {load.output_len} tokens: {best}")
-    return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(candidates), tuple(path))
-
-
-def _layouts(parallel: ParallelConfig, fixed: frozenset[str], max_ranks: int) -> Iterator[ParallelConfig]:
-    """Every product of sizes up to `max_ranks` ranks that keeps what the user has set; one rank first."""
-    numbers = range(1, max_ranks + 1)
-
-    def choices(name: str, values: range | tuple[bool, ...]) -> list[int]:
-        return [getattr(parallel, name)] if name in fixed else list(values)
-
-    for tensor in choices(PARALLEL_SIZES[0], numbers):
-        for pipeline in choices(PARALLEL_SIZES[1], numbers):
-            for data in choices(PARALLEL_SIZES[2], numbers):
-                for whole in choices(PARALLEL_SIZES[3], (False, True)):
-                    ranks = tensor * pipeline * data
-                    if ranks > max(max_ranks, 1) or (whole and tensor * data == 1 and PARALLEL_SIZES[3] not in fixed):
-                        continue
-                    sizes = dict(zip(PARALLEL_SIZES, (tensor, pipeline, data, bool(whole)), strict=True))
-                    yield dataclasses.replace(parallel, **sizes)  # type: ignore[arg-type]
-
-
-def _candidate(
-    parallel: ParallelConfig, deployment: Deployment, cluster: Cluster, timing: Timing, host_load: HostLoad
-) -> Candidate:
-    replicas, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    lockstep = replicas if parallel.enable_expert_parallel else 1
-    chunk = deployment.limits.max_num_batched_tokens
-    load = Load(
-        max(1.0, host_load.running / replicas), host_load.input_len, host_load.output_len, chunk, lockstep=lockstep
-    )
-    steps = loop_steps(deployment_work(deployment), cluster, load, stages)
-    latency = loop_latency(steps, timing.constants)
-    speed = replicas * latency.output_tokens_per_second
-    return Candidate(parallel, latency, speed, deployment, cluster, timing.constants)
-
-
-def deployment_work(deployment: Deployment) -> StepWork:
-    """The work of the rank with the most weights."""
-    spec = deployment.spec
-    rules = usual_rules().get(deployment.weight_format.name, StoredRules())
-    stored = StoredWeights(rules, deployment.dtype, lambda name: name)
-    sizes = [rank.num_bytes for rank in deployment.weights]
-    place = deployment.grid.place(max(range(len(sizes)), key=sizes.__getitem__))
-    return step_work(
-        spec,
-        place,
-        deployment.stages,
-        stored,
-        deployment.cache.dtype,
-        "exact" if deployment.numerics == "exact" else "fast",
-        whole_experts=deployment.expert_parallel,
-    )
+def cpu_cluster(machine: Machine, max_ranks: int, threads: int | None = None) -> Cluster:
+    """The first host's cores as a device that up to `max_ranks` ranks share. For `threads` see `measure_host`."""
+    whole = measure_host(machine, threads)
+    return Cluster((whole,) * max_ranks, 1, whole.link, whole.network_gbs * 1e9, machine, is_shared=True)
 
 
 def _known_cluster(gpus: list[Device]) -> Cluster:
@@ -275,30 +192,3 @@ def _gpu_name(gpu: Device) -> str:
     if re.search(r"hbm3\b", gpu.name, re.IGNORECASE) and "H100" in gpu.name:
         plain += " SXM5"
     return " ".join(plain.split()).replace("SXM4-", "SXM4 ")
-
-
-def serve_command(choice: Choice, options: Mapping[str, Any]) -> str:
-    """The command that starts the choice; `options` of the engine are those that the user has set."""
-    parallel = choice.config.parallel
-    words = ["shardline", "serve", choice.config.model.model, "--device", parallel.device]
-    for name in PARALLEL_SIZES[:3]:
-        size = getattr(parallel, name)
-        words += [f"--{name.replace('_', '-')}", str(size)] if size > 1 else []
-    words += ["--enable-expert-parallel"] * parallel.enable_expert_parallel
-    return shlex.join(words + flag_words(options, skip=("model", "device", *PARALLEL_SIZES)))
-
-
-def choice_json(choice: Choice, command: str) -> dict[str, Any]:
-    """The choice as JSON data."""
-    layouts = [
-        {
-            "tp": candidate.parallel.tensor_parallel_size,
-            "pp": candidate.parallel.pipeline_parallel_size,
-            "dp": candidate.parallel.data_parallel_size,
-            "ep": candidate.parallel.enable_expert_parallel,
-            "tpot_ms": round(1e3 * candidate.latency.tpot, 3),
-            "output_tok_s": round(candidate.output_tokens_per_second, 1),
-        }
-        for candidate in choice.candidates
-    ]
-    return {"layouts": layouts, "recommended": 0, "path": choice.path, "commands": {"shardline": command}}

@@ -14,7 +14,6 @@ from msgspec.structs import replace as replace_struct
 from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants, Timing
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
@@ -22,8 +21,10 @@ from shardline.planner.search import Option, Plan, evaluate, search
 from shardline.planner.speed import layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
+    Constants,
     Load,
     LoopSteps,
+    Timing,
     loop_first_token,
     loop_latency,
     loop_steps,

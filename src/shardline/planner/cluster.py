@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from msgspec.structs import replace as replace_struct
+
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.planner.hardware import GB, Gpu, GpuLink, find_gpu
 
@@ -28,10 +30,13 @@ class Cluster:
     """The link inside a node."""
     network_bytes_per_second: float
     """Between nodes: one direction, each GPU."""
+    host: Machine | None = None
+    """This host, if the GPUs are its own; None: they are described only."""
+    is_shared: bool = False
+    """Whether all ranks share one device, of which each entry of `gpus` is the whole."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes."""
         return len(self.gpus) * self.num_nodes
 
     @property
@@ -41,7 +46,6 @@ class Cluster:
 
     @property
     def smallest(self) -> Gpu:
-        """The GPU with the least memory."""
         return min(self.gpus, key=lambda gpu: gpu.usable_gib)
 
     @property
@@ -72,11 +76,17 @@ class Cluster:
 
     def part(self, num_gpus: int) -> Cluster:
         """The first `num_gpus` GPUs: whole nodes, or a part of one."""
-        return _part(self, num_gpus)
+        return _share(self, num_gpus) if self.is_shared else _part(self, num_gpus)
+
+    @property
+    def cores(self) -> int:
+        """Cores of this host."""
+        assert self.host is not None
+        return self.host.hosts[0].cores
 
     def machine(self, reserved: int) -> Machine:
         """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
-        return Machine(tuple(self._host(f"node{index}", reserved) for index in range(self.num_nodes)))
+        return self.host or Machine(tuple(self._host(f"node{index}", reserved) for index in range(self.num_nodes)))
 
     def _host(self, name: str, reserved: int) -> Host:
         memory = sum(gpu.usable_bytes for gpu in self.gpus)
@@ -88,6 +98,22 @@ class Cluster:
                 devices.append(Device("cuda", gpu.name, total, total - reserved, gpu.capability, identifier=str(index)))
         why = f"Shardline has no back end for GPUs of {others[0]}; use vLLM" if others else ""
         return Host(name, memory, _HOST_CORES, tuple(devices), unusable_gpus=why)
+
+
+def share_device(device: Gpu, ranks: int) -> Gpu:
+    """The part of a device that each of `ranks` has: its arithmetic, its bandwidth and its memory are divided."""
+    return replace_struct(
+        device,
+        bandwidth_gbs=device.bandwidth_gbs / ranks,
+        tflops={name: rate / ranks for name, rate in device.tflops.items()},
+        memory_gb=device.memory_gb / ranks,
+        usable_gib=device.usable_gib / ranks,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _share(cluster: Cluster, num_ranks: int) -> Cluster:
+    return replace(cluster, gpus=(share_device(cluster.gpus[0], num_ranks),) * num_ranks, is_shared=False)
 
 
 @functools.lru_cache(maxsize=512)

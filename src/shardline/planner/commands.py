@@ -44,6 +44,8 @@ def plan_commands(plan: Plan) -> dict[str, Command | None]:
 def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
     """The command line of an engine, if it accepts the layout."""
     own = replace(layout, engine=engine)
+    if plan.model.name == "demo" and engine != "shardline":
+        return None  # the name is this engine's only
     if fit(plan.model, own, plan.cluster, plan.demand).verdict == "no":
         return None
     name, quantization, note = _checkpoint(plan, layout, engine)
@@ -71,13 +73,8 @@ def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
 
 
 def _sizes(layout: Layout) -> list[str]:
-    sizes = {
-        "--tensor-parallel-size": layout.tensor,
-        "--pipeline-parallel-size": layout.pipeline,
-        "--data-parallel-size": layout.data,
-    }
-    words = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
-    return words + ["--enable-expert-parallel"] * layout.whole_experts
+    sizes = [(f"--{axis}-parallel-size", str(size)) for axis, size in layout.sizes.items() if size > 1]
+    return [word for pair in sizes for word in pair] + ["--enable-expert-parallel"] * layout.whole_experts
 
 
 def _checkpoint(plan: Plan, layout: Layout, engine: str) -> tuple[str, list[str], str]:

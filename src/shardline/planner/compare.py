@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardline.config.engine import CacheConfig
-from shardline.planner.constants import Interval
+from shardline.config.topology import COORDINATES
 from shardline.planner.hardware import GIB, GpuLink
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
 from shardline.planner.report import option_json
 from shardline.planner.search import Option, Plan, evaluate
 from shardline.planner.speed import Speed, layout_speed
+from shardline.planner.timing import Interval
 
-_SIZE = re.compile(r"(tp|pp|dp|cp)(\d+)")
-_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+_SIZE = re.compile(r"([a-z]+)([1-9]\d*)")
 _KV_TYPES = CacheConfig.__dataclass_fields__["kv_cache_dtype"].metadata["choices"]
 _ROUNDS = 12
 _LINKS = (1.0, 1024.0)
@@ -33,14 +33,15 @@ def parse_layout(text: str, plan: Plan) -> Layout:
         ValueError: a part of the text is unknown.
     """
     engine = plan.options[0].layout.engine if plan.options else "vllm"
+    axes = {name: axis for axis, name in COORDINATES.items()}
     labels = {bits_label(plan.model), *(option.layout.weights for option in plan.options)}
     values: dict[str, object] = {"engine": engine, "weights": bits_label(plan.model)}
     if engine == "shardline" and plan.fixed.numerics is not None:
         values["numerics"] = plan.fixed.numerics
     for part in re.split(r"[-+, ]+", text.strip()):
         size = _SIZE.fullmatch(part)
-        if size is not None and int(size.group(2)) > 0:
-            values[_AXES[size.group(1)]] = int(size.group(2))
+        if size is not None and size[1] in axes:
+            values[axes[size[1]]] = int(size[2])
         elif part == "ep":
             values["whole_experts"] = True
         elif part.startswith("kv:") and part[3:] in _KV_TYPES:

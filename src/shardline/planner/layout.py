@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardline.config.engine import EngineConfig
+from shardline.config.topology import COORDINATES
 from shardline.deployment.length import check_length
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.simulation.workload import SimulatedRequest
 
 ENGINES = ("shardline", "vllm")
+STARTED_AXES = ("tensor", "pipeline", "data")
+"""The axes along which engines start ranks."""
 _USUAL_LENGTH = 8192
 
 
@@ -38,7 +41,16 @@ class Layout:
     @property
     def num_gpus(self) -> int:
         """One GPU for each rank."""
-        return self.tensor * self.pipeline * self.data * self.context
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, by its name in `COORDINATES`."""
+        return {axis: getattr(self, axis) for axis in COORDINATES}
+
+    def along(self, **sizes: int) -> Layout:
+        """The same formats with these sizes, 1 on all other axes, and no whole experts."""
+        return replace(self, whole_experts=False, **(dict.fromkeys(COORDINATES, 1) | sizes))  # type: ignore[arg-type]
 
     @property
     def expert_ranks(self) -> int:
@@ -51,8 +63,7 @@ class Layout:
         return self.data if self.whole_experts else 1
 
     def __str__(self) -> str:
-        sizes = (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data), ("cp", self.context))
-        words = [self.weights, *(f"{axis}{size}" for axis, size in sizes if size > 1)]
+        words = [self.weights, *(f"{COORDINATES[axis]}{size}" for axis, size in self.sizes.items() if size > 1)]
         words += ["ep"] if self.whole_experts else []
         words += [f"kv:{self.kv}"] if self.kv != "auto" else []
         words += [self.numerics] if self.numerics != "exact" else []
@@ -87,6 +98,8 @@ class Demand:
     """None: the engine's default."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of the engine that are given: see `planner/options.py`."""
+    config: EngineConfig | None = field(default=None, hash=False)
+    """The configuration that is planned for this host; None: `options` say what is known of it."""
 
 
 def usual_length(positions: int, needed: int) -> int:

@@ -26,7 +26,7 @@ from shardline.planner import vllm
 from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
-from shardline.planner.layout import Demand, Layout
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.options import decisive_options
 from shardline.planner.planned_model import PlannedModel
@@ -62,10 +62,11 @@ class Fit:
     why_not: str = ""
     """Why the engine refuses the layout, or what is missing; empty: it fits."""
     stages: tuple[Span, ...] = ()
+    deployment: Deployment | None = None
+    """Of a plan for this host: what would be started."""
 
     @property
     def fits(self) -> bool:
-        """Whether an engine starts it."""
         return self.verdict != "no"
 
     @property
@@ -145,15 +146,14 @@ def verdict_of(requests: int, wanted: int) -> str:
 
 def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: int) -> EngineConfig:
     """The configuration of this engine for a layout and requests of up to `length` tokens."""
+    if demand.config is not None:
+        return sized(demand.config, layout)
     changed = "none" if layout.weights == _PLAIN else layout.weights
     options = {
         "model": model.name,
         "max_model_len": length,
         "quantization": None if layout.weights == bits_label(model) else changed,
-        "tensor_parallel_size": layout.tensor,
-        "pipeline_parallel_size": layout.pipeline,
-        "data_parallel_size": layout.data,
-        "context_parallel_size": layout.context,
+        **{f"{axis}_parallel_size": size for axis, size in layout.sizes.items()},
         "enable_expert_parallel": layout.whole_experts,
         "kv_cache_dtype": layout.kv,
         "gpu_memory_utilization": demand.utilization,
@@ -167,14 +167,23 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
     return EngineConfig.from_options(**{**decisive_options(demand.options), **given})
 
 
+def sized(config: EngineConfig, layout: Layout) -> EngineConfig:
+    """The configuration with the sizes of a layout."""
+    sizes = {f"{axis}_parallel_size": getattr(layout, axis) for axis in STARTED_AXES}
+    parallel = dataclasses.replace(config.parallel, enable_expert_parallel=layout.whole_experts, **sizes)
+    return dataclasses.replace(config, parallel=parallel)
+
+
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     why = ""
     try:
-        description = describe(model)
+        description = describe(model, checked=cluster.host is None)
         config = engine_config(model, layout, demand, demand.max_model_len)
         try:
             deployment = resolve(config, description, _machine(cluster, layout.num_gpus))
         except ValueError as refusal:
+            if cluster.host is not None:
+                raise
             # Perhaps only the memory does not do. Then the figures are those of GPUs that are large enough.
             why = str(refusal)
             deployment = resolve(config, description, _machine(cluster, layout.num_gpus, roomy=True))
@@ -197,32 +206,37 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
     weights, step = _rank_bytes(deployment)
     machine = _machine(cluster, layout.num_gpus)
-    room, most = (cache_room(deployment, machine, layout.num_gpus, share) for share in (demand.utilization, 1.0))
-    num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
     if isinstance(cache.pool, FixedPool):
         num_blocks = cache.pool.num_blocks - 1
         room = (num_blocks + 1) * max(cache.block_bytes)
-        why = why or _pool_shortage(room, most)
+        if cluster.host is None:
+            why = why or _pool_shortage(room, cache_room(deployment, machine, layout.num_gpus, 1.0))
+    else:
+        room = cache_room(deployment, machine, layout.num_gpus, cache.pool.share)
+        num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
-    per_request = blocks_per_request(cache.groups, demand.max_model_len, cache.block_size, step_tokens)
+    length = deployment.max_model_len if cluster.host is not None else demand.max_model_len
+    per_request = blocks_per_request(cache.groups, length, cache.block_size, step_tokens)
     concurrency = replicas * num_blocks / per_request
     longest = longest_request(cache.groups, num_blocks, cache.block_size, step_tokens, spec.max_position_embeddings)
     is_simple = len(cache.groups) == 1
-    tokens = num_blocks * cache.block_size if is_simple else int(concurrency / replicas * demand.max_model_len)
+    tokens = num_blocks * cache.block_size if is_simple else int(concurrency / replicas * length)
     fits = not why
+    wanted = demand.concurrency if cluster.host is None else 1
     return Fit(
         layout,
-        verdict_of(max(whole_requests(concurrency, replicas), 1) if fits else 0, demand.concurrency),
+        verdict_of(max(whole_requests(concurrency, replicas), 1) if fits else 0, wanted),
         weights,
         step + _CONTEXT_BYTES,
         room,
         tokens,
         longest,
         concurrency if fits else 0.0,
-        demand.max_model_len,
+        length,
         why,
         deployment.stages,
+        deployment if cluster.host is not None else None,
     )
 
 
@@ -310,7 +324,6 @@ def _longest(room: int, size: Callable[[int], int], most: int) -> int:
 
 
 def _shortage(result: Fit, size: Callable[[int], int]) -> str:
-    """What is missing, in words."""
     if result.kv_bytes <= 0:
         return (
             f"weights need {result.weight_bytes / GIB:.1f} GiB and the rest {result.other_bytes / GIB:.1f}: "

@@ -16,7 +16,7 @@ SEARCHED = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "context_parallel_size",
     "enable_expert_parallel", "numerics", "quantization", "kv_cache_dtype",
 )  # fmt: skip
-"""They fix a part of every layout (`candidates.Fixed`), and the commands are written from the layout."""
+"""They fix a part of every layout (`search.Fixed`), and the commands are written from the layout."""
 
 DEMANDED = ("model", "max_model_len", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
 """Fields of the demand, or the model."""

@@ -81,7 +81,29 @@ def _fewest_answer(plan: Plan, fewest: list[Fit]) -> str:
     if all(fitted.verdict == "tight" for fitted in fewest if fitted.layout.num_gpus == least):
         answer = f"{least} GPU{'s' * (least > 1)} for fewer than {plan.demand.concurrency} such requests at once"
     size = len(plan.cluster.gpus)
+    answer += _why_more(plan, least)
     return answer + f", so it does not fit one node of {size}" * (least > size)
+
+
+def _why_more(plan: Plan, least: int) -> str:
+    """Why the recommended layout has more than the fewest GPUs that hold the model."""
+    best = plan.best
+    small = next((option for option in plan.options if option.fits and option.layout.num_gpus == least), None)
+    if best is None or small is None or best.layout.num_gpus <= least:
+        return ""
+    assert best.speed is not None
+    assert small.speed is not None
+    if small.misses:
+        why = f"misses {small.misses}"
+    elif small.fit.verdict == "tight":
+        why = f"has room for {small.fit.requests} requests"
+    elif plan.goal == "latency":
+        why = f"has a TPOT of {1e3 * small.speed.tpot.p50:.1f} ms, not {1e3 * best.speed.tpot.p50:.1f}"
+    elif plan.goal == "throughput":
+        why = f"makes {small.speed.output_tok_s.p50:,.0f} tok/s, not {best.speed.output_tok_s.p50:,.0f}"
+    else:
+        why = f"costs {_price(small)}, not {_price(best).partition(' a million')[0]}"
+    return f"; {best.layout.num_gpus} are recommended, since {small.layout} {why}"
 
 
 def fewest_gpus(plan: Plan, label: str, most: int = 64) -> Fit | None:
@@ -209,7 +231,7 @@ def tensor_efficiency(plan: Plan, option: Option, link_bytes_per_second: float |
         rate = (link_bytes_per_second or plan.cluster.link_bytes_per_second(joined)) / GB
         link = GpuLink("any", rate, rate, size)
         gpus = (plan.cluster.slowest,) * size
-        alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)
+        alone = layout.along(tensor=size)
         try:
             work = layout_work(plan.model, alone, dataclasses.replace(option.fit, stages=(Span(0, len(spec.layers)),)))
         except ValueError:
@@ -268,12 +290,10 @@ def _decision(plan: Plan, best: Option | None) -> Question:
 def turns_yes(plan: Plan, option: Option) -> list[str]:
     """What would make a refused layout fit: another format on the same ranks, or shorter requests."""
     layout = option.layout
-    ranks = (layout.tensor, layout.pipeline, layout.data, layout.whole_experts)
     ways = [
-        f"{option.layout.weights} weights, {option.layout.kv} KV cache"
-        for option in plan.options
-        if option.fits
-        and ranks == (option.layout.tensor, option.layout.pipeline, option.layout.data, option.layout.whole_experts)
+        f"{other.layout.weights} weights, {other.layout.kv} KV cache"
+        for other in plan.options
+        if other.fits and other.layout == dataclasses.replace(layout, weights=other.layout.weights, kv=other.layout.kv)
     ]
     if option.fit.max_context > 1:
         ways.append(f"--max-model-len {option.fit.max_context}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardline.planner.bandwidth import axis_traffic, link_rates
+from shardline.config.topology import COORDINATES
+from shardline.models.sizes import stage_spans
+from shardline.planner import vllm
 from shardline.planner.commands import plan_commands
-from shardline.planner.constants import Interval
 from shardline.planner.cost import (
     HOURS_PER_DAY,
     HOURS_PER_MONTH,
@@ -21,43 +24,96 @@ from shardline.planner.cost import (
     recommended_costs,
 )
 from shardline.planner.hardware import GB, GIB
+from shardline.planner.layout import Layout
+from shardline.planner.memory import stored_weights
 from shardline.planner.path import explain_path, turns_yes
 from shardline.planner.search import Option, Plan
+from shardline.planner.speed import layout_work
+from shardline.planner.timing import Interval
 
-_SHOWN = 8
+_WIDTH = 100
+"""Columns of a page."""
+_SHOWN = 5
+"""Layouts of the table."""
+_EXPANDED = 1.3
+"""Weights that are so many times larger than stored are expanded."""
 _REFUSED = 3
+"""Refused layouts of the table, if nothing fits."""
 
 
 def format_plan(
     plan: Plan, *, show_all: bool = False, api: ApiPrice | None = None, others: OtherPrices | None = None
 ) -> str:
-    """The plan as text."""
-    lines = [_head(plan)]
+    """The plan as a page: what is recommended, its memory, the path to it, and the runners-up.
+
+    With `show_all`, every layout is in the table, and each question of the path has its figures.
+    """
+    lines = _wrap(_head(plan))
     if plan.model.engine_refusal:
-        lines.append(f"vLLM only: {plan.model.engine_refusal}")
-    if plan.instead:
-        lines.append(plan.instead)
-    shown = list(range(len(plan.options))) if show_all else _selection(plan)
-    lines += _table(plan, [plan.options[index] for index in shown])
-    option = plan.best or next((option for option in plan.options if option.fit.other_bytes), None)
+        lines += _wrap(f"vLLM only: {plan.model.engine_refusal}")
+    lines += _wrap(plan.instead) if plan.instead else []
+    best, others = plan.best, others or OtherPrices()
+    lines += ["", *(_recommendation(plan, best, api, others) if best is not None else ["nothing is recommended"])]
+    option = best or next((option for option in plan.options if option.fit.other_bytes), None)
     if option is not None:
-        lines += _memory_lines(plan, option) + _bandwidth_lines(plan, option)
-    lines += [f"why: {step.question} {step.figures} -> {step.answer}" for step in explain_path(plan)]
-    others = others or OtherPrices()
-    costs = recommended_costs(plan, others)
-    if costs is not None:
-        lines.append(_cost_line(costs))
-    if api is not None:
-        lines.append(_api_line(plan, api, others))
+        if lacking := expanded_weights(plan, option):
+            lines += _wrap(f"missing: {lacking}")
+        lines += ["", *_memory_lines(plan, option), *_bandwidth_lines(plan, option), ""]
+    for step in explain_path(plan):
+        question = step.question if show_all else step.question.partition(" (")[0]
+        lines += _wrap(f"{question} {step.answer}")
+        lines += _wrap(step.figures, "    ") if show_all else []
+    shown = list(range(len(plan.options))) if show_all else _selection(plan)
+    lines += ["", *_table(plan, [plan.options[index] for index in shown])]
     hidden = len(plan.options) - len(shown)
-    if hidden:
-        lines.append(f"{hidden} dominated or refused layouts: --all")
-    lines += [
-        f"run: {command.line}{command.note and f'   # {command.note}'}"
-        for command in plan_commands(plan).values()
-        if command
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *[f"{hidden} more layouts, and the figures of each answer: --all"] * bool(hidden)])
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Lines of the page; words, such as those of a command, stay whole."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _recommendation(plan: Plan, best: Option, api: ApiPrice | None, others: OtherPrices) -> list[str]:
+    """The commands, what fits, how fast it is, and what it costs."""
+    speed, fitted = best.speed, best.fit
+    assert speed is not None
+    lines = [f"recommended: {best.layout}"]
+    for command in plan_commands(plan).values():
+        if command is not None:
+            line = _wrap(f"$ {command.line}", "  ")
+            lines += [*(f"{part} \\" for part in line[:-1]), line[-1]]
+            lines += _wrap(f"# {command.note}", "    ") if command.note else []
+    fewer = "" if best.fit.verdict != "tight" else f", fewer than {plan.demand.concurrency}"
+    lines += _wrap(
+        f"fits:  {fitted.requests} requests of {plan.demand.max_model_len:,} tokens at once{fewer} ({fitted.verdict})"
+    )
+    risk = f"; may miss {best.may_miss}" if best.may_miss else ""
+    lines += _wrap(
+        f"speed: {speed.output_tok_s.p50:,.0f} tok/s with {speed.running:,.0f} requests, "
+        f"TTFT {_span(speed.ttft, 1, 2)} s, TPOT {_span(speed.tpot, 1e3, 0)} ms; bound by {speed.bound_by}{risk}"
+    )
+    costs = recommended_costs(plan, others)
+    lines += _wrap(_cost_line(costs)) if costs is not None else []
+    return lines + (_wrap(_api_line(plan, api, others)) if api is not None else [])
+
+
+def expanded_weights(plan: Plan, option: Option) -> str:
+    """What this engine lacks if it expands a checkpoint's quantized weights on GPUs; empty: it keeps them packed."""
+    layout, fitted = option.layout, option.fit
+    if layout.engine != "shardline" or not plan.model.rules.rules or not fitted.weight_bytes:
+        return ""
+    stages = fitted.stages or stage_spans(plan.model.spec, layout.pipeline)
+    packed, _ = vllm.weight_bytes(plan.model, stored_weights(plan.model, layout.weights), layout, stages)
+    if fitted.weight_bytes < _EXPANDED * packed:
+        return ""
+    return (
+        f"GPU kernels of Shardline that keep these {layout.weights} weights packed. It expands them: "
+        f"{fitted.weight_bytes / GIB:.0f} GiB a GPU instead of {packed / GIB:.0f}; --engine vllm keeps them packed"
+    )
 
 
 def _memory_json(plan: Plan, option: Option) -> dict[str, Any]:
@@ -91,8 +147,7 @@ def _memory_lines(plan: Plan, option: Option) -> list[str]:
     return [
         f"memory of a GPU with {option.layout}, {memory['gpu_bytes'] / GIB:.1f} GiB:",
         *(f"  {name:20}{num_bytes / GIB:>8.1f} GiB{note}" for name, num_bytes, note in rows),
-        f"longest context: {fitted.max_context:,} tokens{limit}; {fitted.requests} requests of "
-        f"{plan.demand.max_model_len:,} tokens fit at once",
+        f"longest context: {fitted.max_context:,} tokens{limit}",
     ]
 
 
@@ -102,8 +157,8 @@ def _bandwidth_lines(plan: Plan, option: Option) -> list[str]:
         return []
     head = "".join(f"{name:>14}" for name in link_rates(plan))
     lines = [
-        f"links: what a GPU receives along each axis, and ms in a decode step with {option.speed.running:,.0f} "
-        f"requests, whose other parts take {1e3 * option.speed.other_seconds:.1f} ms",
+        f"links: what a GPU receives along each axis, and ms of a decode step (others: "
+        f"{1e3 * option.speed.other_seconds:.1f} ms)",
         f"  {'axis':8}{'kB a token':>12}{'exchanges':>11}{'MB a step':>11}{head}",
     ]
     for traffic in axis_traffic(plan, option):
@@ -128,7 +183,7 @@ def _cost_line(costs: Costs) -> str:
         parts.append(f"${costs.operations_per_month:,.0f} for operations")
     included = f" ({', '.join(parts)} included)" if parts else ""
     return (
-        f"cost: ${costs.per_hour:.2f} an hour; ${costs.per_month:,.0f}, {costs.gpu_hours_per_month:,.0f} GPU-hours a "
+        f"price: ${costs.per_hour:.2f} an hour; ${costs.per_month:,.0f}, {costs.gpu_hours_per_month:,.0f} GPU-hours a "
         f"month{included}; a million output tokens ${costs.output_per_million:.2f} at this load and "
         f"${costs.full_output_per_million:.2f} at full load, input tokens ${costs.input_per_million:.2f} and "
         f"${costs.full_input_per_million:.2f}"
@@ -138,7 +193,7 @@ def _cost_line(costs: Costs) -> str:
 def _api_line(plan: Plan, api: ApiPrice, others: OtherPrices) -> str:
     tokens = api_break_even(plan, api, others)
     if tokens is None:
-        return "why: an API? nothing to compare it with -> an API"
+        return "an API? nothing to compare it with"
     most = _tokens_a_day(plan)
     answer = f"GPUs from {tokens / 1e6:,.1f} million tokens a day, an API below"
     if math.isinf(tokens):
@@ -146,7 +201,7 @@ def _api_line(plan: Plan, api: ApiPrice, others: OtherPrices) -> str:
     elif tokens > most:
         answer = f"an API: the layout makes at most {most / 1e6:,.1f} million tokens a day"
     cached = f", {plan.demand.cached_len} of {plan.demand.input_len} input tokens cached" * (plan.demand.cached_len > 0)
-    return f"why: an API? {api.per_token(plan.demand) * 1e6:.2f} dollars for a million mean tokens{cached} -> {answer}"
+    return f"an API? {api.per_token(plan.demand) * 1e6:.2f} dollars for a million mean tokens{cached}: {answer}"
 
 
 def _tokens_a_day(plan: Plan) -> float:
@@ -166,6 +221,7 @@ def plan_json(plan: Plan, api: ApiPrice | None = None, others: OtherPrices | Non
         "api_break_even_tokens_a_day": None if tokens is None or math.isinf(tokens) else tokens,
         "model": plan.model.name,
         "gpus": plan.cluster.name,
+        "missing": (expanded_weights(plan, plan.options[0]) or None) if plan.options else None,
         "vllm_only": plan.model.engine_refusal or plan.instead or None,
         "layouts": [
             option_json(option) | ({"turns_yes": turns_yes(plan, option)} if option.speed is None else {})
@@ -193,15 +249,14 @@ def _head(plan: Plan) -> str:
 
 
 def _selection(plan: Plan) -> list[int]:
-    """The undominated options, and a few that are refused, for different reasons."""
-    best = frontier(plan.options)[:_SHOWN]
-    if plan.recommended is not None and plan.recommended not in best:
-        best = [plan.recommended, *best]
+    """The undominated options; if nothing fits, some that are refused, for different reasons."""
+    if best := frontier(plan.options)[:_SHOWN]:
+        first = [] if plan.recommended is None or plan.recommended in best else [plan.recommended]
+        return [*first, *best]
     refused = [index for index, option in enumerate(plan.options) if option.speed is None]
     refused.sort(key=lambda index: _refusal_rank(plan.options[index]))
     reasons = {plan.options[index].fit.why_not: index for index in reversed(refused)}
-    spread = [index for index, option in enumerate(plan.options) if option.speed is not None and not option.fits]
-    return best + spread[:1] + [index for index in refused if index in reasons.values()][:_REFUSED]
+    return [index for index in refused if index in reasons.values()][:_REFUSED]
 
 
 def _refusal_rank(option: Option) -> tuple[bool, int, int]:
@@ -211,26 +266,32 @@ def _refusal_rank(option: Option) -> tuple[bool, int, int]:
 
 def _table(plan: Plan, options: Sequence[Option]) -> list[str]:
     length = f"{plan.demand.max_model_len:,} reqs"
+    width = max([len("layout"), *(len(str(option.layout)) for option in options)])
     lines = [
-        f"{'layout':26} {'per GPU: weights+KV':20} {'verdict':12} {length:>13} {'TTFT s':>11} {'TPOT ms':>10} "
-        f"{'tok/s':>8} {'$/M out':>8}  bound by"
+        f"{'layout':{width}} {'GPU: GiB':>9} {length} {'TTFT s':>11} {'TPOT ms':>9} "
+        f"{'tok/s':>7} {'$/M out':>7}  bound by"
     ]
     for option in options:
         size = _memory(option)
         if option.speed is None:
-            lines.append(f"{option.layout!s:26} {size:20} no: {option.fit.why_not}")
+            lines += _wrap(f"{option.layout!s:{width}} {size:>9} no: {option.fit.why_not}")
             continue
         speed, data = option.speed, option.layout.data
         requests = f"{option.fit.requests}" if data == 1 else f"{data}x{option.fit.requests // data}"
         cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
-        note = f"; misses {option.misses}" if option.misses else ""
-        note += f"; may miss {option.may_miss}" if option.may_miss else ""
-        note = f"; {option.fit.why_not}" if not option.fits else note
         lines.append(
-            f"{option.layout!s:26} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
-            f"{_span(speed.tpot, 1e3, 0):>10} {speed.output_tok_s.p50:>8.0f} {cost:>8}  {speed.bound_by}; links "
-            f"{speed.link_share:.0%}{note}"
+            f"{option.layout!s:{width}} {size:>9} {requests:>{len(length)}} {_span(speed.ttft, 1, 2):>11} "
+            f"{_span(speed.tpot, 1e3, 0):>9} {speed.output_tok_s.p50:>7.0f} {cost:>7}  {speed.bound_by}"
         )
+        note = "; ".join(
+            text for text in (
+                "tight" if option.fit.verdict == "tight" else "",
+                f"misses {option.misses}" if option.misses else "",
+                f"may miss {option.may_miss}" if option.may_miss else "",
+                "" if option.fits else option.fit.why_not,
+            ) if text
+        )  # fmt: skip
+        lines += _wrap(note, "  ") if note else []
     return lines
 
 
@@ -239,7 +300,7 @@ def _memory(option: Option) -> str:
     if not option.fit.weight_bytes:
         return "-"
     cache = f"+{max(0, option.fit.kv_bytes) / GIB:.0f}" if option.fit.other_bytes else ""
-    return f"{option.fit.weight_bytes / GIB:.1f}{cache} GiB"
+    return f"{option.fit.weight_bytes / GIB:.1f}{cache}"
 
 
 def _span(interval: Interval, factor: float, digits: int) -> str:
@@ -247,15 +308,11 @@ def _span(interval: Interval, factor: float, digits: int) -> str:
 
 
 def option_json(option: Option) -> dict[str, Any]:
-    """A layout with its figures as JSON data."""
     layout, fitted, speed = option.layout, option.fit, option.speed
     data: dict[str, Any] = {
         "engine": layout.engine,
-        "tp": layout.tensor,
-        "pp": layout.pipeline,
+        **{COORDINATES[axis]: size for axis, size in layout.sizes.items()},
         "ep": layout.expert_ranks,
-        "dp": layout.data,
-        "cp": layout.context,
         "weights": layout.weights,
         "kv": layout.kv,
         "verdict": fitted.verdict,
@@ -316,3 +373,60 @@ def _figures(option: Option) -> tuple[float, ...]:
     assert speed is not None
     cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
     return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What one GPU receives if its model is divided along one axis only."""
+
+    axis: str
+    """The axis and its ranks, such as "tp4"."""
+    bytes_per_token: float
+    """For each token that the GPU computes."""
+    exchanges: int
+    """Of a step, one after the other."""
+    step_bytes: float
+    """In a decode step with the option's requests."""
+    link_seconds: Mapping[str, float]
+    """For each link, the time of the exchanges of a decode step."""
+
+
+def axis_traffic(plan: Plan, option: Option) -> list[AxisTraffic]:
+    """The traffic of every axis over as many GPUs as the option has, but at least two, with its formats and load."""
+    assert option.speed is not None
+    ranks, running = max(2, option.layout.num_gpus), option.speed.running
+    constants = plan.timing[option.layout.engine].constants
+    axes = []
+    for axis, layout in _axes(plan, option, ranks):
+        stages = stage_spans(plan.model.spec, layout.pipeline)
+        try:
+            work = layout_work(plan.model, layout, dataclasses.replace(option.fit, layout=layout, stages=stages))
+        except ValueError:
+            continue  # the heads cannot be divided so
+        traffic = sum((exchange for exchange, _ in work.exchanges), work.hand_off)
+        # Stages and replicas each have a part of the requests in a step.
+        moved = traffic.num_bytes * running / (layout.pipeline * layout.data)
+        waiting = traffic.num_messages * constants.message
+        seconds = {name: waiting + moved / constants.link / rate for name, rate in link_rates(plan).items()}
+        axes.append(AxisTraffic(f"{axis}{ranks}", traffic.num_bytes, traffic.num_messages, moved, seconds))
+    return axes
+
+
+def _axes(plan: Plan, option: Option, ranks: int) -> Iterator[tuple[str, Layout]]:
+    for axis, name in COORDINATES.items():
+        is_possible = axis != "pipeline" or ranks <= len(plan.model.spec.layers)
+        if is_possible and (axis != "context" or option.layout.engine == "shardline"):
+            yield name, option.layout.along(**{axis: ranks})
+    if any(layer.feed_forward.routing for layer in plan.model.spec.layers):
+        yield "ep", dataclasses.replace(option.layout.along(data=ranks), whole_experts=True)
+
+
+def link_rates(plan: Plan) -> dict[str, float]:
+    """Bytes per second of one direction of each link: that of a node, that of a host, and the network between nodes."""
+    cluster = plan.cluster
+    links = [
+        (cluster.link.kind, cluster.link.gbs),
+        ("pcie", cluster.slowest.pcie_gbs),
+        ("network", cluster.network_bytes_per_second / GB),
+    ]
+    return {f"{kind} {gbs:g}": gbs * GB for kind, gbs in links}

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.config.topology import COORDINATES
 from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
-from shardline.planner.constants import Timing, shipped_timing
 from shardline.planner.hardware import Gpu, known_gpus
-from shardline.planner.layout import Demand, Layout
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, stored_weights
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.speed import Speed, layout_speed
+from shardline.planner.timing import Timing, shipped_timing
 
 _SECONDS_PER_HOUR = 3600
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -48,6 +49,11 @@ class Fixed:
     context: int | None = None
     numerics: str | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        """The product of the sizes that are fixed."""
+        return math.prod(getattr(self, axis) or 1 for axis in COORDINATES)
+
 
 def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
     """What the given options of the engine fix. A stated method of the checkpoint itself is its own format."""
@@ -56,13 +62,10 @@ def fixed_choices(options: Mapping[str, Any], model: PlannedModel) -> Fixed:
     if is_stated or (quantization == "none" and not model.rules.rules):
         quantization = bits_label(model)
     return Fixed(
-        tensor=options.get("tensor_parallel_size"),
-        pipeline=options.get("pipeline_parallel_size"),
-        data=options.get("data_parallel_size"),
+        **{axis: options.get(f"{axis}_parallel_size") for axis in COORDINATES},
         whole_experts=options.get("enable_expert_parallel"),
         weights="bf16" if quantization == "none" else quantization,
         kv=options.get("kv_cache_dtype"),
-        context=options.get("context_parallel_size"),
         numerics=options.get("numerics"),
     )
 
@@ -84,7 +87,6 @@ class Option:
 
     @property
     def layout(self) -> Layout:
-        """The layout."""
         return self.fit.layout
 
     @property
@@ -118,7 +120,6 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The recommended option."""
         return None if self.recommended is None else self.options[self.recommended]
 
 
@@ -232,9 +233,8 @@ def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed
         why = vllm.refusal(model.spec, model.stored(), smallest)
         if why:
             raise ValueError(why)
-    needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)
-    if needed > cluster.num_gpus:
-        raise ValueError(f"the parallel sizes need {needed} GPUs, and {cluster.name} has {cluster.num_gpus}")
+    if fixed.num_ranks > cluster.num_gpus:
+        raise ValueError(f"the parallel sizes need {fixed.num_ranks} GPUs, and {cluster.name} has {cluster.num_gpus}")
 
 
 def check_refusals(plan: Plan) -> None:
@@ -305,7 +305,6 @@ def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
 
 
 def per_million(price_per_hour: float, tokens_per_second: float) -> float:
-    """Dollars for a million tokens."""
     return price_per_hour / (tokens_per_second * _SECONDS_PER_HOUR) * 1e6
 
 
@@ -316,24 +315,22 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
     numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
     caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
+    plain = Layout(engine, numerics=numerics)
     for num_gpus in _counts(cluster, fixed):
-        for tensor in _divisors(num_gpus, fixed.tensor):
-            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
-                data = num_gpus // tensor // pipeline
-                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+        for sizes in _divide(num_gpus, STARTED_AXES, fixed):
+            if sizes["pipeline"] > len(model.spec.layers):
+                continue
+            for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                if whole and sizes["tensor"] * sizes["data"] == 1:
                     continue
-                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
-                    if whole and tensor * data == 1:
-                        continue
-                    for label in labels:
-                        for kv in caches:
-                            yield Layout(engine, tensor, pipeline, data, whole, label, kv, numerics=numerics)
+                for label in labels:
+                    for kv in caches:
+                        yield dataclasses.replace(plain.along(**sizes), whole_experts=whole, weights=label, kv=kv)
     if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
         # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
-        for tensor in _divisors(cluster.num_gpus, fixed.tensor):
-            if tensor < cluster.num_gpus:
-                spread = cluster.num_gpus // tensor
-                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=spread, numerics=numerics)
+        for sizes in _divide(cluster.num_gpus, ("tensor", "context"), fixed):
+            if sizes["context"] > 1:
+                yield dataclasses.replace(plain.along(**sizes), weights=labels[0], kv=caches[0])
 
 
 def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
@@ -342,17 +339,22 @@ def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
     Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
     """
     total = cluster.num_gpus
-    if total <= _EVERY_NUMBER:
+    if total <= _EVERY_NUMBER or cluster.host is not None:
         return list(range(1, total + 1))
     counts = {total >> shift for shift in range(total.bit_length())}
-    unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
+    unit = fixed.num_ranks
     if unit <= total and all(count % unit for count in counts):
         counts |= {unit, total // unit * unit}
     return sorted(counts)
 
 
-def _divisors(number: int, only: int | None) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+def _divide(num_gpus: int, axes: Sequence[str], fixed: Fixed) -> Iterator[dict[str, int]]:
+    """Every way to divide the GPUs among axes so that the product of all sizes is their number."""
+    axis, *others = axes
+    for size in range(1, num_gpus + 1) if others else (num_gpus,):
+        if num_gpus % size == 0 and getattr(fixed, axis) in (None, size):
+            for rest in _divide(num_gpus // size, others, fixed) if others else ({},):
+                yield {axis: size, **rest}
 
 
 def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:

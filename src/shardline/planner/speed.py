@@ -7,16 +7,18 @@ import functools
 from dataclasses import dataclass
 from typing import cast
 
-from shardline.models.communication import Exchange, context_traffic
+from shardline.checkpoints.quantization import usual_rules
+from shardline.deployment.deployment import Deployment
+from shardline.models.communication import Exchange
 from shardline.models.partition import Span
 from shardline.models.step_work import StepWork, attention_work, step_work
+from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Interval, Timing
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, held_weights, kv_dtype
 from shardline.planner.planned_model import PlannedModel
-from shardline.planner.timing import Latency, Load, LoopSteps, by_little, loop_latency, loop_steps
+from shardline.planner.timing import Interval, Latency, Load, LoopSteps, Timing, by_little, loop_latency, loop_steps
 
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
 """max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
@@ -55,7 +57,9 @@ class Speed:
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     """The work of the rank that has the most."""
-    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
+    if fitted.deployment is not None:
+        return deployment_work(fitted.deployment)
+    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1)
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
         attention = attention_work(
@@ -64,11 +68,21 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
         work = dataclasses.replace(work, attention=attention)
     if layout.context == 1:
         return work
-    merged = context_traffic(model.spec, stage, layout.context, 1)
-    return dataclasses.replace(
-        work,
-        attention=tuple(layer.shared_by(layout.context) for layer in work.attention),
-        exchanges=(*work.exchanges, (merged, layout.context)),
+    return dataclasses.replace(work, attention=tuple(layer.shared_by(layout.context) for layer in work.attention))
+
+
+def deployment_work(deployment: Deployment) -> StepWork:
+    """The work of the rank with the most weights."""
+    rules = usual_rules().get(deployment.weight_format.name, StoredRules())
+    sizes = [rank.num_bytes for rank in deployment.weights]
+    return step_work(
+        deployment.spec,
+        deployment.grid.place(max(range(len(sizes)), key=sizes.__getitem__)),
+        deployment.stages,
+        StoredWeights(rules, deployment.dtype, lambda name: name),
+        deployment.cache.dtype,
+        "exact" if deployment.numerics == "exact" else "fast",
+        whole_experts=deployment.expert_parallel,
     )
 
 
@@ -108,8 +122,11 @@ def layout_speed(
     used = cluster.part(layout.num_gpus)
     work = layout_work(model, layout, fitted)
     per_request = demand.input_len + demand.output_len
-    by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
+    by_memory = max(1.0, fitted.concurrency * fitted.max_model_len / per_request / layout.data)
     max_num_seqs, chunk = step_limits(layout, demand)
+    if fitted.deployment is not None:
+        limits = fitted.deployment.limits
+        max_num_seqs, chunk = limits.max_num_seqs, limits.max_num_batched_tokens
     most = min(by_memory, max_num_seqs)
 
     is_full = demand.rate is None and demand.running is None

@@ -2,18 +2,106 @@
 
 A step's time is one formula for prefill and decode together. Products read weights once for all tokens of the step, so
 they take the larger of the time to read and the time to compute. Attention to cached tokens reads the cache. Exchanges,
-launches and the host's work come on top.
+launches and the host's work come on top. An engine's constants are fitted; see `timing.json` and docs/planner.md.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardline.models.step_work import StepWork
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The physical constants of an engine. They are fitted to published rows; see `timing.json` and docs/planner.md."""
+
+    memory: float
+    """Share of the memory's bandwidth at which weights are read."""
+    cache: float
+    """Share of the bandwidth at which keys and values are read, and activations are moved."""
+    compute: float
+    """Share of the arithmetic rate that large products reach."""
+    link: float
+    """Share of a link's rate that large exchanges reach."""
+    message: float
+    """Seconds of an exchange in addition to its bytes."""
+    launch: float
+    """Seconds of a kernel in addition to what it reads and computes."""
+    step: float
+    """Seconds of a step on the host."""
+    request: float
+    """Seconds of a step for each running request."""
+    first: float
+    """Seconds that a request's first token takes besides steps: HTTP, tokens, scheduling."""
+    shown: float
+    """Decode steps before a prompt's step begins and until its token is sent: the step in flight, and streaming."""
+    together: float
+    """Share of the wait of prompts that all come at once that is left after the start of a benchmark.
+
+    Requests of unlike lengths that begin together still end near each other.
+    """
+    queue: float
+    """Wait for others among requests of equal lengths, in times of the prompt, for each further root of a request.
+
+    Such requests stay in groups.
+    """
+    attention: float
+    """Share of `compute` that attention of prompts reaches."""
+    expanded: float
+    """Share of `compute` that grouped products of experts reach with weights in a format that the GPU does not have."""
+    saturated: float
+    """Share of the speed of a closed loop that a saturated run reaches.
+
+    Its GPUs lower their clocks at full power, batches are padded to captured sizes, and the last requests run alone.
+    """
+
+
+class Interval(NamedTuple):
+    """A prediction: the median, and the bounds of its 80% interval."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Constants, and how far predictions with them are from measurements."""
+
+    constants: Constants
+    spread: Mapping[str, tuple[float, float]]
+    """For "ttft", "tpot" and "output_tok_s": factors from a prediction to the bounds of its 80% interval."""
+    calibrated: Mapping[str, tuple[float, float]] | None = None
+    """The same for a machine that was measured at another load; None: not known."""
+
+    def interval(self, quantity: str, value: float) -> Interval:
+        """The 80% interval of a predicted `quantity`."""
+        low, high = self.spread[quantity]
+        return Interval(value * low, value, value * high)
+
+
+@functools.cache
+def shipped_timing() -> Mapping[str, Timing]:
+    """For each engine, the constants fitted to published rows. This engine's are vLLM's, until there are rows of it."""
+    values = json.loads(Path(__file__).with_name("timing.json").read_text(encoding="utf-8"))
+    timings = {
+        engine: Timing(Constants(**fitted["constants"]), _spread(fitted["spread"]), _spread(values["calibrated"]))
+        for engine, fitted in values["engines"].items()
+    }
+    return {**timings, "shardline": timings["vllm"]}
+
+
+def _spread(bounds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    return {name: (low, high) for name, (low, high) in bounds.items()}
+
 
 _LOOP_ROUNDS = 4
 _LITTLE_ROUNDS = 12
@@ -46,7 +134,6 @@ class StepLoad(NamedTuple):
     requests: float
 
     def seconds(self, constants: Constants) -> float:
-        """Time of the step."""
         reads, computes = self.weights / constants.memory, self.computing(constants)
         # The larger of both, for numbers and for arrays.
         products = (reads + computes + abs(reads - computes)) / 2
@@ -68,7 +155,6 @@ class StepLoad(NamedTuple):
         )
 
     def bound_by(self, constants: Constants) -> str:
-        """The largest part of the step's time."""
         reads, computes = self.weights / constants.memory, self.computing(constants)
         parts = {
             "weights" if reads >= computes else "arithmetic": max(reads, computes),
@@ -79,7 +165,6 @@ class StepLoad(NamedTuple):
         return max(parts, key=lambda name: parts[name])
 
     def link_seconds(self, constants: Constants) -> float:
-        """Time of the exchanges."""
         return self.exchange / constants.link + self.messages * constants.message
 
 
@@ -245,12 +330,10 @@ class FirstToken(NamedTuple):
     """For each unit of `queue`."""
 
     def wait(self, constants: Constants) -> Any:
-        """The wait for other prompts."""
         share = _smaller(1.0, self.start + constants.together * self.unequal)
         return share * self.together + (1 - share) * constants.queue * self.queue
 
     def seconds(self, constants: Constants) -> Any:
-        """Time to the first token."""
         return constants.first + self.alone + constants.shown * self.shown + self.wait(constants)
 
 
@@ -287,7 +370,6 @@ def loop_first_token(loop: LoopSteps, constants: Constants) -> FirstToken:
 
 
 def loop_latency(loop: LoopSteps, constants: Constants) -> Latency:
-    """What requests of a closed loop see."""
     load, tpot = loop.load, loop_tpot(loop, constants)
     ttft = float(loop_first_token(loop, constants).seconds(constants))
     if load.saturated:

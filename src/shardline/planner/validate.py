@@ -147,7 +147,6 @@ def summarize(errors: Sequence[Error], skipped: Mapping[int, str]) -> dict[str, 
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as text."""
     lines = [f"{'line':>5} {'predicted / measured - 1':40.40}" + "".join(f"{name:>14}" for name in QUANTITIES)]
     for row in summary["rows"]:
         cells = (f"{row[name]:>+14.1%}" if name in row else f"{'-':>14}" for name in QUANTITIES)

@@ -135,7 +135,7 @@ def _weight_bytes(
 def grid_of(layout: Layout) -> RankGrid:
     """The ranks that hold one set of weights."""
     data = layout.data if layout.whole_experts else 1
-    return RankGrid(layout.tensor, layout.pipeline, data=data, expert=layout.expert_ranks)
+    return RankGrid(layout.tensor, layout.pipeline, layout.context, data, layout.expert_ranks)
 
 
 def _absorbed_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:

@@ -27,7 +27,6 @@ class Dataset(Protocol):
 
 @cache
 def dataset_names() -> tuple[str, ...]:
-    """Every dataset."""
     return tuple(sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")))
 
 

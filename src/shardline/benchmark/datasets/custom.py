@@ -8,14 +8,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardline.benchmark.datasets._files import fill_up, read_json_lines, require_count
-from shardline.benchmark.datasets._tokens import require_path
+from shardline.benchmark.datasets._reading import fill_up, read_json_lines, require_count, require_path
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
-    """See Dataset."""
     group = parser.add_argument_group("custom dataset")
     group.add_argument(
         "--custom-output-len",
@@ -26,7 +24,6 @@ def add_flags(parser: Any) -> None:
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
-    """See Dataset."""
     path = require_path(args)
     rows = []
     for number, row in read_json_lines(path):

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from shardline.benchmark.datasets._tokens import ordinary_tokens, require_tokenizer, texts_of_length
+from shardline.benchmark.datasets._reading import ordinary_tokens, require_tokenizer, texts_of_length
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
-    """See Dataset."""
     group = parser.add_argument_group("prefix_repetition dataset")
     for name, default, text in (
         ("prefix-len", 256, "tokens of a prefix"),
@@ -27,7 +26,6 @@ def add_flags(parser: Any) -> None:
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
-    """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     num_prefixes = args.prefix_repetition_num_prefixes
     if num_prefixes < 1 or args.num_prompts < num_prefixes:

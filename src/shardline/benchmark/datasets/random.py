@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardline.benchmark.datasets._tokens import (
+from shardline.benchmark.datasets._reading import (
     num_special_tokens,
     ordinary_tokens,
     require_tokenizer,
@@ -20,7 +20,6 @@ from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
-    """See Dataset."""
     group = parser.add_argument_group("random dataset")
     group.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt (default: 1024)")
     group.add_argument("--random-output-len", type=int, default=128, help="tokens of an output (default: 128)")
@@ -39,7 +38,6 @@ def add_flags(parser: Any) -> None:
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
-    """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     input_ratio, output_ratio = _read_ratios(args.random_range_ratio)
     input_len = max(0, args.random_input_len - num_special_tokens(tokenizer))

@@ -7,8 +7,7 @@ import json
 import random
 from typing import Any
 
-from shardline.benchmark.datasets._files import fill_up
-from shardline.benchmark.datasets._tokens import require_path, require_tokenizer
+from shardline.benchmark.datasets._reading import fill_up, require_path, require_tokenizer
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
@@ -19,7 +18,6 @@ _MOST_TOKENS = 2048
 
 
 def add_flags(parser: Any) -> None:
-    """See Dataset."""
     group = parser.add_argument_group("sharegpt dataset")
     group.add_argument(
         "--sharegpt-output-len", type=int, help="tokens of an output (default: those of the dataset's answer)"
@@ -27,7 +25,6 @@ def add_flags(parser: Any) -> None:
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
-    """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)
     pairs = _read_pairs(path)

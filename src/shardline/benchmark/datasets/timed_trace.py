@@ -9,14 +9,18 @@ import argparse
 import random
 from typing import Any
 
-from shardline.benchmark.datasets._files import read_json_lines, require_count
-from shardline.benchmark.datasets._tokens import ordinary_tokens, require_path, require_tokenizer
+from shardline.benchmark.datasets._reading import (
+    ordinary_tokens,
+    read_json_lines,
+    require_count,
+    require_path,
+    require_tokenizer,
+)
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
-    """See Dataset."""
     group = parser.add_argument_group("timed_trace dataset")
     group.add_argument(
         "--timed-trace-chunk-hash-size", type=int, default=16, help="tokens for which a hash stands (default: 16)"
@@ -33,7 +37,6 @@ def add_flags(parser: Any) -> None:
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
-    """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)
     size = args.timed_trace_chunk_hash_size

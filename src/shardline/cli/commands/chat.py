@@ -22,7 +22,6 @@ _HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C stops 
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
@@ -42,12 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the user ends the conversation.
-
-    Raises:
-        ValueError: the configuration is at fault, or the model has no chat template.
-        RuntimeError: the engine or the server failed.
-    """
+    """Talk until the user ends the conversation."""
     from rich.console import Console
 
     from shardline.cli.chat_backends import LocalBackend, RemoteBackend

@@ -24,7 +24,6 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "broken": "[red
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser("doctor", help="what is wrong with these nodes, and the fix", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all facts")
     add_engine_flags(parser)
@@ -33,11 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print the report, and return the exit code.
-
-    Raises:
-        ValueError: the configuration is at fault.
-    """
+    """Examine, print the report, and return the exit code."""
     from shardline.doctor.examine import examine
 
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))

@@ -14,7 +14,6 @@ Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: th
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser("download", help="fetch a model before it is served", description=_DESCRIPTION)
     parser.add_argument(
         "model", metavar="MODEL", help="hub id, for example Qwen/Qwen3-0.6B, or unsloth/Qwen3-0.6B-GGUF:Q4_K_M"
@@ -25,12 +24,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Download, and print the model's folder.
-
-    Raises:
-        ValueError: there is no such model, or it cannot be served.
-        RuntimeError: the hub cannot be reached.
-    """
+    """Download, and print the model's folder."""
     from shardline.checkpoints.hub import HubUnreachable, resolve_model, resolve_tokenizer
     from shardline.config.units import format_bytes
     from shardline.log import configure_logging

@@ -20,7 +20,6 @@ _WINDOW = 512
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     description = "Compare a quantized model with the same model in its own dtype, token by token over a text."
     parser = commands.add_parser("evaluate", help="measure what a quantization costs", description=description)
     group = parser.add_argument_group("evaluation")
@@ -36,11 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score a text with both models and print the differences.
-
-    Raises:
-        ValueError: the configuration or the text is at fault.
-    """
+    """Score a text with both models and print the differences."""
     from shardline.api.model_text import load_model_text
     from shardline.deployment.here import resolve_here
     from shardline.runtime.scoring import compare

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "serve", help="serve a model over the OpenAI API", description="Serve a model over the OpenAI API."
     )
@@ -29,11 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead.
-
-    Raises:
-        ValueError: the configuration is at fault.
-    """
+    """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead."""
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
     if args.parallel is not None:
         engine = _with_layout(args, engine)
@@ -54,9 +49,9 @@ def _with_layout(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig
     Raises:
         ValueError: no layout works on this host.
     """
-    from shardline.planner.auto import PARALLEL_SIZES, choose_parallel
+    from shardline.planner.auto import CHOSEN, chosen_config, path_here, plan_here
 
-    choice = choose_parallel(engine, frozenset(name for name in PARALLEL_SIZES if hasattr(args, name)))
-    for line in choice.path:
+    plan = plan_here(engine, fixed=frozenset(name for name in CHOSEN if hasattr(args, name)))
+    for line in path_here(plan):
         print(f"--parallel auto: {line}", file=sys.stderr)
-    return choice.config
+    return chosen_config(plan)

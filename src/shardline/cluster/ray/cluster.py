@@ -101,8 +101,6 @@ class RayCluster:
 
 
 class Reservation:
-    """Bundles on one host of a Ray cluster."""
-
     def __init__(self, ray: Any, host: RayHost, demand: Demand, group: Any) -> None:
         self._ray = ray
         self.host = host

@@ -113,7 +113,6 @@ class Driver:
         return None
 
     def close(self) -> None:
-        """Give everything back to Ray."""
         for node in self._nodes:
             if node.reservation is not None:
                 node.reservation.release()

@@ -14,8 +14,6 @@ Resource = Literal["CPU", "GPU"]
 
 @dataclass(frozen=True)
 class RayHost:
-    """A living node of a Ray cluster."""
-
     node_id: str
     address: str
     total: dict[str, float]
@@ -46,8 +44,6 @@ class Demand:
 
 @dataclass(frozen=True)
 class Share:
-    """The groups of one host."""
-
     host: RayHost
     num_groups: int
 

@@ -78,8 +78,6 @@ class Routed(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The load of a replica."""
-
     replica: int
     num_requests: int
     num_tokens: int
@@ -107,7 +105,6 @@ class LocalGroup:
         self._reports: list[Report] = []
 
     def begin_window(self, routed: list[Routed], until: float) -> None:
-        """See `Group`."""
         for index, number, request in routed:
             self._replicas[index].add(number, request)
             self._busy.add(index)
@@ -123,11 +120,9 @@ class LocalGroup:
                 self._busy.remove(index)
 
     def take_reports(self) -> list[Report]:
-        """See `Group`."""
         return self._reports
 
     def outcomes(self) -> Iterator[Outcome]:
-        """See `Group`."""
         while self._replicas:
             replica = self._replicas.pop(next(iter(self._replicas)))
             replica.advance()
@@ -148,15 +143,12 @@ class RemoteGroup:
         self._reports = msgspec.msgpack.Decoder(list[Report])
 
     def begin_window(self, routed: list[Routed], until: float) -> None:
-        """See `Group`."""
         self.worker.send(msgspec.msgpack.encode(_Window(routed, until)))
 
     def take_reports(self) -> list[Report]:
-        """See `Group`."""
         return self._reports.decode(self.worker.receive())
 
     def outcomes(self) -> Iterator[Outcome]:
-        """See `Group`."""
         for _ in range(self._size):
             yield msgspec.msgpack.decode(self.worker.receive(), type=Outcome)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 50
 _SHOW_AFTER = 2.0
 """Seconds. A shorter simulation needs no line."""
-_SECONDS_BETWEEN = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Simulation:
 
 
 def format_simulation(simulation: Simulation) -> str:
-    """The simulation as text."""
     tokens = simulation.output_tokens_per_second
     lines = [
         f"simulated: {simulation.num_requests:,} requests in {simulation.seconds:,.1f} s on {simulation.num_replicas} "
@@ -100,41 +98,15 @@ def simulation_json(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-class Progress:
-    """Counts requests that have ended. It writes only to a terminal."""
-
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        """`total` is the number of requests; `stream` is None for no line."""
-        self.total = total
-        self._stream = stream if stream is not None and stream.isatty() else None
-        self._started = self._shown = time.monotonic()
-        self._has_line = False
-
-    @classmethod
-    def on_stderr(cls, total: int) -> Progress:
-        """Progress that people see if they look at standard error."""
-        return cls(total, sys.stderr)
-
-    def show(self, done: int, now: float | None = None) -> None:
-        """Write the line anew, unless that was just done. `now` is the virtual time, if all replicas share it."""
-        seconds = time.monotonic()
-        if self._stream is None or seconds - self._started < _SHOW_AFTER or seconds - self._shown < _SECONDS_BETWEEN:
-            return
-        self._shown, self._has_line = seconds, True
-        rate = done / (seconds - self._started)
-        left = f", {_minutes((self.total - done) / rate)} left" if rate and self.total else ""
-        at = "" if now is None else f"at {now:,.1f} s: "
-        share = f" of {self.total:,} ({done / self.total:.0%})" if self.total else ""
-        self._stream.write(f"\r\x1b[Ksimulating, {at}{done:,}{share} requests done, {rate:,.0f} a second{left}")
-        self._stream.flush()
-
-    def end(self) -> None:
-        """Remove the line."""
-        if self._stream is not None and self._has_line:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+def progress_bar(total: int, stream: TextIO | None = None) -> tqdm[Any]:
+    """Counts requests that have ended, on a terminal only. `stream`: None: standard error."""
+    return tqdm(
+        total=total, desc="simulating", unit=" requests", file=stream, disable=None, delay=_SHOW_AFTER, leave=False
+    )
 
 
-def _minutes(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 60}:{whole % 60:02d} min"
+def show_progress(bar: tqdm[Any], done: int, now: float | None = None) -> None:
+    """Note how many requests have ended. `now` is the virtual time, if all replicas share it."""
+    if now is not None:
+        bar.set_postfix_str(f"at {now:,.1f} s", refresh=False)
+    bar.update(done - bar.n)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from shardline.deployment.deployment import CachePlan, Deployment, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
-from shardline.planner.auto import Choice, deployment_work
 from shardline.planner.cluster import Cluster
-from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
-from shardline.planner.memory import cache_room, kv_dtype
+from shardline.planner.memory import Fit, kv_dtype
 from shardline.planner.search import Option, Plan
-from shardline.planner.simulation.executor import StepClock
 from shardline.planner.simulation.group import Group, Routed, replica_groups
-from shardline.planner.simulation.replica import Outcome, ReplicaSetup
-from shardline.planner.simulation.report import Progress, Simulation
+from shardline.planner.simulation.replica import Outcome, ReplicaSetup, StepClock
+from shardline.planner.simulation.report import Simulation, progress_bar, show_progress
 from shardline.planner.simulation.workload import SimulatedRequest, Workload, poisson
-from shardline.planner.speed import layout_work, step_limits
+from shardline.planner.speed import deployment_work, layout_work, step_limits
+from shardline.planner.timing import Constants
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.routing.policies.base import ReplicaLoad
 from shardline.routing.router import Router
@@ -47,7 +47,9 @@ def replica_setup(
     """A replica of a layout that fits, as the search sees it."""
     layout, fitted, demand, spec = option.layout, option.fit, plan.demand, plan.model.spec
     assert option.speed is not None, "the layout does not fit"
-    used = plan.cluster.part(layout.num_gpus)
+    used, constants = plan.cluster.part(layout.num_gpus), constants or plan.timing[layout.engine].constants
+    if fitted.deployment is not None:
+        return _deployment_setup(fitted.deployment, used, fitted, constants)
     limits = StepLimits(*step_limits(layout, demand))
     groups = kv_groups(spec)
     block_size = int(demand.options.get("block_size", BLOCK_SIZE))
@@ -67,33 +69,32 @@ def replica_setup(
     clock = StepClock(
         layout_work(plan.model, layout, fitted),
         used,
-        constants or plan.timing[layout.engine].constants,
+        constants,
     )
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
 
 
-def deployment_setup(deployment: Deployment, cluster: Cluster, constants: Constants) -> ReplicaSetup:
+def _deployment_setup(deployment: Deployment, cluster: Cluster, fitted: Fit, constants: Constants) -> ReplicaSetup:
     """A replica of a deployment on devices that `cluster` describes."""
-    pool, grid, place = deployment.cache.pool, deployment.grid, deployment.placements[0][0]
-    if isinstance(pool, FixedPool):
-        num_blocks = pool.num_blocks
-    else:
-        ranks = sum(map(len, deployment.placements))
-        room = cache_room(deployment, deployment.machine, ranks, pool.share)
-        num_blocks = min(room // size for size in deployment.cache.block_bytes)
+    place, replicas = deployment.placements[0][0], fitted.layout.data
+    per_request = blocks_per_request(
+        deployment.cache.groups, fitted.max_model_len, deployment.cache.block_size,
+        deployment.limits.max_num_batched_tokens,
+    )  # fmt: skip
     return ReplicaSetup(
         StepClock(deployment_work(deployment), cluster, constants),
         deployment.limits,
         deployment.cache,
-        num_blocks,
+        1 + round(fitted.concurrency / replicas * per_request),
         deployment.max_model_len,
-        grid.pipeline,
-        overlaps_steps=grid.world_size > 1 or not deployment.machine.hosts[place.host].devices[place.device].cores,
+        deployment.grid.pipeline,
+        overlaps_steps=deployment.grid.world_size > 1
+        or not deployment.machine.hosts[place.host].devices[place.device].cores,
     )
 
 
-def simulate_plan(plan: Plan, workload: Workload) -> Simulation:
-    """Run a workload on the best layout that fits.
+def simulate_plan(plan: Plan, workload: Workload, demand: Demand | None = None) -> Simulation:
+    """Run a workload on the best layout that fits. `demand` has its lengths and limits; None: those of the plan.
 
     Raises:
         ValueError: there is no such layout, or the router has no such policy.
@@ -104,19 +105,7 @@ def simulate_plan(plan: Plan, workload: Workload) -> Simulation:
     assert best.speed is not None
     setup = replica_setup(plan, best, prefix_caching=workload.prefix_caching)
     speed = best.speed.output_tok_s.p50 / best.layout.data
-    return _simulate_workload(setup, workload, plan.demand, workload.replicas or best.layout.data, speed)
-
-
-def simulate_choice(choice: Choice, workload: Workload, demand: Demand) -> Simulation:
-    """Run a workload on the layout that was chosen for this host.
-
-    Raises:
-        ValueError: the router has no such policy.
-    """
-    best = choice.candidates[0]
-    setup, replicas = deployment_setup(best.deployment, best.cluster, best.constants), best.parallel.data_parallel_size
-    speed = best.output_tokens_per_second / replicas
-    return _simulate_workload(setup, workload, demand, workload.replicas or replicas, speed)
+    return _simulate_workload(setup, workload, demand or plan.demand, workload.replicas or best.layout.data, speed)
 
 
 def _simulate_workload(
@@ -141,7 +130,7 @@ def _simulate_workload(
         report_seconds=workload.report_seconds,
         # It ends about when the last request has come, or when all tokens can have been made.
         duration=max(last, tokens / tokens_per_second / replicas),
-        progress=Progress.on_stderr(count),
+        progress=progress_bar(count),
     )
 
 
@@ -154,7 +143,7 @@ def simulate(
     policy: str = "least_loaded",
     report_seconds: float = Workload.report_seconds,
     duration: float = 100.0,
-    progress: Progress | None = None,
+    progress: tqdm[Any] | None = None,
 ) -> Simulation:
     """Run requests, which come in order of arrival, on equal replicas behind a router.
 
@@ -166,14 +155,14 @@ def simulate(
         ValueError: there is no such policy.
     """
     router = Router(policy)
-    progress = progress or Progress(0)
+    progress = progress if progress is not None else tqdm(total=0, disable=True)
     bucket = max(duration, 1e-3) / _BUCKETS
     # Choices that depend on no load need no reports: then all requests are routed in one window.
     window = report_seconds if router.uses_load and num_replicas > 1 else math.inf
-    processes = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
+    processes = min(allowed_cpus(), num_replicas) if (progress.total or 0) >= _WORTH_PROCESSES else 1
     with replica_groups(setup, bucket, num_replicas, processes) as groups:
         outcomes = list(_run(router, setup, requests, groups, num_replicas, window, progress))
-    progress.end()
+    progress.close()
     return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
 
 
@@ -184,7 +173,7 @@ def _run(
     groups: Sequence[Group],
     num_replicas: int,
     window: float,
-    progress: Progress,
+    progress: tqdm[Any],
 ) -> Iterator[Outcome]:
     """Route the requests of one window of seconds after the other."""
     loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
@@ -201,7 +190,7 @@ def _run(
                     loads[report.replica] = loads[report.replica]._replace(
                         num_requests=report.num_requests, num_tokens=report.num_tokens
                     )
-            progress.show(number - sum(load.num_requests for load in loads), end - window)
+            show_progress(progress, number - sum(load.num_requests for load in loads), end - window)
         index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
         routed[index % len(groups)].append(Routed(index, number, request))
         before = loads[index]
@@ -215,7 +204,7 @@ def _run(
     for index in range(num_replicas):
         yield next(streams[index % len(groups)])
         done += loads[index].num_requests
-        progress.show(done, None if math.isinf(end) else end)
+        show_progress(progress, done, None if math.isinf(end) else end)
 
 
 def _summary(

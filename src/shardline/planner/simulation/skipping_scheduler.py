@@ -103,7 +103,6 @@ class SkippingScheduler(Scheduler):
 
     @property
     def kv_blocks_used(self) -> int:
-        """Blocks that sequences hold."""
         return self.kv.pool.num_used
 
     @property

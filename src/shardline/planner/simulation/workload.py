@@ -32,11 +32,9 @@ class SimulatedRequest(NamedTuple):
 
     @property
     def input_len(self) -> int:
-        """Tokens of the prompt."""
         return sum(count for _, count in self.prompt)
 
     def token_ids(self) -> list[int]:
-        """The prompt."""
         tokens: list[int] = []
         for token, count in self.prompt:
             tokens += [token] * count

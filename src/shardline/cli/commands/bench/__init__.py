@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardline.cli.bench import engine, serve, startup, sweep
+from shardline.cli.commands.bench import engine, serve, startup, sweep
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "bench", help="measure speed", description="Measure the speed of an engine on this machine, or of a server."
     )

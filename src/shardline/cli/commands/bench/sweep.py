@@ -9,7 +9,6 @@ from typing import Any
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmark to the subparsers."""
     parser = kinds.add_parser("sweep", help="many combinations of flags", description="Run many combinations of flags.")
     sweeps = parser.add_subparsers(title="sweeps", dest="sweep", metavar="SWEEP", required=True)
     serve = sweeps.add_parser(
@@ -39,12 +38,7 @@ def add_parsers(kinds: Any) -> None:
 
 
 def run_sweep_serve(args: argparse.Namespace) -> int:
-    """Run the sweep.
-
-    Raises:
-        ValueError: a flag or a file is at fault.
-        RuntimeError: a server or a benchmark failed; --resume goes on from there.
-    """
+    """Run the sweep."""
     from shardline.benchmark.sweep import run_sweep
 
     if args.html is not None and not args.html.absolute().parent.is_dir():

@@ -35,7 +35,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag."""
     _add_server_flags(parser)
     _add_workload_flags(parser)
     _add_traffic_flags(parser)

@@ -71,7 +71,6 @@ class Report:
     """The workers' time for a step."""
 
     def lines(self) -> list[str]:
-        """The report for people."""
         return [
             f"{self.name}: {self.num_prompts} prompts in {self.seconds:.2f} s",
             f"prompt tokens      {self.prompt_tokens:>10}  {self.prompt_tokens_per_second:10.1f} tokens/s",
@@ -85,7 +84,6 @@ class Report:
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmarks to the subparsers."""
     throughput = kinds.add_parser("throughput", help="many prompts at once", description="Run many prompts at once.")
     _add_workload_flags(throughput, input_len=128, output_len=128)
     throughput.add_argument("--num-prompts", type=_positive_int, default=1000, help="number of prompts (default: 1000)")
@@ -217,13 +215,9 @@ class _Measurement:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which `percent` percent of `values` lie, interpolated linearly; 0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    import numpy as np
+
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 def _percentiles(values: Sequence[float]) -> dict[int, float]:

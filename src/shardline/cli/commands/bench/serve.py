@@ -16,7 +16,6 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmark to the subparsers."""
     parser = kinds.add_parser(
         "serve",
         help="load a server",
@@ -27,18 +26,13 @@ def add_parsers(kinds: Any) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from shardline.cli.bench.serve_flags import add_serve_flags
+    from shardline.cli.commands.bench.serve_flags import add_serve_flags
 
     add_serve_flags(parser)
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Load the server and report.
-
-    Raises:
-        ValueError: a flag or the dataset is at fault.
-        RuntimeError: the server cannot be reached.
-    """
+    """Load the server and report."""
     if args.compare:
         return _compare(*args.compare)
     from shardline.benchmark.noise import confidence_lines, merge_runs
@@ -82,21 +76,6 @@ def read_goodput(words: Sequence[str] | None) -> dict[str, float]:
             )
         limits[name] = limit
     return limits
-
-
-def read_pairs(words: Sequence[str] | None, flag: str) -> dict[str, str]:
-    """KEY=VALUE words as a dict.
-
-    Raises:
-        ValueError: a word has no =.
-    """
-    pairs = {}
-    for word in words or ():
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"{flag} takes KEY=VALUE, got {word!r}")
-        pairs[key.strip()] = value.strip()
-    return pairs
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -176,6 +155,8 @@ def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str
     """What was measured: the first keys of the result."""
     from datetime import datetime
 
+    from shardline.benchmark.session import read_pairs
+
     description = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -195,7 +176,6 @@ def _describe(args: argparse.Namespace, identity: Mapping[str, Any]) -> dict[str
 
 
 def _publish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the files that were asked for."""
     from shardline.benchmark.page import write_page
     from shardline.benchmark.results import without_details
 

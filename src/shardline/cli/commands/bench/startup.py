@@ -15,7 +15,6 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add the benchmark to the subparsers."""
     parser = kinds.add_parser(
         "startup",
         help="time until a model is ready",
@@ -34,12 +33,7 @@ def add_parsers(kinds: Any) -> None:
 
 
 def run_startup(args: argparse.Namespace) -> int:
-    """Measure starts and report.
-
-    Raises:
-        ValueError: the configuration is at fault.
-        RuntimeError: the engine failed.
-    """
+    """Measure starts and report."""
     from shardline.log import configure_logging
 
     for name in ("cold", "warmup", "warm"):
@@ -104,7 +98,7 @@ def _measure(count: int, start: Callable[[], float], prepare: Callable[[], None]
 
 def _report(phase: str, times: Sequence[float]) -> dict[str, Any]:
     """Print one phase; returns its part of the result, with vLLM's keys."""
-    from shardline.cli.bench.engine import percentile
+    from shardline.cli.commands.bench.engine import percentile
 
     print(f"\n{phase.upper()} STARTUP:")
     result: dict[str, Any] = {}

@@ -1,1 +1,0 @@
-"""The benchmarks of `shardline bench`, one file each."""
