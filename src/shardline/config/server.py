@@ -31,7 +31,9 @@ class ServerConfig:
     api_key_file: str | None = option(None, "file with further keys, one a line; SIGHUP makes the server read it again")
     admin_api_key: str | None = option(None, "key for administration, such as /requests; it is valid everywhere")
     served_model_name: tuple[str, ...] = option(
-        (), "names under which the model is served, the first one in responses; default: the model as given"
+        (),
+        "names under which the model is served, the first one in responses; default: the model as given, and the last "
+        "part of a path",
     )
     ssl_keyfile: str | None = option(None, "file with the TLS private key")
     ssl_certfile: str | None = option(None, "file with the TLS certificate")
