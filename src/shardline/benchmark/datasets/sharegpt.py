@@ -9,8 +9,8 @@ from typing import Any
 
 from shardline.benchmark.datasets._files import fill_up
 from shardline.benchmark.datasets._tokens import require_path, require_tokenizer
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 _LEAST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
@@ -26,7 +26,7 @@ def add_flags(parser: Any) -> None:
     )
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)

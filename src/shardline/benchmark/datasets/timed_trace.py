@@ -11,8 +11,8 @@ from typing import Any
 
 from shardline.benchmark.datasets._files import read_json_lines, require_count
 from shardline.benchmark.datasets._tokens import ordinary_tokens, require_path, require_tokenizer
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
@@ -32,7 +32,7 @@ def add_flags(parser: Any) -> None:
         group.add_argument(f"--timed-trace-label-{field}", default=name, help=f"name of the field (default: {name})")
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     """See Dataset."""
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)

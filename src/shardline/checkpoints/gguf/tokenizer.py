@@ -331,17 +331,18 @@ def _possible_cuts(words: Sequence[str]) -> Iterator[tuple[int, int]]:
     )
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(codes * powers[:-1])])
 
-    def slots(start: NDArray[Any], end: NDArray[Any]) -> NDArray[Any]:
+    def find_slots(start: NDArray[Any], end: NDArray[Any]) -> NDArray[Any]:
         found: NDArray[Any] = (sums[end] - sums[start]) * inverse[start] * np.uint64(_HASH_BASE)
-        return found >> np.uint64(64 - _SLOT_BITS)
+        slots: NDArray[Any] = found >> np.uint64(64 - _SLOT_BITS)
+        return slots
 
     is_word = np.zeros(1 << _SLOT_BITS, dtype=np.bool_)
-    is_word[slots(begins, ends)] = True
+    is_word[find_slots(begins, ends)] = True
     cuts = np.delete(np.arange(len(codes)), begins[sizes > 0])
     owners = np.searchsorted(ends, cuts, side="right")
-    chosen = is_word[slots(begins[owners], cuts)]
+    chosen = is_word[find_slots(begins[owners], cuts)]
     owners, cuts = owners[chosen], cuts[chosen]
-    chosen = is_word[slots(cuts, ends[owners])]
+    chosen = is_word[find_slots(cuts, ends[owners])]
     owners, cuts = owners[chosen], cuts[chosen]
     return zip(owners.tolist(), (cuts - begins[owners]).tolist(), strict=True)
 
