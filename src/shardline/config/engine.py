@@ -153,7 +153,8 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
         None,
-        "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization",
+        "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization, on CPUs at most 4 GiB a "
+        "replica, or what its longest request and 16 more of 2,048 tokens need",
         aliases=("kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = option(
