@@ -46,7 +46,8 @@ class ModelConfig:
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float", "half", "float16"),
+        choices=("auto", "float32", "bfloat16", "float"),
+        refused=("half", "float16"),
     )
     max_model_len: int | str | None = option(
         None, "longest prompt plus output, in tokens; auto: the longest that fits the KV cache"
@@ -260,7 +261,7 @@ def _validate(config: EngineConfig) -> None:
         )
     for name in ("dtype", "load_format", "quantization", "runner"):
         f = ModelConfig.__dataclass_fields__[name]
-        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *f.metadata["refused"]):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )
