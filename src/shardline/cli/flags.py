@@ -161,6 +161,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> 
         else:
             options["type"] = _reader(kind)
         if field.metadata["choices"]:
+            del options["metavar"]
             options["choices"] = _Choices(field.metadata["choices"], field.metadata["refused"])
     group.add_argument(*names, **options)
 
