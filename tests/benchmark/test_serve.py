@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,7 +49,8 @@ def test_figures_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
     assert result["output_throughput"] == pytest.approx(24 / result["duration"])
     body = server.bodies[0]
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("demo", 4, True, True)
-    assert "x-request-id: bench-" in server.headers[0]
+    ids = [line for head in server.headers for line in head.split("\r\n") if line.startswith("x-request-id: ")]
+    assert len({uuid.UUID(line.removeprefix("x-request-id: ")) for line in ids}) == len(ids) > 0
     assert "Serving Benchmark Result" in capsys.readouterr().out
 
 
@@ -145,7 +147,9 @@ def test_failures_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFix
     }
     assert (result["completed"], result["failed"]) == (1, 6)
     assert "too many" in result["errors"][1]
-    assert "HTTP 429:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "HTTP 429:" in shown
+    assert 'The first failure: {"error": {"message": "too many"}}' in shown
 
 
 def test_a_kept_connection_that_the_server_has_closed_is_replaced(tmp_path: Path) -> None:
@@ -170,6 +174,7 @@ def test_chat_and_model_from_the_server(tmp_path: Path) -> None:
         assert main(f"bench serve --base-url {server.url} {words} --output-json {path}".split()) == 0
     assert server.bodies[1]["model"] == "short-name"
     assert server.bodies[1]["messages"][0]["role"] == "user"
+    assert isinstance(server.bodies[1]["messages"][0]["content"], str)
     assert server.bodies[1]["temperature"] == 0.5
     assert json.loads(path.read_text())["model_id"] == "demo"
 
@@ -246,9 +251,48 @@ def test_bad_input_is_one_line(words: str, code: int, message: str, capsys: pyte
 
 
 def test_if_every_request_fails_the_command_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with stub_server(lambda index, path, body: [(0.0, whole({}, "401 Unauthorized"))]) as server:
+    with stub_server(lambda index, path, body: [(0.0, whole({"error": "no"}, "401 Unauthorized"))]) as server:
         bench(server.url, "--num-prompts 2", tmp_path, code=1)
-    assert "every request failed: HTTP 401" in capsys.readouterr().err
+    assert 'every request failed: HTTP 401: {"error": "no"}' in capsys.readouterr().err
+    silent = b"HTTP/1.1 418 I am a teapot\r\nContent-Length: 0\r\n\r\n"
+    with stub_server(lambda index, path, body: [(0.0, silent)]) as server:
+        bench(server.url, "--num-prompts 2", tmp_path, code=1)
+    assert "every request failed: HTTP 418: HTTP 418 I am a teapot" in capsys.readouterr().err
+
+
+def test_the_servers_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is asked if the model is not on this host. Its tokens are characters here, and it adds a special one."""
+    served: list[str] = []
+
+    def answer(index: int, path: str, body: Any) -> Script:
+        served.append(path)
+        if path == "/v1/models":
+            return [(0.0, whole({"data": [{"id": "smollm2"}]}))]
+        if path == "/tokenize":
+            assert body["model"] == "smollm2"
+            return [(0.0, whole({"tokens": [1] * body["add_special_tokens"] + [ord(char) for char in body["prompt"]]}))]
+        if path == "/detokenize":
+            return [(0.0, whole({"prompt": "".join(map(chr, body["tokens"]))}))]
+        prompts.append(body["prompt"])
+        return stream(2)
+
+    prompts: list[str] = []
+    words = "--num-prompts 2 --random-input-len 8 --disable-tqdm --ready-check-timeout-sec 0"
+    with stub_server(answer) as server:
+        assert main(f"bench serve --base-url {server.url} {words}".split()) == 0
+    assert [len(prompt) for prompt in prompts] == [7, 7]
+    assert "".join(prompts).isprintable()
+    assert len(set(prompts)) == 2
+
+
+def test_no_tokenizer_anywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with stub_server(lambda index, path, body: [(0.0, whole({"detail": "Not Found"}, "404 Not Found"))]) as server:
+        assert main(f"bench serve --base-url {server.url} --model smollm2 --num-prompts 1".split()) == 2
+    error = capsys.readouterr().err
+    assert "the server has none either: /tokenize answers 404" in error
+    assert "give --tokenizer FOLDER" in error
 
 
 def test_in_a_closed_loop_a_request_is_intended_when_it_gets_a_place() -> None:

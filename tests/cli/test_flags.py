@@ -112,6 +112,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve a b", "unexpected argument 'b'"),
         ("serve --tensor-parallel-size two", "invalid int value: 'two'"),
         ("serve --dtype int3", "invalid choice: 'int3'"),
+        ("serve --dtype half", "dtype half is not supported; use bfloat16 or float32"),
         ("serv", "invalid choice: 'serv'"),
         ("", "required: COMMAND"),
         ("bench", "required: BENCHMARK"),
@@ -209,3 +210,14 @@ def test_output_that_nobody_reads_is_no_error(length: int) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("words", ["serve --help", "serve --dtype int3"])
+def test_types_that_do_not_work_are_not_offered(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    shown = "".join(capsys.readouterr())
+    assert "bfloat16" in shown
+    assert "'float16'" not in shown
+    assert ",float16" not in shown
+    assert "half" not in shown.partition("--dtype")[2].partition("--max-model-len")[0]

@@ -244,6 +244,33 @@ def test_a_window_bounds_what_a_long_request_holds(tmp_path: Path) -> None:
     assert wide.max_model_len == 4096
 
 
+def test_a_replica_on_cpus_keeps_to_4_gib() -> None:
+    """Old prefixes would fill half of the machine. The longest request and some others always fit."""
+    for layout in ({}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        resolved = setup(max_num_seqs=4000, **layout)
+        of_replica = sum(resolved.cache.block_bytes[: resolved.grid.replica_size])
+        assert 4 * GIB - of_replica < pool(resolved) * of_replica <= 4 * GIB
+        line = "; ".join(resolved.reasons)
+        assert "at most 4.00 GiB a replica, or what its longest request and 16 of 2,048 tokens need" in line
+        assert "--kv-cache-memory gives more, here up to" in line
+    asked = setup(max_num_seqs=4000, kv_cache_memory="6GiB")
+    assert pool(asked) * asked.cache.block_bytes[0] == 6 * GIB
+    measured = setup(max_num_seqs=4000, kv_cache_memory="20GiB")
+    small = resolve_on(machine(free_memory=4 * GIB), max_num_seqs=4000)
+    assert pool(small) * small.cache.block_bytes[0] < 2 * GIB
+    assert pool(measured) > pool(asked)
+
+
+def test_a_long_request_and_16_more_fit_on_cpus(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 22}
+    model = str(make_checkpoint("llama", tmp_path / "model", **sizes))
+    resolved = setup(model=model)
+    assert resolved.max_model_len == 1 << 22
+    tokens = (pool(resolved) - 1) * resolved.cache.block_size
+    assert tokens == (1 << 22) + 16 * 2048
+    assert pool(resolved) * resolved.cache.block_bytes[0] > 4 * GIB
+
+
 def test_stages_by_hand() -> None:
     spans = setup(pipeline_parallel_size=3, pipeline_stages="1,5,2").stages
     assert [(span.start, span.stop) for span in spans] == [(0, 1), (1, 6), (6, 8)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.header import GGUFHeader, read_header
-from shardline.checkpoints.gguf.tokenizer import read_chat_templates, read_tokenizer_json
+from shardline.checkpoints.gguf.tokenizer import read_chat_templates, read_vocabulary
 
 Tensor = tuple[str, Sequence[int], int, int]
 
@@ -125,7 +125,7 @@ def test_broken_files(name: str, tmp_path: Path) -> None:
 def _read_everything(file: Path) -> GGUFHeader:
     checkpoint = GGUFCheckpoint.open(file)
     read_chat_templates(checkpoint.header)
-    for read in (lambda: read_config(checkpoint, None), lambda: read_tokenizer_json(checkpoint.header)):
+    for read in (lambda: read_config(checkpoint, None), lambda: read_vocabulary(checkpoint.header)):
         try:
             read()
         except ValueError:

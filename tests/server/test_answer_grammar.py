@@ -60,6 +60,18 @@ def test_grammars_begin_after_reasoning(reasoning: str | None, prompt: str, good
         assert not accepts(COMPILER, made, text), text
 
 
+def test_the_server_may_allow_whitespace_where_requests_say_nothing() -> None:
+    spaced = '{\n"a":   1}'
+    for form, asked, configured, taken in (
+        (FORM, None, None, False),
+        (FORM, None, False, True),
+        (None, {"json": SCHEMA}, False, True),
+        (None, {"json": SCHEMA, "disable_any_whitespace": True}, False, False),
+    ):
+        made = asyncio.run(make_answer_grammar(None, form, asked, CHECKS, disable_any_whitespace=configured))
+        assert accepts(COMPILER, made, spaced) is taken
+
+
 def test_reasoning_before_calls() -> None:
     required = grammar(use_tools(True), "qwen3")
     assert accepts(COMPILER, required, "<think>hm</think>\n" + CALL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from tests.text import builders
 BYTE_LEVEL = builders.tokenizer(builders.byte_level_json())
 METASPACE = builders.tokenizer(builders.metaspace_json())
 BYTE_FALLBACK = builders.tokenizer(builders.byte_fallback_json())
+GEMMA = builders.tokenizer(builders.gemma_json())
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
@@ -67,6 +70,49 @@ def test_byte_fallback_gives_valid_text_back(text: str, sizes: list[int]) -> Non
 @given(ids=ids_of(BYTE_FALLBACK), sizes=st.lists(st.integers(0, 5), max_size=8))
 def test_the_text_does_not_depend_on_the_pieces(ids: list[int], sizes: list[int]) -> None:
     assert "".join(stream(BYTE_FALLBACK, [], cuts(ids, sizes))) == "".join(stream(BYTE_FALLBACK, [], [ids]))
+
+
+def joined_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    return b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, GEMMA], ids=["byte-level", "llama2", "gemma"])
+@settings(max_examples=500, deadline=None)
+@given(
+    garbage=st.binary(max_size=6),
+    before=st.text("the ▁aࠀࠁ你🙂é", max_size=12),
+    after=st.text("the ▁aࠀࠁ你🙂é", max_size=16),
+    cut=st.integers(0, 4),
+    sizes=st.lists(st.integers(0, 5), max_size=8),
+)
+def test_the_text_of_the_answers_ids_after_any_prompt(
+    tokenizer: Tokenizer, garbage: bytes, before: str, after: str, cut: int, sizes: list[int]
+) -> None:
+    """A prompt may have broken bytes, and may end inside a character, which the answer then completes."""
+    single = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size)) if i > 2}
+    broken = [single[bytes([byte])] for byte in garbage]
+    ids = [*broken, *tokenizer.encode_text(before), *tokenizer.encode_text(after)]
+    end = min(len(ids), len(broken) + len(tokenizer.encode_text(before)) + cut)
+    prompt, answer = ids[:end], ids[end:]
+    data = joined_bytes(tokenizer, prompt)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    half, _ = decoder.getstate()
+    expected = (half + joined_bytes(tokenizer, answer)).decode("utf-8", "replace") if answer else ""
+    if not prompt and tokenizer is BYTE_FALLBACK:
+        expected = expected.removeprefix(" ")
+    assert "".join(stream(tokenizer, prompt, cuts(answer, sizes))) == expected
+
+
+def test_an_answer_after_a_prompt_of_byte_tokens() -> None:
+    prompt, answer = byte_tokens("ࠀࠁࠂࠃ".encode()), byte_tokens("ࠄࠅࠆ".encode())
+    for size in range(len(answer)):
+        ids = [*prompt, *answer]
+        end = len(prompt) + size
+        shown = "ࠄࠅࠆ"[size // 3 :]
+        assert "".join(stream(BYTE_FALLBACK, ids[:end], [[token] for token in ids[end:]])) == shown
+    assert stream(BYTE_FALLBACK, byte_tokens(b"\xe0\xa0"), []) == [""]
+    assert stream(BYTE_FALLBACK, byte_tokens(b"\xff"), [BYTE_FALLBACK.encode_text("the")]) == [" the", ""]
 
 
 def byte_tokens(data: bytes) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
+from shardline.checkpoints.gguf import tokenizer as gguf_tokenizer
 from shardline.checkpoints.gguf.header import read_header
-from shardline.checkpoints.gguf.tokenizer import SPLITS, read_tokenizer_json, read_vocabulary
+from shardline.checkpoints.gguf.tokenizer import SPLITS, read_vocabulary
 from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
+from tests.loader.gguf_writer import write_gguf
+from tests.models.checkpoints import make_checkpoint
 
 _PROSE = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 TEXTS = [
@@ -122,8 +126,7 @@ _PIECES = {
 def test_pieces(pre: str, tmp_path: Path) -> None:
     """What llama.cpp makes of this text, and of all texts in its own tests."""
     values = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": pre}
-    value = read_tokenizer_json(read_header(_write(tmp_path / "x.gguf", "gpt2", values)))
-    splits = tokenizers.Tokenizer.from_buffer(value).pre_tokenizer
+    splits = read_vocabulary(read_header(_write(tmp_path / "x.gguf", "gpt2", values))).tokenizer.pre_tokenizer
     text = "漢字abc's 1234\n\né!"
     pieces = [text[start:stop] for _, (start, stop) in splits.pre_tokenize_str(text)]
     assert pieces == _PIECES.get(pre, pieces)
@@ -195,6 +198,17 @@ def test_a_grammar_reads_the_tokenizer_of_the_file(tmp_path: Path) -> None:
         ("llama", {"tokenizer.ggml.bos_token_id": 9}, "bos_token is 9, and there are 3 tokens"),
         ("gpt2", {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["ab"]}, "an entry without a space: 'ab'"),
         ("gpt2", {"tokenizer.ggml.token_type": [1]}, "token_type has 1 numbers for 3 tokens"),
+        ("llama", {"tokenizer.ggml.scores": [0.0]}, "scores must have 3 numbers"),
+        (
+            "gpt2",
+            {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "ab", "aa", "bb"]},
+            "merges makes only 0 of 3 tokens: it is cut; give .* --tokenizer",
+        ),
+        (
+            "gemma4",
+            {"tokenizer.ggml.merges": ["a c", "a b"]},
+            "merges joins 'a' and 'c', which needs unknown tokens; give .* --tokenizer",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(kind: str, values: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -205,9 +219,7 @@ def test_what_is_not_known_is_refused(kind: str, values: dict[str, Any], says: s
 
 def test_merges_that_need_missing_tokens(tmp_path: Path) -> None:
     values = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a x"]}
-    with pytest.raises(
-        ValueError, match=r"the tokenizer in .*x.gguf is broken .*give the model's own with --tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"x.gguf: .*merges joins 'a' and 'x'.*give the model's own .* --tokenizer"):
         Tokenizer.from_folder(_write(tmp_path / "x.gguf", "gpt2", values))
 
 
@@ -220,9 +232,70 @@ def test_gemma_spells_spaces_in_its_own_way(tmp_path: Path) -> None:
         "tokenizer.ggml.eot_token_id": 5,
     }
     header = read_header(_write(tmp_path / "x.gguf", "llama", values, "gemma3"))
-    found = json.loads(read_tokenizer_json(header))
+    vocabulary = read_vocabulary(header)
+    found = json.loads(vocabulary.tokenizer.to_str())
     assert found["model"]["merges"] == [["\u2581", "\u2581"], ["\u2581", "a"]]
-    assert read_vocabulary(header).end_token_ids == (5,)
+    assert vocabulary.end_token_ids == (5,)
+
+
+def test_a_spelled_space_is_as_good_as_a_space(tmp_path: Path) -> None:
+    """Runs of spaces are tokens, and none of them may cut a longer run in two."""
+    values = {
+        "tokenizer.ggml.tokens": ["<unk>", "<bos>", "<eos>", "\u2581", "\n", "  ", "   ", "<tag>"],
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 4, 4, 4, 4],
+        "tokenizer.ggml.scores": [0.0] * 8,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    ours = Tokenizer.from_folder(_write(tmp_path / "x.gguf", "llama", values, "gemma3"))
+    assert ours is not None
+    for text in ("\n   ", "\n\u2581\u2581 ", "\n\u2581  ", "\n\u2581\u2581\u2581"):
+        assert ours.encode_text(text, add_special_tokens=False) == [4, 6]
+    assert ours.encode_text("\u2581\u2581<tag>", add_special_tokens=False) == [5, 7]
+
+
+def test_merges_are_all_pairs(tmp_path: Path) -> None:
+    """Those that a loop over all cuts of all tokens finds, the best token first."""
+    rng = random.Random(0)
+    words = list(dict.fromkeys("".join(rng.choices("ab\u2581\u6f22", k=rng.randint(1, 6))) for _ in range(600)))
+    scores = [float(rng.randint(-50, 0)) for _ in words]
+    values = {
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *words],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * len(words)],
+        "tokenizer.ggml.scores": [0.0] * 3 + scores,
+    }
+    header = read_header(_write(tmp_path / "x.gguf", "llama", values))
+    ids = {word: number for number, word in enumerate(words)}
+    expected = sorted(
+        (-scores[ids[word]], ids[word], ids[word[:cut]], ids[word[cut:]])
+        for word in words
+        for cut in range(1, len(word))
+        if word[:cut] in ids and word[cut:] in ids
+    )
+    merges = json.loads(read_vocabulary(header).tokenizer.to_str())["model"]["merges"]
+    assert merges == [[words[left], words[right]] for _, _, left, right in expected]
+
+
+def test_a_tokenizer_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, file = _sentencepiece(tmp_path)
+    built: list[int] = []
+    build = gguf_tokenizer._merges
+    monkeypatch.setattr(gguf_tokenizer, "_merges", lambda *args: built.append(1) or build(*args))
+    assert Tokenizer.from_folder(file) is not None
+    assert built == [1]
+
+
+def test_tokens_and_embeddings_must_agree(tmp_path: Path) -> None:
+    write_gguf(make_checkpoint("llama", tmp_path / "m"), tmp_path / "x.gguf", metadata=_tiny(tokens=7))
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.tokens has 7 tokens, and the model \d+ embeddings"):
+        Tokenizer.from_folder(tmp_path / "x.gguf")
+
+
+def _tiny(tokens: int) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [chr(97 + number) for number in range(tokens)],
+    }
 
 
 def test_gemma4(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     decode: Decode = decode_nothing
     metrics: RequestMetrics | None = None
     """Where the time went; None: the request has not finished."""
+    shaped_prompt_logprobs: list[dict[int, Logprob] | None] = []
+    """What `prompt_logprobs` has made so far."""
 
     @property
     def finished(self) -> bool:
@@ -121,8 +123,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         """
         if self.prompt_token_logprobs is None:
             return None
-        pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
-        return [None, *(logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)]
+        if not self.shaped_prompt_logprobs:
+            pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
+            shaped = (logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)
+            self.shaped_prompt_logprobs = [None, *shaped]
+        return self.shaped_prompt_logprobs
 
 
 @dataclass(frozen=True)

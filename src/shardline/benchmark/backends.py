@@ -53,7 +53,7 @@ def _chat(model: str, sample: Sample, logprobs: int | None) -> dict[str, Any]:
         raise ValueError("--backend openai-chat needs prompts that are text; use --backend openai for token ids")
     return {
         "model": model,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": sample.prompt}]}],
+        "messages": [{"role": "user", "content": sample.prompt}],
         "max_completion_tokens": sample.output_len,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -157,7 +157,7 @@ class RecordingExchange:
         self._record = record
         self._on_done = on_done
         self._streams = streams
-        self._status = 0
+        self._status, self._reason = 0, ""
         self._rest = b""
         self._decode = msgspec.json.Decoder(_Event).decode
 
@@ -165,8 +165,8 @@ class RecordingExchange:
         if not self._record.sent:
             self._record.sent = now
 
-    def on_status(self, status: int) -> None:
-        self._status = status
+    def on_status(self, status: int, reason: str) -> None:
+        self._status, self._reason = status, reason
 
     def on_body(self, data: bytes, now: float) -> None:
         if self._status != 200 or not self._streams:
@@ -183,7 +183,8 @@ class RecordingExchange:
     def on_end(self, now: float) -> None:
         record = self._record
         if self._status != 200:
-            self._set_failure(f"HTTP {self._status}", self._rest[:_ERROR_CHARS].decode(errors="replace"))
+            body = " ".join(self._rest[:_ERROR_CHARS].decode(errors="replace").split())
+            self._set_failure(f"HTTP {self._status}", body or f"HTTP {self._status} {self._reason}".rstrip())
         elif not self._streams:
             self._read_whole(now)
         else:

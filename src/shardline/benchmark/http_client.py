@@ -24,8 +24,8 @@ class Exchange(Protocol):
     def on_sent(self, now: float) -> None:
         """The request was handed to the network."""
 
-    def on_status(self, status: int) -> None:
-        """The answer has begun."""
+    def on_status(self, status: int, reason: str) -> None:
+        """The answer has begun; `reason`: what its first line says after the status."""
 
     def on_body(self, data: bytes, now: float) -> None:
         """A part of the answer's body has come."""
@@ -149,6 +149,7 @@ class _Connection(asyncio.Protocol):
         self._fresh = True
         self._begun = False
         self._until_close = True
+        self._reason = b""
         self._now = 0.0
 
     @property
@@ -193,6 +194,14 @@ class _Connection(asyncio.Protocol):
         else:
             exchange.on_failure("connection closed", str(error or "the server closed the connection"), now)
 
+    def on_message_begin(self) -> None:
+        """httptools: an answer begins."""
+        self._reason = b""
+
+    def on_status(self, reason: bytes) -> None:
+        """httptools: a piece of what the first line says after the status."""
+        self._reason += reason
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """httptools: one header of the answer."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -201,7 +210,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """httptools: the answer's headers are whole."""
         if self._exchange is not None:
-            self._exchange.on_status(self._parser.get_status_code())
+            self._exchange.on_status(self._parser.get_status_code(), self._reason.decode("latin-1"))
 
     def on_body(self, data: bytes) -> None:
         """httptools: a piece of the answer's body."""
@@ -241,7 +250,7 @@ class _Whole:
     def on_sent(self, now: float) -> None:
         """See Exchange."""
 
-    def on_status(self, status: int) -> None:
+    def on_status(self, status: int, reason: str) -> None:
         self._status = status
 
     def on_body(self, data: bytes, now: float) -> None:

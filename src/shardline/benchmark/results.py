@@ -74,6 +74,7 @@ def summarize(trace: RunTrace, wanted: Wanted) -> dict[str, Any]:
     result = _pooling_totals(trace, done) if wanted.pooling else _generation_totals(trace, done, wanted)
     result["failed"] = len(records) - len(done)
     result["failures"] = dict(Counter(record.cause for record in records if record.cause).most_common())
+    result["first_error"] = next((record.error for record in records if record.cause), None)
     for name in wanted.shown_metrics:
         result |= _statistics(name, _seconds(name, done, wanted), wanted.percentiles)
     for name in _intended(wanted):

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.http_client import HttpClient
 from shardline.benchmark.load import Planned, Ramp, RunTrace, arrival_times, run_load
 from shardline.benchmark.results import Wanted, summarize
+from shardline.benchmark.server_tokenizer import PromptTokenizer, ServerTokenizer
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
@@ -43,19 +45,23 @@ def run_session(args: argparse.Namespace, wanted: Wanted) -> Iterator[tuple[dict
     url = args.base_url.rstrip("/") if args.base_url else _url(args.host, args.port)
     headers = _headers(args)
     model, name = _find_model(args, url, headers)
-    tokenizer, tokenizer_id = _load_tokenizer(args, model)
+    tokenizer, tokenizer_id = _load_tokenizer(args, model, lambda: _server_tokenizer(args, url, headers, name))
     identity = {"model_id": model, "tokenizer_id": tokenizer_id}
     if tokenizer is not None:
         wanted = replace(wanted, count_tokens=partial(_count_tokens, tokenizer))
-    for run in range(args.num_runs):
-        options = argparse.Namespace(**{**vars(args), "seed": args.seed + run})
-        samples = find_dataset(args.dataset_name).load_samples(options, tokenizer)
-        times = _arrivals(options, samples)
-        trace, drafts = uvloop.run(_run_once(options, url, headers, name, samples, times))
-        yield identity, summarize(trace, wanted) | drafts
+    try:
+        for run in range(args.num_runs):
+            options = argparse.Namespace(**{**vars(args), "seed": args.seed + run})
+            samples = find_dataset(args.dataset_name).load_samples(options, tokenizer)
+            times = _arrivals(options, samples)
+            trace, drafts = uvloop.run(_run_once(options, url, headers, name, samples, times))
+            yield identity, summarize(trace, wanted) | drafts
+    finally:
+        if isinstance(tokenizer, ServerTokenizer):
+            tokenizer.close()
 
 
-def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
+def _count_tokens(tokenizer: PromptTokenizer, text: str) -> int:
     return len(tokenizer.encode_text(text, add_special_tokens=False))
 
 
@@ -115,18 +121,35 @@ async def _reach(args: argparse.Namespace, url: str, headers: dict[str, str] | N
         client.close()
 
 
-def _load_tokenizer(args: argparse.Namespace, model: str) -> tuple[Tokenizer | None, str | None]:
-    """The tokenizer and its name; None if there is to be none."""
-    from shardline.checkpoints.hub import resolve_tokenizer
+def _server_tokenizer(args: argparse.Namespace, url: str, headers: dict[str, str], model: str) -> ServerTokenizer:
+    return ServerTokenizer(HttpClient(url, insecure=args.insecure), headers, model)
+
+
+def _load_tokenizer(
+    args: argparse.Namespace, model: str, ask_server: Callable[[], ServerTokenizer]
+) -> tuple[PromptTokenizer | None, str | None]:
+    """The tokenizer and its name; None if there is to be none. If it is not named, and the model is not on this host,
+    it is the server's, if that has one to ask, and only then one of the hub."""
+    from shardline.checkpoints.hub import find_local_model, resolve_tokenizer
 
     args.tokenizer_folder = None
     if args.skip_tokenizer_init:
         return None, None
     name = args.tokenizer or model
+    no_server = ""
+    if args.tokenizer is None:
+        is_local = False
+        with contextlib.suppress(ValueError):
+            is_local = find_local_model(name) is not None
+        if not is_local:
+            try:
+                return ask_server(), name
+            except OSError as error:
+                no_server = f"; the server has none either: {error}"
     try:
         folder = resolve_tokenizer(name)
     except ValueError as error:
-        raise ValueError(f"no tokenizer for {name!r} ({error}); give --tokenizer FOLDER") from error
+        raise ValueError(f"no tokenizer for {name!r} ({error}{no_server}); give --tokenizer FOLDER") from error
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json; give --tokenizer FOLDER")
@@ -164,14 +187,14 @@ async def _run_once(
     )
     plan = [
         Planned(
-            writer.write(sample, f"{args.request_id_prefix}{args.seed}-{index}"),
+            writer.write(sample, _request_id(args.request_id_prefix, f"{args.seed}-{index}")),
             time,
             sample.prompt_len,
             len(sample.prompt) if isinstance(sample.prompt, list) and isinstance(sample.prompt[0], str) else 1,
         )
         for index, (sample, time) in enumerate(zip(samples, times, strict=True))
     ]
-    first = Planned(writer.write(samples[0], f"{args.request_id_prefix}warmup"), 0.0, samples[0].prompt_len)
+    first = Planned(writer.write(samples[0], _request_id(args.request_id_prefix, "warmup")), 0.0, samples[0].prompt_len)
     load = partial(run_load, client, streams=backend.streams, max_concurrency=args.max_concurrency)
     try:
         if args.ready_check_timeout_sec > 0:
@@ -184,6 +207,11 @@ async def _run_once(
         return trace, draft_figures(before, await fetch_drafts(client, headers))
     finally:
         client.close()
+
+
+def _request_id(prefix: str, number: str) -> str:
+    """An id that begins with `prefix`; a UUID without one, since some servers take nothing else."""
+    return f"{prefix}{number}" if prefix else str(uuid.uuid4())
 
 
 async def _wait_ready(load: Callable[..., Any], first: Planned, seconds: float) -> None:

@@ -71,6 +71,7 @@ def _own_sections(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield _title("Failures by Cause", "-")
         for cause, count in result["failures"].items():
             yield _row(f"{cause}:", count)
+        yield f"The first failure: {result['first_error']}"
     if result["client_limited"]:
         yield "-" * _WIDTH
         yield (

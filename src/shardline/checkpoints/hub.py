@@ -1,4 +1,4 @@
-"""Find the files of a model that the user names: 'demo', a folder, or a hub id. No torch is needed."""
+"""Find the files of a model that the user names: 'demo', a folder, a package, or a hub id. No torch is needed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
 from shardline.checkpoints.lookup import family, language_model_type
+from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import BESIDE, with_quantization
 from shardline.checkpoints.wrapper import text_config
 
@@ -86,8 +87,8 @@ class ModelFiles:
 def resolve_model(
     model: str, revision: str | None = None, weights: bool = True, load_format: str = "auto"
 ) -> ModelFiles:
-    """The files of `model`: 'demo', a folder in Hugging Face format, a GGUF file, or a hub id, which is downloaded if
-    necessary. "NAME:QUANT" is one GGUF quant of a folder or a repository.
+    """The files of `model`: 'demo', a folder in Hugging Face format, a GGUF file, "package:NAME" (a model inside an
+    installed package), or a hub id, which is downloaded if necessary. "NAME:QUANT" is one GGUF quant of several.
 
     With `weights` False, safetensors files are neither searched nor downloaded. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE
     have their usual meaning.
@@ -214,15 +215,18 @@ def _has_safetensors(folder: Path) -> bool:
 def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
     """The folder or the GGUF file of a tokenizer that does not come with its model.
 
-    `tokenizer` is a local folder, a GGUF file or a hub id.
+    `tokenizer` is a local folder, a GGUF file, "package:NAME" or a hub id.
 
     Raises:
         ValueError: there is no such folder or repository, or it cannot be reached.
     """
     if is_gguf(tokenizer) and Path(tokenizer).expanduser().is_file():
         return Path(tokenizer).expanduser().absolute()
-    folder = _local_folder(tokenizer) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
+    name, quant = (tokenizer, None) if Path(tokenizer).expanduser().is_dir() else split_quant(tokenizer)
+    folder = _local_folder(name) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
     require_regular_files(folder, _READ_PATTERNS)
+    if not (folder / "tokenizer.json").is_file() and model_names(names := _names_in(folder)):
+        return folder / choose_files(names, quant, name)[0]
     return folder
 
 
@@ -234,6 +238,8 @@ def _local_folder(model: str) -> Path | None:
     """
     if model == "demo":
         return DEMO_FOLDER
+    if (package := package_folder(model)) is not None:
+        return package
     path = Path(model).expanduser()
     if path.is_dir() and model.strip():
         # Absolute, so that a folder called demo is never taken for the embedded model.

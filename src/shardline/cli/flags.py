@@ -160,8 +160,22 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> 
             options["type"] = _reader(kind)
         if field.metadata["choices"]:
             del options["metavar"]
-            options["choices"] = field.metadata["choices"]
+            options["choices"] = _Choices(field.metadata["choices"], field.metadata["refused"])
     group.add_argument(*names, **options)
+
+
+class _Choices(tuple[str, ...]):
+    """What help and messages show of a flag's values; `refused` ones are taken as well, for a better message later."""
+
+    def __new__(cls, shown: Sequence[str], refused: Sequence[str]) -> _Choices:
+        made = super().__new__(cls, shown)
+        made._refused = refused
+        return made
+
+    _refused: Sequence[str]
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or value in self._refused
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -38,15 +38,16 @@ class ModelConfig:
 
     model: str = option(
         "demo",
-        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), or 'demo' for the embedded demo "
-        "model",
+        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), package:NAME (a model inside an "
+        "installed package), or 'demo' for the embedded demo model",
     )
     revision: str | None = option(None, "branch, tag or commit on the hub")
     tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float", "half", "float16"),
+        choices=("auto", "float32", "bfloat16", "float"),
+        refused=("half", "float16"),
     )
     max_model_len: int | str | None = option(
         None, "longest prompt plus output, in tokens; auto: the longest that fits the KV cache"
@@ -153,7 +154,8 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
         None,
-        "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization",
+        "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization, on CPUs at most 4 GiB a "
+        "replica, or what its longest request and 16 more of 2,048 tokens need",
         aliases=("kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = option(
@@ -259,7 +261,7 @@ def _validate(config: EngineConfig) -> None:
         )
     for name in ("dtype", "load_format", "quantization", "runner"):
         f = ModelConfig.__dataclass_fields__[name]
-        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *f.metadata["refused"]):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )

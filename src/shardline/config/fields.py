@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    refused: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> Any:
     """A dataclass field that is also a command-line flag.
 
     The flag is the field's name with dashes. `aliases` are other spellings, without the leading dashes.
+    `refused`: further values, which are not offered. They are refused later, with what would work instead.
     """
-    metadata: Mapping[str, Any] = {"help": help, "choices": choices, "aliases": aliases}
+    metadata: Mapping[str, Any] = {"help": help, "choices": choices, "refused": refused, "aliases": aliases}
     return dataclasses.field(default=default, metadata=metadata)

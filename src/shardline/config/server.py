@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ class ServerConfig:
     api_key_file: str | None = option(None, "file with further keys, one a line; SIGHUP makes the server read it again")
     admin_api_key: str | None = option(None, "key for administration, such as /requests; it is valid everywhere")
     served_model_name: tuple[str, ...] = option(
-        (), "names under which the model is served, the first one in responses; default: the model as given"
+        (),
+        "names under which the model is served, the first one in responses; default: the model as given, and the last "
+        "part of a path",
     )
     ssl_keyfile: str | None = option(None, "file with the TLS private key")
     ssl_certfile: str | None = option(None, "file with the TLS certificate")
@@ -56,6 +59,9 @@ class ServerConfig:
     )
     enable_auto_tool_choice: bool = option(False, "accepted for compatibility: tools are always taken")
     reasoning_parser: str | None = option(None, "format in which the model writes reasoning, for example qwen3")
+    structured_outputs_config: str | None = option(
+        None, """JSON, '{"disable_any_whitespace": false}': answers with a schema may have whitespace between parts"""
+    )
     enable_metrics: bool = option(True, "serve Prometheus metrics at /metrics")
     metrics_prefix: str = option(
         "shardline",
@@ -76,6 +82,27 @@ class ServerConfig:
             return self.api_key
         key = env.api_key()
         return (key,) if key else ()
+
+    @property
+    def disable_any_whitespace(self) -> bool | None:
+        """What requests get that do not say it; None: answers with a schema are compact, and free objects are not.
+
+        Raises:
+            ValueError: `structured_outputs_config` is malformed.
+        """
+        if self.structured_outputs_config is None:
+            return None
+        try:
+            given = json.loads(self.structured_outputs_config)
+        except ValueError:
+            given = None
+        key = "disable_any_whitespace"
+        if not isinstance(given, dict) or set(given) - {key} or not isinstance(given.get(key), bool | None):
+            raise ValueError(
+                f"""structured_outputs_config must be '{{"{key}": true}}' or the same with false, got """
+                f"{self.structured_outputs_config!r}"
+            )
+        return given.get(key)
 
     @property
     def body_limit(self) -> int:
@@ -118,6 +145,7 @@ def _validate(config: ServerConfig) -> None:
     for name in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
+    _ = config.disable_any_whitespace
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
     require(
         config.response_store_limit >= 0, f"response_store_bytes must be at least 0, got {config.response_store_bytes}"

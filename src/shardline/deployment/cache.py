@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import CachePlan, FixedPool, MeasuredPool, RankWeights
-from shardline.deployment.kv_budget import check_host_memory, fitting_blocks, is_measured, useful_blocks
+from shardline.deployment.kv_budget import (
+    check_host_memory,
+    default_host_blocks,
+    fitting_blocks,
+    is_measured,
+    useful_blocks,
+)
 from shardline.deployment.layout import Layout
 from shardline.deployment.length import choose_length
 from shardline.deployment.machine import Machine
@@ -84,7 +90,10 @@ def plan_cache(
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:
             return asked.num_gpu_blocks_override + 1
-        return fitting_blocks([room] * len(block_bytes), block_bytes, useful_blocks(config, groups, length))
+        most = useful_blocks(config, groups, length)
+        if layout.device == "cpu" and asked.kv_cache_memory is None:
+            most = min(most, default_host_blocks(config, groups, length, sum(of_replica)))
+        return fitting_blocks([room] * len(block_bytes), block_bytes, most)
 
     asked_length = config.model.max_model_len
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings

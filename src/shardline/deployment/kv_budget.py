@@ -38,6 +38,9 @@ class MemoryUse(msgspec.Struct, frozen=True):
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, even if fewer may run at once."""
 
+HOST_POOL_BYTES = 4 << 30
+_HOST_REQUESTS, _HOST_REQUEST_TOKENS = 16, 2048
+
 _AUTO_LENGTH_SHARE = 0.8
 """The share of the estimated room for a GPU's KV cache on which an automatic max_model_len relies."""
 
@@ -163,6 +166,20 @@ def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
     per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens)
     return most_requests * per_request + 1
+
+
+def default_host_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, block_bytes: int) -> int:
+    """The most blocks, with the null block, that a replica on CPUs gets if the user does not set the size.
+
+    More would be filled with old prefixes, and is not given back. `block_bytes`: of a block on all ranks of a replica.
+    """
+    cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
+    assert cache.block_size is not None, "it is chosen before"
+    longest, usual = (
+        blocks_per_request(groups, length, cache.block_size, step_tokens)
+        for length in (max_model_len, min(max_model_len, _HOST_REQUEST_TOKENS))
+    )
+    return max(HOST_POOL_BYTES // block_bytes, longest + _HOST_REQUESTS * usual + 1)
 
 
 def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) -> int:

@@ -9,6 +9,7 @@ from shardline.config.units import format_bytes
 from shardline.deployment.cache import BLOCK_TOKENS
 from shardline.deployment.deployment import Deployment, MeasuredPool
 from shardline.deployment.formats import general_rule, has_e4m3
+from shardline.deployment.kv_budget import HOST_POOL_BYTES
 from shardline.models.parts import DTYPE_BYTES
 from shardline.models.stored_layout import BlockLayout
 
@@ -52,7 +53,15 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     if isinstance(deployment.cache.pool, MeasuredPool):
         reasons.append(f"KV cache measured on every GPU ({cache.gpu_memory_utilization:g} of its memory)")
     elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:
+        largest = max(deployment.cache.block_bytes)
+        used, most = deployment.cache.pool.num_blocks * largest, deployment.cache.useful_blocks * largest
         share = f"{cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
+        if deployment.device == "cpu" and used + largest <= min(room, most):
+            share = (
+                f"at most {format_bytes(HOST_POOL_BYTES)} a replica, or what its longest request and 16 of 2,048 "
+                f"tokens need; --kv-cache-memory gives more, here up to {format_bytes(room).replace(' ', '')}"
+            )
+            room = used
         reasons.append(f"up to {format_bytes(room)} of KV cache a rank ({share})")
     elif cache.num_gpu_blocks_override is None and deployment.cache.pool.num_blocks == deployment.cache.useful_blocks:
         used = deployment.cache.useful_blocks * max(deployment.cache.block_bytes)

@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_struct
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.names import is_gguf, split_quant
 from shardline.checkpoints.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
+from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import read_stored, usual_rules, with_quantization
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import StoredRules
@@ -31,7 +32,7 @@ def shipped_facts() -> dict[str, Any]:
 
 
 def find_model(name: str, revision: str | None = None) -> PlannedModel:
-    """The model that a user names: a folder with config.json, a GGUF file, a known hub id, or any other hub id.
+    """The model that a user names: a folder with config.json, a GGUF file, a package, a known hub id, or any other.
 
     As for `shardline serve`, a GGUF file may also be named as FOLDER, FOLDER:QUANT or, once it has been downloaded,
     REPOSITORY:QUANT.
@@ -39,7 +40,7 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     Raises:
         ValueError: it cannot be found, its configuration is wrong, or its type has no spec.
     """
-    folder = DEMO_FOLDER if name == "demo" else Path(name).expanduser()
+    folder = DEMO_FOLDER if name == "demo" else package_folder(name) or Path(name).expanduser()
     if (file := _find_gguf(name, folder, revision)) is not None:
         return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from shardline import __version__
+from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import check_chat_config
@@ -44,7 +45,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     Raises:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
-    model_name = (config.served_model_name or (llm.config.model.model,))[0]
+    model_name = (config.served_model_name or usual_names(llm.config.model.model))[0]
     metrics = ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm))
     tracer = RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None
     observer = RequestObserver(metrics.requests, tracer)

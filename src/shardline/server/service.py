@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import ChatSetup, make_chat_setup
@@ -38,10 +39,10 @@ class Service:
     in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
+    @cached_property
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served; responses contain the first one."""
-        return self.config.served_model_name or (self.llm.config.model.model,)
+        return self.config.served_model_name or usual_names(self.llm.config.model.model)
 
     @cached_property
     def chat(self) -> ChatSetup:

@@ -13,6 +13,7 @@ from shardline.structured.grammar import parser_limits
 from shardline.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    import tokenizers
     from llguidance import LLMatcher
 
 _MAX_WARM_CHARS = 4 << 20
@@ -22,14 +23,14 @@ _MAX_WARM_CHARS = 4 << 20
 class GrammarCompiler:
     """Compiles grammars, and keeps those that were used last."""
 
-    def __init__(self, tokenizer_json: bytes) -> None:
-        """`tokenizer_json`: the content of the model's tokenizer.json.
+    def __init__(self, tokenizer: bytes | tokenizers.Tokenizer) -> None:
+        """`tokenizer`: the model's, or the content of its tokenizer.json.
 
         Raises:
             ValueError: the tokenizer cannot be used with grammars.
         """
         try:
-            self._vocabulary = Vocabulary(tokenizer_json)
+            self._vocabulary = Vocabulary(tokenizer)
         except Exception as error:  # llguidance and tokenizers raise plain exceptions
             raise ValueError(f"the model's tokenizer cannot be used with grammars: {error}") from error
         self._warm: OrderedDict[str, LLMatcher] = OrderedDict()

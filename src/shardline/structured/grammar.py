@@ -7,6 +7,7 @@ start; others are referred to by name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,22 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 
 _NO_TEXT = "NoExtensionBias\n<non-verbose/>"
 """What llguidance says if nothing can follow."""
+_TOO_DEEP = "the schema is nested too deeply"
 _NO_MATCH = "no text matches the grammar: its rules or references may lead back to themselves"
 
 _WHITESPACE = r"[ \t\n\r]{0,40}"
 """Between the parts of JSON. It is bounded, so that a model cannot write whitespace until the length limit."""
+_INDENTATION = r"( |\r?\n( {0,16}|\t{0,8}))?"
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ASCII = {
+    "d": "0-9",
+    "w": "A-Za-z0-9_",
+    "s": r" \t\n\r\f\v",
+}
+"""Classes of characters that have more of them in the compiler's regular expressions than in Python's `re.ASCII`."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of JSON schemas whose value is a map to schemas."""
+_DATA = ("const", "enum", "default", "example", "examples")
 
 
 _encode_text = json.JSONEncoder(ensure_ascii=False).encode
@@ -56,7 +69,7 @@ def structured_grammar(params: StructuredOutputsParams) -> str:
     if params.json_object:
         return schema_grammar({"type": "object"}, params)
     if params.regex is not None:
-        return str(LLMatcher.grammar_from_regex(params.regex))
+        return str(LLMatcher.grammar_from_regex(ascii_classes(params.regex)))
     if params.choice is not None:
         return lark_grammar("start: " + " | ".join(lark_text(text) for text in params.choice))
     assert params.grammar is not None
@@ -86,12 +99,45 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
     if not isinstance(schema, Mapping):
         raise ValueError("a JSON schema must be an object")
     check_size(schema)
-    options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
-    if params is not None and params.disable_any_whitespace:
-        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    elif params is not None and params.whitespace_pattern is not None:
-        options = {"whitespace_pattern": params.whitespace_pattern}
-    return {**schema, "x-guidance": options}
+    options: dict[str, Any] = _COMPACT
+    if params is not None and not params.disable_any_whitespace:
+        if params.whitespace_pattern is not None:
+            options = {"whitespace_pattern": ascii_classes(params.whitespace_pattern)}
+        elif params.disable_any_whitespace is False:
+            options = {"whitespace_pattern": _WHITESPACE}
+        elif params.json_object:
+            options = {"whitespace_pattern": _INDENTATION}
+    try:
+        return {**_with_ascii_classes(schema), "x-guidance": options}
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def ascii_classes(regex: str) -> str:
+    r"""The regular expression with the ASCII characters that `\d`, `\w`, `\s` and their complements stand for."""
+
+    def spell(match: re.Match[str]) -> str:
+        chars = _ASCII.get(match[1].lower())
+        return match[0] if chars is None else f"[{'^' if match[1].isupper() else ''}{chars}]"
+
+    return re.sub(r"\\(.)", spell, regex, flags=re.DOTALL)
+
+
+def _with_ascii_classes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with `ascii_classes` in its patterns."""
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            value = ascii_classes(value)
+        elif key in _MAPS and isinstance(value, Mapping):
+            spell = ascii_classes if key == "patternProperties" else str
+            value = {spell(k): _with_ascii_classes(v) if isinstance(v, Mapping) else v for k, v in value.items()}
+        elif key not in _DATA and isinstance(value, Mapping):
+            value = _with_ascii_classes(value)
+        elif key not in _DATA and isinstance(value, list):
+            value = [_with_ascii_classes(entry) if isinstance(entry, Mapping) else entry for entry in value]
+        result[key] = value
+    return result
 
 
 def lark_grammar(lark: str) -> str:
@@ -105,12 +151,13 @@ def lark_text(text: str) -> str:
 
 
 def lark_json(schema: Any) -> str:
-    """A JSON value of this schema, in Lark.
+    """A JSON value of this schema, in Lark, with at most one space between its parts: models differ in their habits.
 
     Raises:
         ValueError: it is no schema.
     """
-    return "%json " + json.dumps(json_schema(schema), ensure_ascii=False)
+    value = {**json_schema(schema), "x-guidance": {"whitespace_pattern": " ?"}}
+    return "%json " + json.dumps(value, ensure_ascii=False)
 
 
 def wrap_grammar(lark: str, grammar: str) -> str:
@@ -203,4 +250,4 @@ def _encode(parts: Sequence[Mapping[str, Any]]) -> str:
     try:
         return json.dumps({"grammars": list(parts)}, ensure_ascii=False)
     except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,12 @@ class Vocabulary:
     Special tokens match no text. All others do, added ones too: `<think>` is text if the tokenizer says so.
     """
 
-    def __init__(self, source: bytes) -> None:
-        """`source`: the content of tokenizer.json. 150,000 tokens take about a second."""
+    def __init__(self, source: bytes | tokenizers.Tokenizer) -> None:
+        """`source`: the tokenizer, or the content of tokenizer.json. 150,000 tokens take about a second."""
         import tokenizers
         from llguidance import LLTokenizer
 
-        backend = tokenizers.Tokenizer.from_buffer(source)
+        backend = tokenizers.Tokenizer.from_buffer(source) if isinstance(source, bytes) else source
         tokens = _TokenBytes(backend)
         self.end_id = tokens.eos_token_id
         self.tokenizer: LLTokenizer = LLTokenizer(tokens, eos_token=[self.end_id])  # type: ignore[arg-type]
@@ -40,7 +39,7 @@ class _TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
         size = max([*backend.get_vocab(with_added_tokens=True).values(), *added], default=-1) + 1
-        is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        is_byte_level = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
         spell = _byte_level if is_byte_level else _pieces
         self.tokens = [spell(backend.id_to_token(token_id) or "") for token_id in range(size)]
         for token_id, token in added.items():

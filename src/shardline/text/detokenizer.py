@@ -9,7 +9,7 @@ from typing import Protocol
 from shardline.text.tokenizer import ByteTokens, Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_TAIL_TOKENS = 8
+_TAIL_TOKENS = 12
 """Number of prompt tokens that are decoded with the first output: a character spans at most 4 byte tokens."""
 _MAX_HELD_TOKENS = 12
 
@@ -90,17 +90,21 @@ class WindowDetokenizer:
     sentencepiece drop the first leading space. So a window of tokens is decoded, and the text of its older part
     (`ids[:read]`) is cut off.
 
-    One exception: if byte tokens (<0x..>) that are not UTF-8 follow a returned character, that character stays.
+    Neighbouring byte tokens (<0x..>) are decoded as one: if they are not UTF-8, each of them is U+FFFD. So the first
+    window has no byte that is not part of a character, and if byte tokens that are not UTF-8 follow a returned
+    character, that character stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._is_shown(token_id)]
-        self._ids: list[int] = tail[-_TAIL_TOKENS:]
+        self._ids, half = self._split_tail(tail[-_TAIL_TOKENS:])
         self._read = len(self._ids)
+        self._shown = self._decode(0)
         # If the prompt ends in half a character, that character belongs to the output that completes it.
-        self._shown = self._decode(0).rstrip(_REPLACEMENT)
+        self._ids += half
+        self._begun = False
 
     def add_tokens(self, ids: Sequence[int]) -> str:
         """See Detokenizer."""
@@ -108,13 +112,14 @@ class WindowDetokenizer:
 
     def flush_text(self) -> str:
         """See Detokenizer."""
-        text = self._new_text(self._decode(0)) if self._read < len(self._ids) else ""
+        text = self._new_text(self._decode(0)) if self._begun and self._read < len(self._ids) else ""
         self._advance(len(self._ids))
         return text
 
     def _add_token(self, token_id: int) -> str:
         if not self._is_shown(token_id):
             return ""
+        self._begun = True
         self._ids.append(token_id)
         text = self._decode(0)
         if text.endswith(_REPLACEMENT):
@@ -125,6 +130,35 @@ class WindowDetokenizer:
         delta = self._new_text(text)
         self._advance(len(self._ids))
         return delta
+
+    def _split_tail(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The tokens of whole characters, without broken bytes, and those of half a character at the end."""
+        whole: list[int] = []
+        held: list[int] = []
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        for token_id in ids:
+            byte = self._byte(token_id)
+            if byte is None:
+                whole.append(token_id)
+                decoder.reset()
+                held = []
+                continue
+            char = decoder.decode(byte)
+            held.append(token_id)
+            whole += held[len(held) - len(char.encode()) :]
+            held = held[len(held) - len(decoder.getstate()[0]) :]
+        if ids and not whole:
+            # Some text must stand before the output, or else the decoder drops its leading space.
+            whole = [token_id for token_id in [self._tokenizer.token_id("<0x41>")] if token_id is not None]
+        return whole, held
+
+    def _byte(self, token_id: int) -> bytes | None:
+        """What a byte token stands for; None: it is another token."""
+        spelling = self._tokenizer.token(token_id) or ""
+        is_byte = len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+        if not is_byte or self._tokenizer.decode([token_id], skip_special_tokens=False) == spelling:
+            return None
+        return bytes.fromhex(spelling[3:5])
 
     def _cut_window(self, text: str) -> str:
         """Return all text but the last four bytes', so that endless broken bytes do not make the window endless."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from shardline.text.text_reader import Steps, TextReader
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+START, CHANNEL, DATA_TYPE, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+MARKERS = (START, CHANNEL, DATA_TYPE, MESSAGE, END, CALL, RETURN)
 """All of them end the body of a message. `<|start|>` and `<|channel|>` begin the next header."""
 RECIPIENT = " to="
 """What follows the prompt if a header names its recipient before its channel."""
@@ -73,4 +73,4 @@ def header_of_prompt(prompt: str) -> Header | None:
 
 def write_call_header(function: str) -> str:
     """The header of a message that calls a function."""
-    return f"{CHANNEL}commentary{RECIPIENT}{_FUNCTIONS}{function} {CONSTRAIN}json{MESSAGE}"
+    return f"{CHANNEL}commentary{RECIPIENT}{_FUNCTIONS}{function} {DATA_TYPE}json{MESSAGE}"

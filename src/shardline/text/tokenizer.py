@@ -13,7 +13,7 @@ import tokenizers
 from shardline.checkpoints.folder_files import MAX_TOKENIZER_BYTES, read_bytes, read_json, read_token_ids
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
-from shardline.checkpoints.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
+from shardline.checkpoints.gguf.tokenizer import has_vocabulary, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.text_growth import check_growth
@@ -102,14 +102,9 @@ class Tokenizer:
         if not has_vocabulary(header):
             return None
         vocabulary = read_vocabulary(header)
-        try:
-            with FOREIGN_CODE:
-                backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
-        except Exception as error:
-            raise ValueError(
-                f"the tokenizer in {file} is broken ({error}); give the model's own with --tokenizer"
-            ) from error
-        return cls(backend, special_tokens=vocabulary.special_tokens, eos_token_ids=vocabulary.end_token_ids)
+        return cls(
+            vocabulary.tokenizer, special_tokens=vocabulary.special_tokens, eos_token_ids=vocabulary.end_token_ids
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -11,8 +11,8 @@ import pkgutil
 from functools import cache
 from typing import Any, Protocol, cast
 
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 class Dataset(Protocol):
@@ -21,7 +21,7 @@ class Dataset(Protocol):
     def add_flags(self, parser: Any) -> None:
         """Add the dataset's flags to an ArgumentParser."""
 
-    def load_samples(self, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+    def load_samples(self, args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
         """`args.num_prompts` samples, drawn with `args.seed`."""
 
 

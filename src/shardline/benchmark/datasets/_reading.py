@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from shardline.benchmark.server_tokenizer import PromptTokenizer, ServerTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def read_json_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -62,7 +62,7 @@ _ROUNDS = 10
 """Neighbouring random tokens may merge when their text is encoded again; then the prompt is cut or made longer."""
 
 
-def require_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Tokenizer:
+def require_tokenizer(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> PromptTokenizer:
     """The tokenizer.
 
     Raises:
@@ -71,7 +71,7 @@ def require_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> 
     if tokenizer is None:
         raise ValueError(
             f"--dataset-name {args.dataset_name} needs a tokenizer: leave out --skip-tokenizer-init, and give "
-            "--tokenizer FOLDER if the model's name is no folder and no hub id"
+            "--tokenizer FOLDER if the model's name is no folder and no hub id, and the server has no /tokenize"
         )
     return tokenizer
 
@@ -87,19 +87,21 @@ def require_path(args: argparse.Namespace) -> str:
     return str(args.dataset_path)
 
 
-def ordinary_tokens(tokenizer: Tokenizer) -> np.ndarray:
+def ordinary_tokens(tokenizer: PromptTokenizer) -> np.ndarray:
     """The ids that are no special tokens, [num_ordinary]."""
+    if isinstance(tokenizer, ServerTokenizer):
+        return np.array(tokenizer.ordinary_ids)
     every = np.arange(tokenizer.vocab_size)
     return every[~np.isin(every, list(tokenizer.special_token_ids))]
 
 
-def num_special_tokens(tokenizer: Tokenizer) -> int:
+def num_special_tokens(tokenizer: PromptTokenizer) -> int:
     """How many special tokens a server adds to a prompt."""
     return len(tokenizer.encode_text("a")) - len(tokenizer.encode_text("a", add_special_tokens=False))
 
 
 def texts_of_length(
-    tokenizer: Tokenizer, sequences: Sequence[list[int]], rng: np.random.Generator
+    tokenizer: PromptTokenizer, sequences: Sequence[list[int]], rng: np.random.Generator
 ) -> list[tuple[str, list[int]]]:
     """For each sequence of ids, a text that encodes to as many ids, as far as possible, and these ids."""
     allowed = ordinary_tokens(tokenizer)

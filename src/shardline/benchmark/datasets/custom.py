@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardline.benchmark.datasets._reading import fill_up, read_json_lines, require_count, require_path
+from shardline.benchmark.server_tokenizer import PromptTokenizer, ServerTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
@@ -23,7 +23,7 @@ def add_flags(parser: Any) -> None:
     )
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     path = require_path(args)
     rows = []
     for number, row in read_json_lines(path):
@@ -52,10 +52,12 @@ def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[
     return fill_up(samples, count, args.seed, oversample=not args.no_oversample)
 
 
-def _apply_template(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) -> list[str]:
+def _apply_template(args: argparse.Namespace, tokenizer: PromptTokenizer, prompts: list[str]) -> list[str]:
     """Each prompt as a chat with one message; unchanged if the model has no chat template."""
     from shardline.text.chat_template import ChatTemplate
 
+    if isinstance(tokenizer, ServerTokenizer):
+        raise ValueError("chat templates need the model's files: give --tokenizer FOLDER, or --skip-chat-template")
     template = ChatTemplate.from_folder(Path(args.tokenizer_folder), tokenizer.special_tokens)
     if template is None:
         return prompts

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shardline.benchmark.datasets._reading import ordinary_tokens, require_tokenizer, texts_of_length
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
@@ -25,7 +25,7 @@ def add_flags(parser: Any) -> None:
         )
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     tokenizer = require_tokenizer(args, tokenizer)
     num_prefixes = args.prefix_repetition_num_prefixes
     if num_prefixes < 1 or args.num_prompts < num_prefixes:

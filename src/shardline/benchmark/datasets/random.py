@@ -15,8 +15,8 @@ from shardline.benchmark.datasets._reading import (
     require_tokenizer,
     texts_of_length,
 )
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
@@ -37,7 +37,7 @@ def add_flags(parser: Any) -> None:
     )
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     tokenizer = require_tokenizer(args, tokenizer)
     input_ratio, output_ratio = _read_ratios(args.random_range_ratio)
     input_len = max(0, args.random_input_len - num_special_tokens(tokenizer))

@@ -8,8 +8,8 @@ import random
 from typing import Any
 
 from shardline.benchmark.datasets._reading import fill_up, require_path, require_tokenizer
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 _LEAST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
@@ -24,7 +24,7 @@ def add_flags(parser: Any) -> None:
     )
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)
     pairs = _read_pairs(path)

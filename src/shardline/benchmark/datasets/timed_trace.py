@@ -16,8 +16,8 @@ from shardline.benchmark.datasets._reading import (
     require_path,
     require_tokenizer,
 )
+from shardline.benchmark.server_tokenizer import PromptTokenizer
 from shardline.benchmark.workload import Sample
-from shardline.text.tokenizer import Tokenizer
 
 
 def add_flags(parser: Any) -> None:
@@ -36,7 +36,7 @@ def add_flags(parser: Any) -> None:
         group.add_argument(f"--timed-trace-label-{field}", default=name, help=f"name of the field (default: {name})")
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Sample]:
+def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)
     size = args.timed_trace_chunk_hash_size

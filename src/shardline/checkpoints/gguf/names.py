@@ -26,7 +26,7 @@ def is_gguf(model: str | Path) -> bool:
 def split_quant(model: str) -> tuple[str, str | None]:
     """A model and its quant: "team/model:Q4_K_M" is ("team/model", "Q4_K_M"); without a colon there is none."""
     name, colon, quant = model.rpartition(":")
-    if not colon or not name or not quant or "/" in quant or "\\" in quant:
+    if not colon or name in ("", "package") or not quant or "/" in quant or "\\" in quant:
         return model, None
     return name, quant
 

@@ -1,4 +1,4 @@
-"""A tokenizer.json for a GGUF file, from its tokens, scores and merges, and its chat templates.
+"""The tokenizer of a GGUF file, from its tokens, scores and merges, and its chat templates.
 
 Three kinds are known: "gpt2" is byte-level BPE with merges, whose file names the rule by which text is split first
 (`tokenizer.ggml.pre`), "llama" is SentencePiece's BPE, whose merges follow from the scores of the tokens, and "gemma4"
@@ -10,6 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
 
 from shardline.checkpoints.gguf.header import GGUFHeader, end_token_ids, special_ids
 
@@ -102,10 +106,13 @@ SPLITS: dict[str, Split] = {
 """By `tokenizer.ggml.pre`. A wrong split gives wrong tokens without a message, so others are refused."""
 
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Values of token_type."""
 _KINDS = ("gpt2", "llama", "gemma4")
 _SPACE = "\u2581"
+_MAX_UNMADE = 0.1
+"""Share of the tokens that no merge makes, in files that are whole."""
+_HASH_BASE, _SLOT_BITS = 0x9E3779B97F4A7C15, 23
 _OVERRIDE = "give the model's own tokenizer with --tokenizer"
 
 _END_TEXTS = (
@@ -128,7 +135,7 @@ _END_TEXTS = (
 class GGUFVocabulary(NamedTuple):
     """What a GGUF file says about text."""
 
-    tokenizer_json: dict[str, Any]
+    tokenizer: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     """bos_token, eos_token and others, for chat templates."""
     end_token_ids: tuple[int, ...]
@@ -152,6 +159,11 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary:
         raise header.error(
             "tokenizer.ggml.model", f"is {kind!r}, which is not supported; supported: {', '.join(_KINDS)}; {_OVERRIDE}"
         )
+    table = header.tensors.get("token_embd.weight")
+    if table is not None and table.shape[0] != len(tokens):
+        raise header.error(
+            "tokenizer.ggml.tokens", f"has {len(tokens)} tokens, and the model {table.shape[0]} embeddings; {_OVERRIDE}"
+        )
     types = _types(header, len(tokens))
     ids = special_ids(header)
     if kind == "llama":
@@ -163,19 +175,20 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary:
         # The file spells tokens of several spaces with spaces.
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     build = _byte_level if kind == "gpt2" else _sentencepiece
-    value = build(header, tokens, types, ids)
-    value["added_tokens"] = [
-        {"id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": special}
-        for number, special in _added(types, ids, tokens)
-    ]  # fmt: skip
-    special = {name: tokens[number] for name, number in ids.items()}
-    return GGUFVocabulary(value, special, _ends(header, tokens, types, ids))
-
-
-def read_tokenizer_json(header: GGUFHeader) -> bytes:
-    """The content of a tokenizer.json; see `read_vocabulary`."""
-    return json.dumps(read_vocabulary(header).tokenizer_json, ensure_ascii=False).encode()
+    try:
+        tokenizer = build(header, tokens, types, ids)
+        added = [
+            tokenizers.AddedToken(tokens[number], normalized=False, special=special)
+            for number, special in _added(types, ids, tokens)
+        ]
+        tokenizer.add_special_tokens([token for token in added if token.special])
+        tokenizer.add_tokens([token for token in added if not token.special])
+    except Exception as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"the tokenizer in {header.file} is broken ({error}); {_OVERRIDE}") from error
+    named = {name: tokens[number] for name, number in ids.items()}
+    return GGUFVocabulary(tokenizer, named, _ends(header, tokens, types, ids))
 
 
 def read_chat_templates(header: GGUFHeader) -> dict[str, str]:
@@ -190,7 +203,9 @@ def read_chat_templates(header: GGUFHeader) -> dict[str, str]:
     return found | ({"default": default} if isinstance(default, str) else {})
 
 
-def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
+def _byte_level(
+    header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]
+) -> tokenizers.Tokenizer:
     pre = header.metadata.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
         raise header.error(
@@ -198,7 +213,7 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids
             f"tokens; {_OVERRIDE}"
         )  # fmt: skip
     split = SPLITS[pre]
-    merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+    merges = _stored_merges(header, tokens, types, all_needed=not split.ignores_merges)
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in split.patterns
@@ -207,18 +222,19 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids
         steps.append({"type": "Digits", "individual_digits": True})
     own_split = not split.patterns
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": own_split})
-    return {
-        "version": "1.0",
+    parts = {
         "normalizer": {"type": "NFC"} if split.composes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": _post_processor(header, tokens, ids, adds_bos=split.adds_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _model(tokens, merges, ignore_merges=split.ignores_merges),
     }
+    return _build(parts, tokens, merges, ignore_merges=split.ignores_merges)
 
 
-def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
-    merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+def _sentencepiece(
+    header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]
+) -> tokenizers.Tokenizer:
+    merges = _stored_merges(header, tokens, types, all_needed=False)
     is_gemma4 = header.metadata["tokenizer.ggml.model"] == "gemma4"
     if not merges and is_gemma4:
         raise header.error("tokenizer.ggml.merges", f"is missing; {_OVERRIDE}")
@@ -227,7 +243,7 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], 
         if scores is None or len(scores) != len(tokens):
             raise header.error("tokenizer.ggml.scores", f"must have {len(tokens)} numbers; {_OVERRIDE}")
         # Gemma's scores do not follow the order of its merges; its ids do.
-        ranks = [-float(score) for score in scores] if not _is_gemma(header) else [float(i) for i in range(len(tokens))]
+        ranks = np.arange(len(tokens)) if _is_gemma(header) else -scores.astype(np.float64)
         merges = _merges(tokens, ranks, types)
     prefixed = header.metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma4)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -240,34 +256,95 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], 
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizers = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefixed else [replace]
     unknown = tokens[ids["unk_token"]] if "unk_token" in ids else None
-    return {
-        "version": "1.0",
+    parts = {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "post_processor": _post_processor(header, tokens, ids, adds_bos=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
     }
+    return _build(parts, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
-def _model(tokens: Sequence[str], merges: Sequence[tuple[str, str]], **options: Any) -> dict[str, Any]:
-    vocab: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        vocab.setdefault(token, number)
-    return {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges], **options}
+def _build(
+    parts: dict[str, Any], tokens: Sequence[str], merges: Sequence[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
+    """The tokenizer of these parts; written as JSON, a large vocabulary would take twice the time."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **parts, "model": empty}))
+    # Of equal tokens the first one counts.
+    vocab = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+    tokenizer.model = tokenizers.models.BPE(vocab, merges, **options)
+    return tokenizer
 
 
-def _merges(tokens: Sequence[str], ranks: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+def _stored_merges(
+    header: GGUFHeader, tokens: Sequence[str], types: Sequence[int], *, all_needed: bool
+) -> list[tuple[str, str]]:
+    """The merges in the file; none: it has no list. `all_needed`: tokens that no merge makes do not occur.
+
+    Raises:
+        ValueError: they need tokens that are not there, or make too few of those that are.
+    """
+    key = "tokenizer.ggml.merges"
+    merges = [_pair(header, merge) for merge in header.strings(key)]
+    known = set(tokens)
+    for pair in merges:
+        if not known.issuperset((*pair, "".join(pair))):
+            raise header.error(
+                key, f"joins {pair[0]!r:.40} and {pair[1]!r:.40}, which needs unknown tokens; {_OVERRIDE}"
+            )
+    if all_needed:
+        words = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL and len(token) > 1}
+        unmade = len(words.difference(left + right for left, right in merges))
+        if unmade > _MAX_UNMADE * len(words):
+            raise header.error(key, f"makes only {len(words) - unmade} of {len(words)} tokens: it is cut; {_OVERRIDE}")
+    return merges
+
+
+def _merges(tokens: Sequence[str], ranks: NDArray[Any], types: Sequence[int]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the token of lowest rank first."""
     ids = {token: number for number, token in enumerate(tokens) if types[number] not in (_CONTROL, _UNKNOWN, _BYTE)}
-    found = []
-    for token, number in ids.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((ranks[number], number, ids[left], ids[right], (left, right)))
-    found.sort(key=lambda merge: merge[:4])
-    return [merge[4] for merge in found]
+    words = list(ids)
+    pairs = [(words[index][:cut], words[index][cut:]) for index, cut in _possible_cuts(words)]
+    pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+    if not pairs:
+        return []
+    found = np.array([(ids[left + right], ids[left], ids[right]) for left, right in pairs])
+    made, left_ids, right_ids = found.T
+    return [pairs[index] for index in np.lexsort((right_ids, left_ids, made, ranks[made])).tolist()]
+
+
+def _possible_cuts(words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """(index of a word, where to cut it) of the cuts whose halves may be words: few others have hashes of words.
+
+    A vocabulary of 262,144 has three million cuts, too many for a loop at each start.
+    """
+    codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
+    sizes = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    # The hash of a text is the sum of code x base^position, modulo 2^64, where the base has an inverse.
+    one = np.ones(1, np.uint64)
+    powers, inverse = (
+        np.concatenate([one, np.cumprod(np.full(len(codes), base, np.uint64))])
+        for base in (_HASH_BASE, pow(_HASH_BASE, -1, 1 << 64))
+    )
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(codes * powers[:-1])])
+
+    def find_slots(start: NDArray[Any], end: NDArray[Any]) -> NDArray[Any]:
+        found: NDArray[Any] = (sums[end] - sums[start]) * inverse[start] * np.uint64(_HASH_BASE)
+        slots: NDArray[Any] = found >> np.uint64(64 - _SLOT_BITS)
+        return slots
+
+    is_word = np.zeros(1 << _SLOT_BITS, dtype=np.bool_)
+    is_word[find_slots(begins, ends)] = True
+    cuts = np.delete(np.arange(len(codes)), begins[sizes > 0])
+    owners = np.searchsorted(ends, cuts, side="right")
+    chosen = is_word[find_slots(begins[owners], cuts)]
+    owners, cuts = owners[chosen], cuts[chosen]
+    chosen = is_word[find_slots(cuts, ends[owners])]
+    owners, cuts = owners[chosen], cuts[chosen]
+    return zip(owners.tolist(), (cuts - begins[owners]).tolist(), strict=True)
 
 
 def _post_processor(
@@ -306,13 +383,12 @@ def _post_processor(
 def _added(types: Sequence[int], ids: dict[str, int], tokens: Sequence[str]) -> Iterator[tuple[int, bool]]:
     """(id, whether it is special) of tokens that are found in a text before it is split."""
     special = {ids[name] for name in ("bos_token", "eos_token") if name in ids}
-    for number, kind in enumerate(types):
-        if not tokens[number]:
+    found = {number for number, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    for number in sorted(found | special):
+        # In normalized text, runs of spaces are found by merges: an added token would cut a run in two.
+        if not tokens[number].strip(_SPACE):
             continue
-        if kind == _CONTROL or number in special:
-            yield number, True
-        elif kind == _USER_DEFINED:
-            yield number, False
+        yield number, types[number] == _CONTROL or number in special
 
 
 def _ends(header: GGUFHeader, tokens: Sequence[str], types: Sequence[int], ids: dict[str, int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
-from shardline.checkpoints.gguf.tokenizer import read_tokenizer_json
+from shardline.checkpoints.gguf.tokenizer import read_vocabulary
 from shardline.sandbox.nursery import Service
 from shardline.structured.compiler import GrammarCompiler, Matcher
 
@@ -49,8 +49,8 @@ def open_service(tokenizer_file: str) -> Service:
     """Masks over the vocabulary of a tokenizer.json, or of a GGUF file."""
     file = Path(tokenizer_file)
     try:
-        content = read_tokenizer_json(read_header(file)) if is_gguf(file) else file.read_bytes()
-        masks = _Masks(GrammarCompiler(content))
+        source = read_vocabulary(read_header(file)).tokenizer if is_gguf(file) else file.read_bytes()
+        masks = _Masks(GrammarCompiler(source))
     except (ValueError, OSError) as error:
         refusal = msgspec.msgpack.encode(MaskAnswer(error=str(error)))
         return lambda body: refusal

@@ -79,11 +79,13 @@ async def make_answer_grammar(
     template: str = "",
     *,
     format_param: str = "response_format",
+    disable_any_whitespace: bool | None = None,
 ) -> str:
     """The grammar of an answer; empty: it may be any text.
 
     `answer_format`: None if the answer is plain text. `template`: the source of the chat template.
-    `format_param`: the field of the request that has `response_format`.
+    `format_param`: the field of the request that has `response_format`. `disable_any_whitespace`: what the server's
+    configuration says, for requests that say nothing.
 
     Raises:
         ApiError: 400, a schema or grammar cannot be used; the message names what it lacks.
@@ -91,6 +93,8 @@ async def make_answer_grammar(
     form, param = _requested_form(response_format, structured_outputs, format_param)
     grammar = ""
     if form is not None:
+        if form.disable_any_whitespace is None:
+            form = msgspec.structs.replace(form, disable_any_whitespace=disable_any_whitespace)
         try:
             grammar = await checks.write_grammar(form)
         except ValueError as error:

@@ -384,7 +384,13 @@ def completion_routes(service: Service) -> APIRouter:
         response_id = new_id("cmpl")
         prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
         _check_scores(body, prompts)
-        grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
+        grammar = await make_answer_grammar(
+            None,
+            body.response_format,
+            body.requested_form,
+            service.llm.grammars,
+            disable_any_whitespace=service.config.disable_any_whitespace,
+        )
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
             service,

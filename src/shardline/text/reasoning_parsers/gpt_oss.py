@@ -45,7 +45,7 @@ NOTE: /(.|\\n)*/
         header = harmony.header_of_prompt(prompt)
         if header is not None and header.is_content:
             return ""
-        return f'{mark(harmony.CHANNEL)} "final" (" " {mark(harmony.CONSTRAIN)} "json")? {mark(harmony.MESSAGE)} '
+        return f'{mark(harmony.CHANNEL)} "final" (" " {mark(harmony.DATA_TYPE)} "json")? {mark(harmony.MESSAGE)} '
 
     def _parse(self) -> Steps[None]:
         reader = self._reader

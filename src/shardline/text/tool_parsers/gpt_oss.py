@@ -17,7 +17,7 @@ class Parser(ToolParser):
     def write_rules(cls, rules: CallRules) -> str:
         """A message for each call; notes before it belong to the reasoning."""
         start, channel, message = (rules.mark(mark) for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
-        constrain, call = rules.mark(harmony.CONSTRAIN), rules.mark(harmony.CALL)
+        constrain, call = rules.mark(harmony.DATA_TYPE), rules.mark(harmony.CALL)
         again = f'({call} {start} "assistant" call)*' if rules.parallel else ""
         return f"""
 calls: call {again} {call}?

@@ -53,7 +53,7 @@ def run_serve(args: argparse.Namespace) -> int:
     _publish(args, {**_describe(args, identity), **result})
     if not any(run["completed"] for run in runs):
         cause = next(iter(result["failures"]), "no request was sent")
-        raise RuntimeError(f"every request failed: {cause}")
+        raise RuntimeError(f"every request failed: {cause}: {result['first_error']}".removesuffix(f": {cause}"))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 from pathlib import Path
 
 from shardline.benchmark.backends import BACKENDS
@@ -56,7 +55,9 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument("--model", help="the model's name (default: the first of /v1/models)")
     group.add_argument("--served-model-name", help="the name to send, if it is not --model")
-    group.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model)")
+    group.add_argument(
+        "--tokenizer", help="folder, package or hub id of the tokenizer (default: the model's, else the server's)"
+    )
     group.add_argument("--tokenizer-mode", choices=("auto", "hf"), default="auto", help="accepted for compatibility")
     group.add_argument("--trust-remote-code", action="store_true", help="accepted for compatibility: no code is run")
     group.add_argument(
@@ -65,7 +66,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ready-check-timeout-sec", type=int, default=0, help="wait so long for a first answer (default: 0, do not)"
     )
-    group.add_argument("--request-id-prefix", default=f"bench-{secrets.token_hex(4)}-", help="begins every request id")
+    group.add_argument("--request-id-prefix", default="", help="begins every request id (default: ids are UUIDs)")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:

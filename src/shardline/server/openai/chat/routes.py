@@ -42,6 +42,7 @@ def chat_routes(service: Service) -> APIRouter:
             body.requested_form,
             service.llm.grammars,
             service.chat.template_text,
+            disable_any_whitespace=service.config.disable_any_whitespace,
         )
         generation = await Generation.start(
             service,

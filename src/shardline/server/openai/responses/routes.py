@@ -178,6 +178,7 @@ async def _start_generation(
         service.llm.grammars,
         service.chat.template_text,
         format_param="text.format",
+        disable_any_whitespace=service.config.disable_any_whitespace,
     )
     response = _begin_response(service, body)
 
