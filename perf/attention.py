@@ -1,4 +1,4 @@
-"""Decode attention against the memory: `python benchmarks/attention.py`.
+"""Decode attention against the memory: `python perf/attention.py`.
 
 Attention in decode reads every key and value once, so the machine's read rate bounds it. For each shape, number of
 sequences and context length, this prints the rate at which one layer's attention reads its pages, as a share of the

@@ -1,4 +1,4 @@
-"""Does `shardline bench serve` measure the server, and not itself? `python benchmarks/client_agreement.py [CASE ...]`.
+"""Does `shardline bench serve` measure the server, and not itself? `python perf/client_agreement.py [CASE ...]`.
 
 agree   It and `vllm bench serve` load one server in turns, with the same number of random prompts of the same lengths.
         Their figures are compared. `--vllm` is the command that runs vLLM's client, for example "/opt/vllm/bin/vllm";

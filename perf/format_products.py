@@ -1,4 +1,4 @@
-"""Products with packed weights compared with bf16: `python -m benchmarks.format_products --model llama3b`.
+"""Products with packed weights compared with bf16: `python -m perf.format_products --model llama3b`.
 
 For each form in which packed checkpoints are held, it runs the linears of one layer (qkv, o, gate and up, down) with M
 rows. It prints the time of bf16 divided by the form's, with the quartiles of the rounds. For M = 1, it also prints the
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import cycle
 
 import torch
-from benchmarks.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
+from perf.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
 from tests.weights.forms import FORMS, quantize
 
 from shardline import _cpu

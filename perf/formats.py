@@ -1,4 +1,4 @@
-"""Packed checkpoints compared with llama.cpp on the same files, and with our bf16: `python -m benchmarks.formats`.
+"""Packed checkpoints compared with llama.cpp on the same files, and with our bf16: `python -m perf.formats`.
 
 It writes random checkpoints of Llama-3.2's shapes once, starts an engine for each format, and runs the workloads of
 `shardline bench throughput` in turns. For each workload it prints how many times faster a format is than llama.cpp or
@@ -6,7 +6,7 @@ bf16, as the median of the rounds with the least and the most, and what we aim f
 engine takes beyond 0.25 GB, as a multiple of the bytes of its weights.
 
 Run nothing else on the machine meanwhile. `--llama-python` is the interpreter of llama.cpp's environment
-(benchmarks/peers/README.md); without it there are no ratios to llama.cpp.
+(perf/peers/README.md); without it there are no ratios to llama.cpp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.format_models import FORMATS, checkpoint
+from perf.format_models import FORMATS, checkpoint
 
 from shardline.benchmark.workload import WORKLOADS
 

@@ -1,4 +1,4 @@
-"""Processor time of the front for each streamed chat token: `python benchmarks/front.py`.
+"""Processor time of the front for each streamed chat token: `python perf/front.py`.
 
 The front is a whole server process. Its engine is a stub in a process of its own that sends one token to every stream
 in each tick; this process is the client. So every token is one event, and only the front's time is counted.

@@ -1,4 +1,4 @@
-"""The planner's step times on this CPU against the engine's: `python benchmarks/host_times.py`.
+"""The planner's step times on this CPU against the engine's: `python perf/host_times.py`.
 
 In each round the host is measured as `shardline plan --gpus here` does, and the engine then computes prompts and
 decodes, with one request and with several that start together, on models with random weights. The script prints the

@@ -1,4 +1,4 @@
-"""How long a body within the limits holds up other streams: `python benchmarks/hostile_bodies.py`.
+"""How long a body within the limits holds up other streams: `python perf/hostile_bodies.py`.
 
 A server process streams the demo model's tokens to one client while another one sends hostile bodies. For each body the
 table has the stream's longest gap, the answer's status, and how far the front's memory grew.

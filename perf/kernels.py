@@ -1,4 +1,4 @@
-"""The GEMM kernels compared with torch and with the machine: `python benchmarks/kernels.py`.
+"""The GEMM kernels compared with torch and with the machine: `python perf/kernels.py`.
 
 For each shape and number of rows M, it prints our GOP/s, torch's GOP/s in the same process, and the ratio. For bf16
 and int4 torch runs its bf16 linear; for int8 it runs `torch._int_mm`, or the bf16 linear below 128 rows. For M = 1, it

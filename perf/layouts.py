@@ -1,4 +1,4 @@
-"""Compares a layout with its alternative, in turns: `python benchmarks/layouts.py FOLDER [CASE ...]`.
+"""Compares a layout with its alternative, in turns: `python perf/layouts.py FOLDER [CASE ...]`.
 
 FOLDER keeps the random checkpoints. The environment needs transformers. Without a CASE, all run:
 

@@ -1,6 +1,6 @@
-"""How fast checkpoints load from storage, against `dd` of the same files: `python -m benchmarks.loading`.
+"""How fast checkpoints load from storage, against `dd` of the same files: `python -m perf.loading`.
 
-It writes random checkpoints once (benchmarks/format_models.py), or takes `--models`. In each round, each is read
+It writes random checkpoints once (perf/format_models.py), or takes `--models`. In each round, each is read
 by `dd` and loaded by one rank, in turns. Its pages are dropped from the page cache before each. It prints the rates and
 their ratio, as the median of the rounds with the least and the most. It also prints the bytes that storage has
 delivered, and the peak memory beyond 0.25 GB as a multiple of the packed bytes.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.format_models import FORMATS, checkpoint
+from perf.format_models import FORMATS, checkpoint
 
 _TORCH_BYTES = 0.25e9
 _HUGE_PAGE = 2 << 20
@@ -86,7 +86,7 @@ def measure(model: Path, options: argparse.Namespace) -> None:
     """Measure one checkpoint and print its line."""
     files = files_of(model)
     size = sum(file.stat().st_size for file in files)
-    command = [sys.executable, "-m", "benchmarks.loading", "--load", str(model)]
+    command = [sys.executable, "-m", "perf.loading", "--load", str(model)]
     command += ["--threads", str(options.threads), "--held", str(options.held)]
     dd, loads, ratios, figures = [], [], [], {}
     for _ in range(options.rounds):

@@ -1,4 +1,4 @@
-"""The cases of benchmarks/nodes.py that start servers: over two hosts, which are network namespaces, and on one."""
+"""The cases of perf/nodes.py that start servers: over two hosts, which are network namespaces, and on one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def pipeline(names: Sequence[str]) -> str:
     """Streams of a server over two hosts and of one on one host take turns; the client is on the first host."""
     sites = [start_site(names), start_site(names[:1], "--port", "8001")]
     try:
-        client = ["ip", "netns", "exec", names[0], sys.executable, "-m", "benchmarks.node_servers", "8000", "8001"]
+        client = ["ip", "netns", "exec", names[0], sys.executable, "-m", "perf.node_servers", "8000", "8001"]
         found = subprocess.run(client, stdout=subprocess.PIPE, text=True, check=True)
     finally:
         for site in sites:

@@ -1,4 +1,4 @@
-"""What it costs that ranks are on two hosts: `python -m benchmarks.nodes [CASE ...]`, as root.
+"""What it costs that ranks are on two hosts: `python -m perf.nodes [CASE ...]`, as root.
 
 Two network namespaces with a veth pair between them play two hosts. Both ends of an exchange spin, so they need a core
 each. Alternatives take turns, and the medians of their blocks are printed. Cases:
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from benchmarks.node_servers import SERVER_CASES
+from perf.node_servers import SERVER_CASES
 
 from shardline import _cpu
 from shardline.channel import Channel
@@ -142,7 +142,7 @@ def run_ranks(case: str) -> list[list[object]]:
     with two_namespaces() as names, tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank, name in enumerate(names):
-            command = [sys.executable, "-m", "benchmarks.nodes", case, "--rank", str(rank), "--folder", folder]
+            command = [sys.executable, "-m", "perf.nodes", case, "--rank", str(rank), "--folder", folder]
             command += ["--segment", str(segment)]
             output = subprocess.PIPE if rank == 0 else None
             namespace = ["ip", "netns", "exec", name]

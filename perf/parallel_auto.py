@@ -1,4 +1,4 @@
-"""Is the layout that `--parallel auto` chooses the fastest on this CPU? `python benchmarks/parallel_auto.py`.
+"""Is the layout that `--parallel auto` chooses the fastest on this CPU? `python perf/parallel_auto.py`.
 
 The script runs every layout that `--parallel auto` considers, with the load for which it chooses, on models with random
 weights: a dense one, and one with experts. It prints the tokens per second that were predicted and measured, and the

@@ -1,4 +1,4 @@
-"""How long a search takes: `python benchmarks/plan_search.py`. Aims: 0.5 s for 8 GPUs, 5 s for 64.
+"""How long a search takes: `python perf/plan_search.py`. Aims: 0.5 s for 8 GPUs, 5 s for 64.
 
 Each search runs in a new process, as `shardline plan` does. The time of the search alone is printed beside that of the
 whole command.

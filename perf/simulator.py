@@ -1,4 +1,4 @@
-"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py`.
+"""The simulator against the real engine on this CPU: `python perf/simulator.py`.
 
 The real engine serves two loads, which calibrate the simulator's constants: one request at a time, and several that
 start together. Then both serve another load, at random times, and the script prints throughput, TTFT and TPOT of both.

@@ -1,4 +1,4 @@
-"""What drafts gain, by how often a guess is right: `python -m benchmarks.speculation`.
+"""What drafts gain, by how often a guess is right: `python -m perf.speculation`.
 
 Engines with and without drafts run the same greedy requests in this process, in turns. The guesses are not those of
 prompt lookup: they come from the answers, which are known from a first run, and each is right with a given probability.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from unittest.mock import patch
 
-from benchmarks.random_models import RandomModel, asked_models
+from perf.random_models import RandomModel, asked_models
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here

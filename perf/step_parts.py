@@ -1,4 +1,4 @@
-"""Where the time of a batch of long prompts goes: `python -m benchmarks.step_parts`.
+"""Where the time of a batch of long prompts goes: `python -m perf.step_parts`.
 
 A worker with random weights runs, in this process, the two kinds of steps of workload W6: a prompt of 2,048 tokens, and
 decode steps of 16 sequences with as many keys. For each part of a step, this prints its time, and its rate as a share
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from benchmarks.attention import COMMON_CONFIG, STEP_MODELS, large_product, read_call, seconds_per_call
+from perf.attention import COMMON_CONFIG, STEP_MODELS, large_product, read_call, seconds_per_call
 from torch import Tensor
 
 from shardline.config.engine import EngineConfig

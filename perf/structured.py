@@ -1,4 +1,4 @@
-"""What grammars and prompt log probabilities cost: `python benchmarks/structured.py`.
+"""What grammars and prompt log probabilities cost: `python perf/structured.py`.
 
 The model has Qwen2.5-0.5B's shape and random weights. Its tokenizer is a byte-level BPE that is made here, of the words
 of Python's own library. Both sides of a comparison run in turns on one engine:

@@ -1,5 +1,5 @@
-"""Everything that only a GPU can show, in three calls of under nine minutes: `python benchmarks/gpu/all.py`, then
-`python benchmarks/gpu/all.py --parts ceilings,families`, then `python benchmarks/gpu/all.py --parts
+"""Everything that only a GPU can show, in three calls of under nine minutes: `python perf/gpu/all.py`, then
+`python perf/gpu/all.py --parts ceilings,families`, then `python perf/gpu/all.py --parts
 ceilings,engine,layouts`.
 
 It needs the built kernels (`make dev`, PYTHONPATH=src) and a CUDA torch with Triton. Each part has its own process and
@@ -79,26 +79,26 @@ def run_part(name: str, device: str, ceilings: dict[str, float]) -> Any:
     if name == "ceilings":
         return measure_ceilings()
     if name == "checks":
-        from benchmarks.gpu import checks
+        from perf.gpu import checks
 
         return checks.run(device)
     if name == "kernels":
-        from benchmarks.gpu import kernel_times
+        from perf.gpu import kernel_times
 
         return kernel_times.run(ceilings)
     if name == "families":
-        from benchmarks.gpu import families
+        from perf.gpu import families
 
         return families.run(ceilings)
     if name == "library":
-        from benchmarks.gpu import library
+        from perf.gpu import library
 
         return library.run(ceilings)
     if name == "layouts":
-        from benchmarks.gpu import layouts
+        from perf.gpu import layouts
 
         return layouts.run("cuda")
-    from benchmarks.gpu import engine
+    from perf.gpu import engine
 
     return engine.same_tokens() if name == "tokens" else engine.run(ceilings)
 

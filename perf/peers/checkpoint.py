@@ -1,6 +1,6 @@
 """The random-weight checkpoints that every engine is measured on, in bfloat16.
 
-The environment needs transformers: `python benchmarks/peers/checkpoint.py FOLDER [SHAPE]`. SHAPE is q05 (Qwen2.5-0.5B's
+The environment needs transformers: `python perf/peers/checkpoint.py FOLDER [SHAPE]`. SHAPE is q05 (Qwen2.5-0.5B's
 shape, the default) or mha (a Llama of 12 layers with 16 heads of 64, each with keys and values of its own).
 """
 

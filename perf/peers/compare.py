@@ -1,6 +1,6 @@
 """Compares Shardline with its peers on the same workloads, checkpoint and machine, in turns: medians and ratios.
 
-    python benchmarks/peers/compare.py --model FOLDER \\
+    python perf/peers/compare.py --model FOLDER \\
         --engine bf16=shardline:bf16:.venv/bin/python --engine int8=shardline:int8:.venv/bin/python \\
         --engine hf=transformers:bf16:.venv/bin/python --workloads W1,W2 --rounds 3 --baseline hf
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from benchmarks.nodes import FolderStore
+from perf.nodes import FolderStore
 
 from shardline.channel import Channel
 from shardline.deployment.segment import segment_layout

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.gpu.checks import TOLERANCE
-from benchmarks.gpu.few_rows_checks import FewRowsChecks
+from perf.gpu.checks import TOLERANCE
+from perf.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
 from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
