@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
-from tests.loader.gguf_writer import random_blocks
+from tests.runtime.loader.gguf_writer import random_blocks
 from torch import Tensor
 
 VOCAB_SIZE = 128256

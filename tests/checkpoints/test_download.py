@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.loader.gguf_writer import write_gguf
 from tests.models.checkpoints import make_checkpoint
+from tests.runtime.loader.gguf_writer import write_gguf
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _DOWNLOAD = "import sys; from shardline.cli.main import main; sys.exit(main())"

@@ -21,7 +21,7 @@ from shardline.structured.grammar import structured_grammar
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 
-_PROSE = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+_PROSE = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 TEXTS = [
     "Hello, world!  It's 12345.67 o'clock,\n\n\tisn't IT?\r\n",
     "  two spaces first, and last  ",

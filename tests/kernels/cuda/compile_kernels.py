@@ -33,7 +33,7 @@ from shardline.kernels.cuda.triton.gemm import Tile
 from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
 from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
 from shardline.weights.formats.fp8 import Fp8Linear
-from tests.backends.cuda.helpers import KERNELS
+from tests.kernels.cuda.helpers import KERNELS
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

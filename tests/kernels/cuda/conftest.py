@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 import shardline.runtime.machines.cuda.machine  # noqa: F401 (its kernels, while the interpreter is chosen)
 from shardline.runtime.machines.host import machine as host_backend
-from tests.backends.cuda.helpers import InterpretedBackend
+from tests.kernels.cuda.helpers import InterpretedBackend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

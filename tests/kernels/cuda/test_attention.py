@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.attention.paged import paged_attention_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.attention.test_paged import attend, random_sequence
-from tests.ops.helpers import assert_close, assert_same_bits
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.attention.test_paged import attend, random_sequence
+from tests.runtime.ops.helpers import assert_close, assert_same_bits
 
 
 def paged_attention(

@@ -10,12 +10,12 @@ from shardline.runtime.ops.attention.paged import paged_attention_reference
 from shardline.runtime.ops.moe.experts import expert_down, expert_up
 from shardline.runtime.ops.norm import rms_norm_reference
 from shardline.weights.rows import quantize_rows_reference
-from tests.backends.cuda.helpers import KERNELS, linear_reference, pack_experts
-from tests.backends.cuda.test_attention import STORED, in_one, spread
-from tests.ops.attention.test_paged import attend, random_sequence
-from tests.ops.helpers import KERNELS as HOST_KERNELS
-from tests.ops.helpers import assert_close, assert_same_bits, randn
-from tests.ops.moe.test_experts import choose
+from tests.kernels.cuda.helpers import KERNELS, linear_reference, pack_experts
+from tests.kernels.cuda.test_attention import STORED, in_one, spread
+from tests.runtime.ops.attention.test_paged import attend, random_sequence
+from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
+from tests.runtime.ops.moe.test_experts import choose
 
 BF16 = torch.bfloat16
 

@@ -28,7 +28,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def part(number: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tests.backends.cuda.compile_kernels", "--part", str(number), "2"]
+        command = [sys.executable, "-m", "tests.kernels.cuda.compile_kernels", "--part", str(number), "2"]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
     found = {}

@@ -11,9 +11,9 @@ from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_referenc
 from shardline.runtime.ops.attention.rope import apply_rope_reference, rotary_table
 from shardline.runtime.ops.norm import layer_norm_reference, rms_norm_reference
 from shardline.runtime.ops.sampling.softcap import softcap_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import KERNELS as HOST_KERNELS
-from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
 
 
 @pytest.mark.parametrize("width", [1, 5, 130, 1024])

@@ -15,10 +15,10 @@ from shardline.runtime.ops.moe import exchange, experts
 from shardline.runtime.ops.moe.experts import expert_down_reference, slot_products_reference
 from shardline.runtime.ops.moe.routing import route_experts_reference
 from shardline.weights.base import PackedExperts
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import assert_close, assert_same_bits, randn
-from tests.ops.moe.test_experts import choose
-from tests.ops.moe.test_routing import ROUTINGS
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
+from tests.runtime.ops.moe.test_experts import choose
+from tests.runtime.ops.moe.test_routing import ROUTINGS
 
 
 def route(

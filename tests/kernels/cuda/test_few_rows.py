@@ -20,10 +20,10 @@ from shardline.runtime.ops.attention import kv_cache
 from shardline.runtime.ops.attention.rope import rotary_table
 from shardline.runtime.worker import Worker
 from shardline.weights.formats.plain import Format, PlainLinear
-from tests.backends.cuda.helpers import KERNELS
-from tests.backends.cuda.test_model import load, step_of
+from tests.kernels.cuda.helpers import KERNELS
+from tests.kernels.cuda.test_model import load, step_of
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import assert_same_bits, randn
+from tests.runtime.ops.helpers import assert_same_bits, randn
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

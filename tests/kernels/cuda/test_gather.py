@@ -21,11 +21,11 @@ from shardline.runtime.parallel import distributed
 from shardline.runtime.parallel.groups import RankGroups, make_single_rank_groups
 from shardline.runtime.parallel.host_memory import HostCollectives
 from shardline.runtime.worker import Worker
-from tests.backends.cuda.helpers import CPU, KERNELS
-from tests.backends.cuda.test_layouts import on_ranks, setup_of
-from tests.backends.cuda.test_model import PROMPT, step_of
+from tests.kernels.cuda.helpers import CPU, KERNELS
+from tests.kernels.cuda.test_layouts import on_ranks, setup_of
+from tests.kernels.cuda.test_model import PROMPT, step_of
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import assert_same_bits
+from tests.runtime.ops.helpers import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 

@@ -29,10 +29,10 @@ from shardline.runtime.machines.cuda.graphs import GraphReplay, PaddedStep, Reco
 from shardline.runtime.machines.cuda.machine import CudaBackend, NoReplay
 from shardline.runtime.parallel.groups import RankGroups, connect_host_memory, make_single_rank_groups
 from shardline.runtime.worker import Worker
-from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
-from tests.backends.cuda.test_model import PROMPT, step_of
+from tests.kernels.cuda.helpers import CPU, KERNELS, InterpretedBackend
+from tests.kernels.cuda.test_model import PROMPT, step_of
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import assert_same_bits
+from tests.runtime.ops.helpers import assert_same_bits
 
 STEPS = [(PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17), ([41], 18)]
 

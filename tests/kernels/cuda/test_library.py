@@ -14,8 +14,8 @@ from shardline.kernels.cuda.activations import empty_rows
 from shardline.kernels.cuda.library import equal_sizes, padded_rows, tried_rows, use_library
 from shardline.kernels.cuda.library_trial import ours, try_library
 from shardline.runtime.ops.activation import gated_activation_reference
-from tests.backends.cuda.helpers import CPU, KERNELS, linear_reference
-from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.kernels.cuda.helpers import CPU, KERNELS, linear_reference
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from shardline.kernels.cuda.triton.gemm import Tile
 from shardline.kernels.cuda.triton.linear import launch_linear
-from tests.backends.cuda.helpers import KERNELS, linear_reference
-from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS, linear_reference
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

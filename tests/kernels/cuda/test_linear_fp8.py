@@ -7,9 +7,9 @@ from shardline.kernels.cuda.triton.quantize import quantize_rows_fp8
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.weights.formats.fp8 import Format, quantize_rows_fp8_reference
-from tests.backends.cuda.helpers import KERNELS, pack_experts
-from tests.ops.helpers import assert_close, assert_same_bits, randn
-from tests.ops.moe.test_experts import choose
+from tests.kernels.cuda.helpers import KERNELS, pack_experts
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
+from tests.runtime.ops.moe.test_experts import choose
 
 
 def test_rows_have_the_bytes_of_the_oracle(rng):

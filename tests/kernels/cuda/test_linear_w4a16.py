@@ -9,8 +9,8 @@ from shardline.kernels.cuda.w4a16 import W4A16Linear
 from shardline.weights.base import PackedLinear
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
 
 SHAPES = [(1, 70, 128, 64), (5, 33, 104, 32), (66, 64, 256, 128), (3, 40, 96, None), (2, 8, 40, 32), (70, 40, 64, 128)]
 """Rows, columns, depth and group size."""

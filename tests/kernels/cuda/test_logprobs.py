@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import assert_same_bits, randn
 
 
 def logprobs(logits: torch.Tensor, chosen: torch.Tensor, top_n: int) -> Logprobs:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.mask import mask_tokens_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import randn
-from tests.ops.sampling.test_mask import random_masks
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import randn
+from tests.runtime.ops.sampling.test_mask import random_masks
 
 
 @pytest.mark.parametrize("vocab_size", [31, 1500])

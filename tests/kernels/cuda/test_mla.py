@@ -11,9 +11,9 @@ from shardline.kernels.tensors import QuantizedLatents
 from shardline.runtime.ops.attention.kv_cache import write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.linear_heads import linear_heads_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.attention.test_latent import attend, random_sequence
-from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.attention.test_latent import attend, random_sequence
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
 
 
 def mla_attention(

@@ -34,10 +34,10 @@ from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
-from tests.loader.packer import pack_checkpoint
+from tests.kernels.cuda.helpers import CPU, KERNELS, InterpretedBackend
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import assert_same_bits
+from tests.runtime.loader.packer import pack_checkpoint
+from tests.runtime.ops.helpers import assert_same_bits
 
 PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 8, 90, 25, 1, 7, 19]
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -146,7 +146,7 @@ def test_fp8_is_its_oracle(tmp_path):
     assert error.max() < 2e-2
 
 
-# The method decides how a checkpoint is read, see tests/loader; the family, which weights there are.
+# The method decides how a checkpoint is read, see tests/runtime/loader; the family, which weights there are.
 @pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("qwen2", "awq"), ("mixtral", "awq")])
 def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, family, method):
     # Whole pairs of groups: padding is not what the formula counts.

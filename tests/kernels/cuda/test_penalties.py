@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_reference
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import assert_same_bits, randn
-from tests.ops.sampling.test_penalties import random_penalties
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import assert_same_bits, randn
+from tests.runtime.ops.sampling.test_penalties import random_penalties
 
 
 def penalized(logits: torch.Tensor, p: Penalties) -> torch.Tensor:

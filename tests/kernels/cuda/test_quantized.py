@@ -10,10 +10,10 @@ from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm
 from shardline.weights.base import weight_format
 from shardline.weights.rows import quantize_rows, quantize_rows_reference
-from tests.backends.cuda.helpers import KERNELS, pack_experts
-from tests.ops.helpers import KERNELS as HOST_KERNELS
-from tests.ops.helpers import assert_same_bits, randn
-from tests.ops.moe.test_experts import choose
+from tests.kernels.cuda.helpers import KERNELS, pack_experts
+from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
+from tests.runtime.ops.helpers import assert_same_bits, randn
+from tests.runtime.ops.moe.test_experts import choose
 
 SHAPES = [(1, 70, 32), (5, 33, 300), (66, 64, 129), (3, 8, 64)]
 

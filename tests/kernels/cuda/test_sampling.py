@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling import sample as sampling
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import KERNELS as HOST_KERNELS
-from tests.ops.helpers import assert_same_bits, randn
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
+from tests.runtime.ops.helpers import assert_same_bits, randn
 
 
 def test_greedy_takes_the_lowest_id_on_ties(rng):

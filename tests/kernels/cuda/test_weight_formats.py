@@ -17,9 +17,9 @@ from shardline.weights.base import FormatChoice, WeightFormat, weight_format
 from shardline.weights.formats import format_names
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows
-from tests.backends.cuda.helpers import KERNELS
-from tests.ops.helpers import assert_close, assert_same_bits, randn
-from tests.ops.moe.test_experts import choose
+from tests.kernels.cuda.helpers import KERNELS
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
+from tests.runtime.ops.moe.test_experts import choose
 
 GROUP_SIZE = 32
 ROWS, COLUMNS, DEPTH = 5, 40, 128

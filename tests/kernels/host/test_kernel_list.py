@@ -16,7 +16,7 @@ from shardline import _cpu
 
 tomllib = pytest.importorskip("tomllib")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KERNELS = tomllib.loads((ROOT / "csrc/cpu/kernels.toml").read_text(encoding="utf-8"))
 FUNCTIONS = {entry["name"]: entry for entry in KERNELS["function"]}
 CLASSES = {entry["name"]: entry for entry in KERNELS["class"]}

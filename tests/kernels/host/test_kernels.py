@@ -7,7 +7,7 @@ import torch
 
 from shardline import _cpu
 from shardline.weights.formats.plain import Format
-from tests.ops.helpers import KERNELS, assert_same_bits
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits
 
 
 def test_isas():

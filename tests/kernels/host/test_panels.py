@@ -13,7 +13,7 @@ from shardline.kernels.host.panels import panel_shape
 from shardline.weights.base import weight_format
 from shardline.weights.formats import int4, int8, plain
 from shardline.weights.formats.int8 import int8_weight_reference
-from tests.ops.helpers import KERNELS, randn
+from tests.runtime.ops.helpers import KERNELS, randn
 
 PARTS = [(64,), (1,), (130,), (64, 64), (100, 28, 28), (7, 3, 1, 90), (65, 0, 64), (17, 47, 200)]
 

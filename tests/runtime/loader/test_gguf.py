@@ -45,7 +45,7 @@ from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight, StoredRows
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import KERNELS
+from tests.runtime.ops.helpers import KERNELS
 from tests.weights.forms import assert_same_panels
 
 from .gguf_writer import ARCHITECTURES, mixed, random_blocks, save_plain, write_gguf

@@ -10,7 +10,7 @@ from shardline.runtime.ops.activation import (
     gated_activation_reference,
 )
 from shardline.runtime.ops.sampling.softcap import softcap_, softcap_reference
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 NAMES = ["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.runtime.ops.add import add
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 @pytest.mark.usefixtures("isa")

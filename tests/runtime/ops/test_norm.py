@@ -14,7 +14,7 @@ from shardline.runtime.ops.norm import (
     rms_norm_reference,
 )
 from shardline.weights.rows import quantize_rows
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 WIDTHS = [1, 5, 64, 127, 1024, 3000]
 

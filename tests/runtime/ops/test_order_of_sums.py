@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardline.weights.formats.plain import Format
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 AMX_STEP = 32
 """How much of K one step of AMX adds."""

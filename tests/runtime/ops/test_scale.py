@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.scale import scale_rows, scale_rows_reference
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 @pytest.mark.usefixtures("isa")

@@ -1,4 +1,4 @@
-"""A process that plays another host: `python -m tests.parallel.other_host SOCKET_FD FOLDER`.
+"""A process that plays another host: `python -m tests.runtime.parallel.other_host SOCKET_FD FOLDER`.
 
 It shares no memory with the engine. It runs one rank after another, each as its first message says.
 """

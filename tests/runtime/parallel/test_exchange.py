@@ -17,8 +17,8 @@ from torch import Tensor
 from shardline.kernels.tensors import QuantizedRows
 from shardline.runtime.parallel.exchange import CollectiveAborted, Group, Mailbox, SharedGroup
 from shardline.weights.rows import quantize_rows, quantize_rows_reference
-from tests.ops.helpers import KERNELS, assert_same_bits
-from tests.parallel.carriers import SOCKETS, run_ranks, zeros
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits
+from tests.runtime.parallel.carriers import SOCKETS, run_ranks, zeros
 
 PATIENCE_S = 30.0
 

@@ -12,7 +12,7 @@ import torch
 
 from shardline import _cpu
 from shardline.runtime.parallel.exchange import CollectiveAborted, SocketGroup, SocketLink
-from tests.parallel.carriers import SOCKETS, run_ranks, socket_groups
+from tests.runtime.parallel.carriers import SOCKETS, run_ranks, socket_groups
 
 PATIENCE_S = 30.0
 

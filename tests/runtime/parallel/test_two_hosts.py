@@ -26,7 +26,7 @@ from shardline.messages.step import RankStep
 from shardline.messages.worker import RankReady, RunStep, StartWorker, StepDone, WorkerReply
 from tests.exactness.harness import BLOCK_SIZE, Answer, golden, make_requests, run
 from tests.models.checkpoints import make_checkpoint
-from tests.parallel.other_host import start_worker
+from tests.runtime.parallel.other_host import start_worker
 
 LAYOUTS = {
     "tp2": ("qwen3", {"tensor_parallel_size": 2}),
@@ -46,7 +46,7 @@ class OtherHost:
         self.folder = folder
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tests.parallel.other_host", str(theirs.fileno()), str(folder)]
+            command = [sys.executable, "-m", "tests.runtime.parallel.other_host", str(theirs.fileno()), str(folder)]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.weights.formats.plain import Format
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, make_checkpoint
-from tests.ops.helpers import KERNELS
+from tests.runtime.ops.helpers import KERNELS
 
 HIDDEN = 24
 

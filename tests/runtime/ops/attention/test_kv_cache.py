@@ -6,7 +6,7 @@ import torch
 from shardline.kernels.pages import tokens_of
 from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv, write_kv_reference
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 BLOCK_SIZE = 16
 MAX_POSITIONS = 500

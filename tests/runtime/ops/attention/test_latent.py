@@ -14,7 +14,7 @@ from shardline.kernels.pages import tokens_of
 from shardline.kernels.tensors import LatentCache, QuantizedLatents
 from shardline.runtime.ops.attention.kv_cache import write_latent, write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention, mla_attention_reference
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16
 

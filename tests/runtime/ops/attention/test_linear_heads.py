@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.attention.linear_heads import linear_heads, linear_heads_reference, pack_heads
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 
 @pytest.mark.parametrize(("heads", "out_features", "in_features"), [(1, 1, 1), (4, 70, 33), (16, 512, 128), (3, 64, 7)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.attention.rope import apply_rope, apply_rope_reference, rotary_table
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 
 def table_for(rot: int, max_positions: int = 1000) -> torch.Tensor:

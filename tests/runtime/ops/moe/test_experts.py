@@ -24,7 +24,7 @@ from shardline.runtime.ops.moe.experts import (
     slot_products_reference,
 )
 from shardline.weights.base import PackedExperts, weight_format
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 FORMATS = ["plain", "int8", "int4"]
 

@@ -8,7 +8,7 @@ import torch
 from shardline import _cpu
 from shardline.models.feed_forward import Routing
 from shardline.runtime.ops.moe.routing import route_experts, route_experts_reference
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 ROUTINGS = [
     Routing(8, 2),

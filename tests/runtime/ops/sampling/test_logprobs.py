@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.logprobs import logprobs, logprobs_reference
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 1024, 5003])

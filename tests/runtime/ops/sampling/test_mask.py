@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.mask import TokenMasks, mask_tokens_, mask_tokens_reference
-from tests.ops.helpers import KERNELS, randn
+from tests.runtime.ops.helpers import KERNELS, randn
 
 
 def random_masks(rng: torch.Generator, num_rows: int, vocab_size: int) -> TokenMasks:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_, penalize_reference
-from tests.ops.helpers import KERNELS, randn
+from tests.runtime.ops.helpers import KERNELS, randn
 
 
 def random_penalties(rng: torch.Generator, num_rows: int, vocab_size: int) -> Penalties:

@@ -16,7 +16,7 @@ from shardline.runtime.ops.sampling.sample import (
     sample,
     sample_reference,
 )
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 def sample_rows(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0, choices=0, positions=0):
