@@ -33,15 +33,15 @@ MARKED_FOLDERS = {
     "exactness": pytest.mark.e2e,
     "faults": pytest.mark.e2e,
     "hostile": pytest.mark.e2e,
-    "parallel": pytest.mark.e2e,
+    "kernels": pytest.mark.slow,
     "runtime": pytest.mark.e2e,
+    "runtime/loader": pytest.mark.slow,
+    "runtime/machines": pytest.mark.slow,
+    "runtime/ops": pytest.mark.slow,
     "sandbox": pytest.mark.e2e,
-    "backends": pytest.mark.slow,
-    "loader": pytest.mark.slow,
-    "ops": pytest.mark.slow,
     "weights": pytest.mark.slow,
 }
-"""Folders below tests/ whose tests are no unit tests."""
+"""Folders below tests/ whose tests are no unit tests; of nested folders, the inner one decides."""
 
 collect_ignore = ["clients", "real"]  # they need packages of their own, see `make clients` and `make real`
 
@@ -62,8 +62,9 @@ def pytest_collection() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in MARKED_FOLDERS:
+        path = item.path.relative_to(Path(__file__).parent)
+        folder = next((folder for parent in path.parents if (folder := parent.as_posix()) in MARKED_FOLDERS), None)
+        if folder is not None:
             item.add_marker(MARKED_FOLDERS[folder])
         elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.e2e)

@@ -20,12 +20,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
 TESTS = {
     "address": [
-        "tests/ops",
-        "tests/parallel/test_exchange.py",
-        "tests/parallel/test_sockets.py",
-        "tests/backends/host",
+        "tests/runtime/ops",
+        "tests/runtime/parallel/test_exchange.py",
+        "tests/runtime/parallel/test_sockets.py",
+        "tests/kernels/host",
+        "tests/runtime/machines/host",
     ],
-    "thread": ["tests/parallel/test_exchange.py", "tests/parallel/test_sockets.py", "tests/ops/moe/test_routing.py"],
+    "thread": [
+        "tests/runtime/parallel/test_exchange.py",
+        "tests/runtime/parallel/test_sockets.py",
+        "tests/runtime/ops/moe/test_routing.py",
+    ],
 }
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:use_sigaltstack=0",

@@ -174,8 +174,8 @@ def _gpu_cases() -> list[Case]:
 
 def make_checkpoint_of(name: str, folder: Path) -> None:
     """Save the checkpoint that a case names: a variant of tests/models/checkpoints.py, perhaps longer or packed."""
-    from tests.loader.packer import pack_checkpoint
     from tests.models.checkpoints import make_variant
+    from tests.runtime.loader.packer import pack_checkpoint
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

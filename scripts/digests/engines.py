@@ -68,8 +68,8 @@ def use_gpu_kernels() -> None:
     TRITON_INTERPRET=1 must have been set before the process started.
     """
     import numpy as np
-    from tests.backends.cuda import conftest as hardware
-    from tests.backends.cuda.helpers import InterpretedBackend
+    from tests.kernels.cuda import conftest as hardware
+    from tests.kernels.cuda.helpers import InterpretedBackend
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 

@@ -45,7 +45,7 @@ _REST = """
 """
 _PLANNER = "src/shardline/planner"
 _INPUTS = (
-    "benchmarks/published/results.csv.gz",
+    "perf/published/results.csv.gz",
     *(
         f"{_PLANNER}/{name}"
         for name in (

@@ -23,7 +23,7 @@ from shardline.planner.memory import fit, stored_weights
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps, shipped_timing
 
-ROWS = Path(__file__).parents[2] / "benchmarks" / "published" / "results.csv.gz"
+ROWS = Path(__file__).parents[2] / "perf" / "published" / "results.csv.gz"
 CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _FULLEST = 0.98
@@ -82,7 +82,7 @@ class Skipped:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
-    """The rows of a CSV file in the form of benchmarks/published/results.csv.gz.
+    """The rows of a CSV file in the form of perf/published/results.csv.gz.
 
     Raises:
         ValueError: the file cannot be read, or it has other columns.

@@ -9,8 +9,8 @@ import pytest
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.cli.main import main
-from tests.loader.stored_checkpoints import write_checkpoint
-from tests.loader.stored_formats import FORMATS
+from tests.runtime.loader.stored_checkpoints import write_checkpoint
+from tests.runtime.loader.stored_formats import FORMATS
 
 
 @pytest.mark.parametrize(("scheme", "agreement"), [("none", 1.0), ("int8", 0.99), ("int4", 0.98)])

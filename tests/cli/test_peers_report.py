@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/peers: the best peer of a class, and the ratios."""
+"""The arithmetic of perf/peers: the best peer of a class, and the ratios."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardline.benchmark.workload import WORKLOADS
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/peers is a folder of scripts, not a package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "peers"))
+    """perf/peers is a folder of scripts, not a package."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "perf" / "peers"))
     import report
 
     return report

@@ -12,8 +12,8 @@ from shardline.checkpoints.hub import resolve_model
 from shardline.deployment import fingerprint
 from shardline.deployment.fingerprint import weights_fingerprint
 from tests.deployment.machines import GIB, machine, resolve_on
-from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint
+from tests.runtime.loader.packer import pack_checkpoint
 
 
 def _of(folder: Path, *, weights: bool = True, dummy_seed: int | None = None) -> str:

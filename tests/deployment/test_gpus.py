@@ -14,8 +14,8 @@ from shardline.deployment.segment import segment_layout
 from shardline.models.sizes import kv_bytes_per_token, step_bytes
 from shardline.weights.base import PLAIN, FormatChoice
 from tests.deployment.machines import GIB, gpu, host, machine, resolve_on
-from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint
+from tests.runtime.loader.packer import pack_checkpoint
 
 ONE = machine((8 * GIB, 7 * GIB))
 TWO = machine((8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))

@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 def _gguf(family: str, *names: str) -> Stored:
     def write(source: Path, target: Path) -> None:
-        from tests.loader.gguf_writer import Type, mixed, write_gguf
+        from tests.runtime.loader.gguf_writer import Type, mixed, write_gguf
 
         write_gguf(source, target, mixed(*(Type[name] for name in names)))
 
@@ -46,7 +46,7 @@ def _gguf(family: str, *names: str) -> Stored:
 
 def _gptq(**config: Any) -> Stored:
     def write(source: Path, target: Path) -> None:
-        from tests.loader.packer import pack_checkpoint
+        from tests.runtime.loader.packer import pack_checkpoint
 
         section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False, **config}
         pack_checkpoint(source, target, target.with_name("plain"), section)
@@ -55,11 +55,11 @@ def _gptq(**config: Any) -> Stored:
 
 
 def _stored(name: str, family: str = "llama") -> Stored:
-    """A format of tests/loader/stored_formats.py."""
+    """A format of tests/runtime/loader/stored_formats.py."""
 
     def write(source: Path, target: Path) -> None:
-        from tests.loader.stored_checkpoints import write_checkpoint
-        from tests.loader.stored_formats import FORMATS
+        from tests.runtime.loader.stored_checkpoints import write_checkpoint
+        from tests.runtime.loader.stored_formats import FORMATS
 
         write_checkpoint(source, target, target.with_name("plain"), FORMATS[name])
 
@@ -68,7 +68,7 @@ def _stored(name: str, family: str = "llama") -> Stored:
 
 def _mxfp4() -> Stored:
     def write(source: Path, target: Path) -> None:
-        from tests.loader.stored_checkpoints import write_mxfp4_experts
+        from tests.runtime.loader.stored_checkpoints import write_mxfp4_experts
 
         write_mxfp4_experts("gpt_oss", source, target, target.with_name("plain"))
 

@@ -10,7 +10,7 @@ import torch
 from shardline.runtime.layers.linear import ColumnLinear
 from shardline.runtime.step import Rows, empty_rows
 from shardline.weights.formats.plain import Format
-from tests.ops.helpers import KERNELS
+from tests.runtime.ops.helpers import KERNELS
 
 
 def table(count: int) -> Rows:

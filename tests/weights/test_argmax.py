@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardline.runtime.ops.sampling.sample import find_best
 from shardline.weights.base import weight_format
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from shardline.runtime.ops.sampling.sample import find_best
 from shardline.weights.base import PackedExperts, WeightFormat, weight_format
 from shardline.weights.formats import format_names
 from shardline.weights.rows import quantize_rows
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 EXACT_ORACLES = {"int8", "int4"}
 """Formats whose oracle has the product's very bits; the others' sums are in fp64."""

@@ -10,7 +10,7 @@ from shardline import _cpu
 from shardline.runtime.ops.activation import gated_activation, gated_activation_reference
 from shardline.weights.base import weight_format
 from shardline.weights.formats import plain
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 FORMATS = ["plain", "int8", "int4"]
 NAMES = ["silu", "gelu_tanh", "gelu", "relu"]

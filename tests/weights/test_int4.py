@@ -9,7 +9,7 @@ from shardline.kernels.tensors import GROUP_SIZE
 from shardline.weights.formats.int4 import Format
 from shardline.weights.rows import quantize_rows
 from shardline.weights.scaled import ScaledLinear
-from tests.ops.helpers import KERNELS, randn
+from tests.runtime.ops.helpers import KERNELS, randn
 
 INT4 = Format()
 

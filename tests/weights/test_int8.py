@@ -7,7 +7,7 @@ import torch
 
 from shardline.weights.formats.int8 import Format, int8_weight_reference
 from shardline.weights.rows import quantize_rows
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 INT8 = Format()
 

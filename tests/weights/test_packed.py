@@ -19,7 +19,7 @@ from shardline.weights.base import FormatChoice, weight_format
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows_reference
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 from tests.weights.forms import FORMS, assert_same_panels, quantize
 
 FORM = Format()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline.weights.formats.plain import Format
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 PLAIN = Format()
 

@@ -6,7 +6,7 @@ import torch
 from shardline import _cpu
 from shardline.kernels.tensors import QuantizedRows
 from shardline.weights.rows import quantize_rows, quantize_rows_reference
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 def assert_same(actual: QuantizedRows, expected: QuantizedRows) -> None:

@@ -56,7 +56,8 @@ void pack_panel(const PackArgs& args, int64_t panel_index) {
     for (int64_t c = 0; c < args.place.width; c += kLanes) {
       const int64_t column = first_column + c, known = args.num_columns - column, bytes = depth_bytes - word * 4;
       if (column <= -kLanes) continue;  // belongs to another weight
-      const char* rows = static_cast<const char*>(args.weight) + column * row_bytes + word * 4;
+      const char* rows = static_cast<const char*>(args.weight);
+      if (args.num_columns > 0) rows += column * row_bytes + word * 4;  // a weight of no columns may be null
       const Block block = {rows, row_bytes, panel + word * kPanelColumns + c};
       if (column >= 0 && known >= kLanes && bytes >= kLanes * 4) {
         pack_whole(block);

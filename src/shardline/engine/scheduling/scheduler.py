@@ -24,7 +24,7 @@ MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 
 MOST_WITH_GUESSES = 48
-"""Sampled tokens of a step from which drafts cost a CPU more than they gain (benchmarks/speculation.py)."""
+"""Sampled tokens of a step from which drafts cost a CPU more than they gain (perf/speculation.py)."""
 
 
 class PlanInFlight(NamedTuple):

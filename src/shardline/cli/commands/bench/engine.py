@@ -37,7 +37,7 @@ _REFUSED_BY_THROUGHPUT = {
         "no-reranker", "random-mm-base-items-per-request", "random-mm-num-mm-items-range-ratio",
         "random-mm-limit-mm-per-prompt", "random-mm-bucket-config", "asr-min-audio-len-sec", "asr-max-audio-len-sec",
     ),
-    "only Shardline's engine is measured; see benchmarks/peers for others": (
+    "only Shardline's engine is measured; see perf/peers for others": (
         "backend", "hf-max-batch-size", "hf-enable-torch-compile",
     ),
     "all prompts are submitted at once": ("async-engine", "prequeue-requests"),

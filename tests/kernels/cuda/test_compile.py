@@ -1,0 +1,89 @@
+"""What the kernels become on a Hopper GPU, as far as a compiler can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16", "few_rows")
+PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_qkv_kernel", "_grouped_kernel", "attention_kernel")
+
+
+def products_of(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """The instructions of the launches that multiply matrices, at least one."""
+    found = [kernel["opcodes"] for kernel in kernels if kernel["name"] in PRODUCTS]
+    assert found, kernels
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """By case of compile_kernels, what became of its launches."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def part(number: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.kernels.cuda.compile_kernels", "--part", str(number), "2"]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+
+    found = {}
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(part, range(2)):
+            assert done.returncode == 0, done.stderr[-4000:]
+            found |= json.loads(done.stdout)
+    return found
+
+
+def test_every_kernel_compiles_and_fits_a_multiprocessor(compiled):
+    assert len(compiled) > 20
+    for case, kernels in compiled.items():
+        assert kernels, case
+        for kernel in kernels:
+            assert kernel["shared_bytes"] <= 227 * 1024, (case, kernel)
+
+
+def test_products_of_few_rows_spill_nothing(compiled):
+    """They keep a norm's factors and two sums in registers."""
+    for case in (case for case in compiled if case.startswith("few_rows")):
+        for opcodes in products_of(compiled[case]):
+            assert not {"LDL", "STL"} & opcodes.keys(), case
+
+
+def test_bf16_products_are_wgmma_whatever_the_tile(compiled):
+    """mma of another generation may add in another order: then bits would follow the batch."""
+    cases = [case for case in compiled if case.startswith(TENSOR_CORE_CASES)]
+    assert len(cases) > 10
+    for case in cases:
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("HGMMA", 0) > 0, case
+            assert "HMMA" not in opcodes, case
+
+
+def test_fp8_products_are_wgmma(compiled):
+    for case in ("fp8_m1", "fp8_m2048"):
+        assert compiled[case][1]["opcodes"].get("QGMMA", 0) > 0, case
+
+
+def test_products_of_bytes_are_wgmma(compiled):
+    for case in ("int8_m1", "int8_m2048", "int4_m1", "int4_m2048", "int4_experts"):
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("IGMMA", 0) > 0, case
+
+
+def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):
+    for case in (
+        "linear_m1",
+        "linear_m2048",
+        "w4a16_m1",
+        "w4a16_m2048",
+        "experts_m1",
+        "attention_decode_spread",
+        "attention_prefill",
+    ):
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("LDGSTS.E.BYPASS.128", 0) > 0, case

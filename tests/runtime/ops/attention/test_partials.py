@@ -1,0 +1,142 @@
+"""Attention in parts of some splits each, merged: the bits of the attention that one rank computes at once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.kernels.contract import Kernels
+from shardline.runtime.ops.attention.paged import (
+    Partials,
+    attention_partials,
+    merge_partials,
+    merge_partials_reference,
+    paged_attention_reference,
+)
+from tests.runtime.ops.attention.test_paged import E4M3, attend, random_sequence
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits
+
+LENGTHS = [(0, 1), (511, 512), (510, 514), (0, 70), (1020, 1030), (1535, 1536), (1530, 1537), (2049, 2050)]
+"""Begin and end of the new tokens of each sequence, around the bounds of splits."""
+
+
+def on_ranks(
+    kernels: Kernels,
+    num_ranks: int,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    sinks: Tensor | None,
+    **options,
+) -> Partials:
+    """The partials of all ranks, as they lie after a gather. A rank's table names only the blocks of its own splits."""
+    num_splits = -(-int(context_lens.max()) // 512)
+    split_of_block = torch.arange(block_tables.shape[1]) * key_cache.shape[2] // 512
+    ranks = []
+    for rank in range(num_ranks):
+        ranks.append(
+            attention_partials(
+                kernels,
+                query,
+                key_cache,
+                value_cache,
+                torch.where(split_of_block % num_ranks == rank, block_tables, 0),
+                query_starts,
+                context_lens,
+                scale,
+                num_splits=-(-num_splits // num_ranks),
+                first_split=rank,
+                split_step=num_ranks,
+                **options,
+            )
+        )
+    return Partials(*(torch.stack(parts) for parts in zip(*ranks, strict=True)))
+
+
+def merged(kernels: Kernels, num_ranks: int, query: Tensor, *tensors: object, sinks=None, **options) -> Tensor:
+    parts = on_ranks(kernels, num_ranks, query, *tensors, sinks=sinks, **options)
+    return merge_partials(kernels, parts, query.dtype, sinks)
+
+
+CASES = [
+    {},
+    {"window": 20},
+    {"window": 700, "softcap": 30.0},
+    {"window": 300, "chunked": True},
+    {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+]
+
+
+def batch(rng: torch.Generator, dtype: torch.dtype, dim: int) -> list:
+    return [(random_sequence(rng, end, dtype, heads=4, kv_heads=2, dim=dim), begin, end) for begin, end in LENGTHS]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_merged_parts_are_the_attention_of_one_rank(isa, dtype, rng, num_ranks, options):
+    sequences = batch(rng, dtype, 64)
+    whole = attend(sequences, shuffle=1, **options)
+    for ours, expected in zip(
+        attend(sequences, shuffle=1, op=partial(merged, KERNELS, num_ranks), **options), whole, strict=True
+    ):
+        assert_same_bits(ours, expected)
+
+
+@pytest.mark.parametrize(("stored", "dim"), [(torch.int8, 64), (E4M3, 64), (None, 36), (None, 6)], ids=str)
+def test_merged_parts_of_other_caches(isa, dtype, rng, stored, dim):
+    sequences = batch(rng, dtype, dim)
+    whole = attend(sequences, stored=stored, window=700)
+    for ours, expected in zip(
+        attend(sequences, stored=stored, window=700, op=partial(merged, KERNELS, 2)), whole, strict=True
+    ):
+        assert_same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_merged_parts_do_not_depend_on_threads(rng, threads):
+    sequences = batch(rng, torch.float32, 64)
+    whole = attend(sequences)
+    _cpu.set_num_threads(threads)
+    try:
+        parts = attend(sequences, op=partial(merged, KERNELS, 2))
+    finally:
+        _cpu.set_num_threads(1)
+    for ours, expected in zip(parts, whole, strict=True):
+        assert_same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_parts_match_their_reference(rng, options):
+    """The maxima and sums are those of the scores: merged in fp64, they give the reference's attention."""
+
+    def merged_in_fp64(kernels: Kernels, query: Tensor, *tensors: object, sinks=None, **options) -> Tensor:
+        parts = on_ranks(kernels, 2, query, *tensors, sinks=sinks, **options)
+        unseen = parts.sums == 0
+        assert bool((parts.maxima[unseen] == -torch.inf).all())
+        assert not parts.outputs[unseen].any()
+        return merge_partials_reference(parts, query.dtype, sinks)
+
+    sequences = batch(rng, torch.float32, 64)
+    expected = attend(sequences, poison=False, op=paged_attention_reference, **options)
+    for ours, theirs in zip(attend(sequences, op=partial(merged_in_fp64, KERNELS), **options), expected, strict=True):
+        assert_close(ours, theirs, scale=2.0)
+
+
+def test_what_does_not_fit_is_refused(rng):
+    parts = Partials(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 3, 8))
+    with pytest.raises(ValueError, match="maxima"):
+        merge_partials(KERNELS, parts, torch.float32)
+    query = torch.zeros(1, 2, 8)
+    cache, table = torch.zeros(1, 2, 16, 8), torch.zeros(1, 1, dtype=torch.int32)
+    index = (table, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="splits"):
+        attention_partials(KERNELS, query, cache, cache, *index, 1.0, num_splits=1, split_step=0)
