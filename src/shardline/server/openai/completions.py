@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
 from shardline.messages.request import TokenLogprobs
+from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
@@ -88,9 +90,6 @@ async def encode_prompt(service: Service, prompt: str | list[int], add_special_t
     await asyncio.sleep(0)
     return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
 
-
-if TYPE_CHECKING:
-    pass
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -366,6 +365,38 @@ def _insertion_prompt(service: Service, prefix: str, suffix: str) -> str:
     return prompt
 
 
+@dataclass(frozen=True)
+class PreparedCompletion:
+    """A completion request as the engine takes it."""
+
+    params: SamplingParams
+    prompts: list[list[int]]
+    echoes: list[str]
+    """For each prompt, the text to repeat before the output; empty without `echo`."""
+    grammar: str
+    """Of the outputs; empty: they may be any text."""
+
+
+async def prepare_completion(service: Service, body: CompletionRequest) -> PreparedCompletion:
+    """Check a completion request, encode its prompts, and write the grammar of its outputs.
+
+    Raises:
+        ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
+    """
+    service.require_model(body.model)
+    body.check()
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
+    params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
+    if body.ranks_choices:
+        assert body.best_of is not None
+        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+    prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
+    _check_scores(body, prompts)
+    grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
+    return PreparedCompletion(params, prompts, echoes, grammar)
+
+
 def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
@@ -373,28 +404,18 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=json_answers(CompletionResponse, streams=True))
     async def create_completion(body: CompletionRequest) -> Response:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
-        service.require_model(body.model)
-        body.check()
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
-        params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
-        if body.ranks_choices:
-            assert body.best_of is not None
-            params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+        completion = await prepare_completion(service, body)
         response_id = new_id("cmpl")
-        prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
-        _check_scores(body, prompts)
-        grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
-        writer = CompletionWriter(service, body, response_id, echoes)
+        writer = CompletionWriter(service, body, response_id, completion.echoes)
         generation = await Generation.start(
             service,
-            prompts,
-            params,
+            completion.prompts,
+            completion.params,
             request_id=response_id,
             prompt_param="prompt",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
-            grammar=grammar,
+            grammar=completion.grammar,
         )
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
