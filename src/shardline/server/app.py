@@ -28,6 +28,8 @@ from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import health_routes, request_routes
+from shardline.server.scale_out.generate import generate_routes
+from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.text.special_tokens import TokenizerError
@@ -66,7 +68,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes):
+    for routes in (completion_routes, chat_routes, response_routes, generate_routes, render_routes):
         app.include_router(routes(service), dependencies=generates)
     app.include_router(embedding_routes(service), dependencies=embeds)
     return app

@@ -23,6 +23,8 @@ from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
 access_logger = logging.getLogger("shardline.access")
+REQUEST_ID = "shardline.request_id"
+"""Where a request's scope has its id."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -47,6 +49,7 @@ class AccessMiddleware:
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         status = 0
         complete = False
         disconnected = False

@@ -160,6 +160,14 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def token_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Where each of a text's tokens stands in it: the first character, and the one behind the last. Special tokens
+        that are added stand nowhere: (0, 0)."""
+        with FOREIGN_CODE:
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets: list[tuple[int, int]] = encoding.offsets
+        return offsets
+
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether `text` certainly has more than `limit` tokens; a long text is encoded piece by piece until it does.
 

@@ -337,7 +337,7 @@ async def _encode_prompts(
         elif len(prompt) > service.llm.model.max_model_len:
             echoes.append("")  # the request is refused below
         else:
-            echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
+            echoes.append(service.decode_tokens(prompt, skip_special_tokens=False))
     return encoded, echoes
 
 
@@ -373,6 +373,8 @@ class PreparedCompletion:
     prompts: list[list[int]]
     echoes: list[str]
     """For each prompt, the text to repeat before the output; empty without `echo`."""
+    texts: list[str | None]
+    """For each prompt, its text; None: it was given as token ids."""
     grammar: str
     """Of the outputs; empty: they may be any text."""
 
@@ -391,10 +393,12 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     if body.ranks_choices:
         assert body.best_of is not None
         params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
-    prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
+    given = list_prompts(body.prompt, "prompt")
+    prompts, echoes = await _encode_prompts(service, body, given)
+    texts = [prompt if isinstance(prompt, str) else None for prompt in given]
     _check_scores(body, prompts)
     grammar = await make_answer_grammar(None, body.response_format, body.requested_form, service.llm.grammars)
-    return PreparedCompletion(params, prompts, echoes, grammar)
+    return PreparedCompletion(params, prompts, echoes, texts, grammar)
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -405,7 +409,7 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(body: CompletionRequest) -> Response:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         completion = await prepare_completion(service, body)
-        response_id = new_id("cmpl")
+        response_id = new_id("cmpl-")
         writer = CompletionWriter(service, body, response_id, completion.echoes)
         generation = await Generation.start(
             service,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
+
+T = TypeVar("T")
 
 MAX_FIELDS = 256
 """The most fields of one object. Every unknown field would become an error of its own."""
@@ -37,6 +39,8 @@ def check_metadata(value: Any) -> Any:
     return value
 
 
+MAX_ID_CHARS = 256
+
 IGNORED_HEADER = "X-Shardline-Ignored"
 
 
@@ -62,7 +66,7 @@ class IgnoredFields(RequestModel):
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
-    request_id: Any = None
+    request_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     return_tokens_as_token_ids: Any = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
@@ -178,7 +182,11 @@ class SamplingFields(IgnoredFields):
     logits_processors: Any = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
-    """Keep only that many of the prompt's last tokens; None or -1: all that the model takes."""
+    """Keep only that many of the prompt's tokens; None or -1: all that the model takes."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are cut off; None: left, so the prompt's last ones stay."""
+    return_token_offsets: bool | None = None
+    """Of rendered requests: report where in the prompt's text each token stands."""
     regex: str | None = None
     ebnf: str | None = None
     """SGLang's names for the regex and the grammar of `structured_outputs`."""
@@ -212,13 +220,13 @@ class SamplingFields(IgnoredFields):
             raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
         return given[0] if given else None
 
-    def truncate_prompt(self, token_ids: list[int]) -> list[int]:
+    def truncate_prompt(self, token_ids: list[T]) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.
 
         Raises:
             ApiError: 400, the number is not positive.
         """
-        return truncate_prompt(token_ids, self.truncate_prompt_tokens)
+        return truncate_prompt(token_ids, self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -249,8 +257,8 @@ class SamplingFields(IgnoredFields):
         return self.stream_options or StreamOptions()
 
 
-def truncate_prompt(token_ids: list[int], count: int | None) -> list[int]:
-    """The last `count` tokens of a prompt; None or -1: all of them.
+def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:
+    """The last `count` tokens of a prompt, or the first if the right `side` is cut off; None or -1: all of them.
 
     Raises:
         ApiError: 400, the number is not positive.
@@ -259,7 +267,7 @@ def truncate_prompt(token_ids: list[int], count: int | None) -> list[int]:
         return token_ids
     if count < 1:
         raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
-    return token_ids[-count:]
+    return token_ids[-count:] if side == "left" else token_ids[:count]
 
 
 _SAMPLING_NAMES = tuple(
