@@ -110,7 +110,8 @@ def test_text_mode_and_streams_have_the_same_answer(http: httpx.Client) -> None:
     for index in range(2):
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert "".join(part["text"] for part in parts) == whole["choices"][index]["text"]
-        assert sum((part["token_ids"] for part in parts), []) == whole["choices"][index]["token_ids"]
+        token_ids = [token_id for part in parts for token_id in part["token_ids"]]
+        assert token_ids == whole["choices"][index]["token_ids"]
         assert parts[-1]["finish_reason"] == "stop"
 
 

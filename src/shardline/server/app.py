@@ -16,6 +16,7 @@ from starlette.routing import Match
 from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
+from shardline.server.anthropic.routes import message_routes
 from shardline.server.chat_setup import check_chat_config
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.keys import ApiKeys, AuthMiddleware
@@ -68,7 +69,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes, generate_routes, render_routes):
+    for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
         app.include_router(routes(service), dependencies=generates)
     app.include_router(embedding_routes(service), dependencies=embeds)
     return app

@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
+from shardline.server.anthropic.request import MessagesRequest
+from shardline.server.anthropic.routes import prepare_message
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.prepare import PreparedChat, prepare_chat
 from shardline.server.openai.chat.request import ChatRequest
@@ -75,6 +77,7 @@ def render_routes(service: Service) -> APIRouter:
 
     def render(
         body: SamplingFields,
+        model: str | None,
         request_id: str,
         token_ids: list[int],
         params: SamplingParams,
@@ -89,7 +92,7 @@ def render_routes(service: Service) -> APIRouter:
             token_ids=token_ids,
             token_offsets=offsets,
             sampling_params=sampling_fields(params, max_tokens, grammar),
-            model=body.model,
+            model=model,
             # The grammar has rules for the reasoning before a constrained answer.
             reasoning_ended=True if grammar else None,
             stream=bool(body.stream),
@@ -101,17 +104,17 @@ def render_routes(service: Service) -> APIRouter:
     def answer(rendered: Any) -> Response:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
-    async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str) -> Response:
+    async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
-        return answer(render(body, request_id, chat.token_ids, chat.params, chat.grammar, offsets))
+        return answer(render(body, model, request_id, chat.token_ids, chat.params, chat.grammar, offsets))
 
     @router.post("/v1/chat/completions/render", responses=json_answers(RenderedRequest))
     async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
         """The request that answers a conversation."""
         _refuse_beams(body)
         chat = await prepare_chat(service, body)
-        return await render_chat(body, chat, f"chatcmpl-{base_request_id(request, body.request_id)}")
+        return await render_chat(body, chat, f"chatcmpl-{base_request_id(request, body.request_id)}", body.model)
 
     @router.post("/v1/responses/render", responses=json_answers(RenderedRequest))
     async def render_response(body: ResponsesRequest) -> Response:
@@ -122,7 +125,13 @@ def render_routes(service: Service) -> APIRouter:
             "previous_response_id",
             "A rendered request cannot continue a response: send the whole conversation as 'input'.",
         )
-        return await render_chat(body, await prepare_response(service, body), new_id("resp_"))
+        return await render_chat(body, await prepare_response(service, body), new_id("resp_"), body.model)
+
+    @router.post("/v1/messages/render", responses=json_answers(RenderedRequest))
+    async def render_message(body: MessagesRequest, request: Request) -> Response:
+        """The request that answers a conversation in Anthropic's shape."""
+        chat = await prepare_message(service, body)
+        return await render_chat(body.sampling, chat, f"chatcmpl-{base_request_id(request, None)}", body.model)
 
     @router.post("/v1/completions/render", responses=json_answers(list[RenderedRequest]))
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
@@ -135,7 +144,7 @@ def render_routes(service: Service) -> APIRouter:
         for index, (ids, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)
             request_id = base if single else f"{base}-{index}"
-            rendered.append(render(body, request_id, ids, completion.params, completion.grammar, offsets))
+            rendered.append(render(body, body.model, request_id, ids, completion.params, completion.grammar, offsets))
         return answer(rendered)
 
     return router
