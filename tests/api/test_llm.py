@@ -56,7 +56,7 @@ def test_forms_of_prompts_and_params(capsys: pytest.CaptureFixture[str]) -> None
 def test_nothing_runs_where_one_prompt_is_bad() -> None:
     cluster = FakeCluster()
     with make(cluster) as llm:
-        with pytest.raises(ValueError, match="out of range"):
+        with pytest.raises(ValueError, match="out of vocabulary"):
             llm.generate([[5], [999]])
         assert cluster.clients[0].added == []
 

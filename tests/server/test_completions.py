@@ -255,7 +255,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"temperature": "x", "top_p": "y"}, "temperature", "expected a number, but got a string"),
         ({"stream": "maybe"}, "stream", "expected a boolean"),
         ({"prompt": {"a": 1}}, "prompt", "string"),
-        ({"prompt": [999999]}, None, "out of range"),
+        ({"prompt": [999999]}, None, "out of vocabulary"),
         ({"prompt": "x" * 5000}, "prompt", "tokens"),
         ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"max_tokens": "seven"}, "max_tokens", "integer"),

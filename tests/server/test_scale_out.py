@@ -128,7 +128,7 @@ def test_logprobs_have_ids_and_ranks(http: httpx.Client) -> None:
     ("change", "part"),
     [
         ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [-1]}, "out of range"),
+        ({"token_ids": [-1]}, "out of vocabulary"),
         ({"sampling_params": {"min_tokens": 1 << 30}}, "min_tokens"),
         ({"sampling_params": {"stop": ["x"], "detokenize": False}}, "stop strings"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "detokenize"),

@@ -145,15 +145,15 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it. The last four fields appear only on request."""
+    """One choice; in a chunk, what is new in it, and the last four fields only on request."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -192,7 +192,7 @@ class CompletionWriter:
 
     @cached_property
     def _pieces(self) -> TokenPieces:
-        return TokenPieces(self._tokenizer)
+        return TokenPieces(self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""
@@ -207,7 +207,7 @@ class CompletionWriter:
                 if self._body.logprobs is None:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
-                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
+                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True, unset=None))
         return self._encode_response(choices, self._usage(outputs), outputs)
 
     def write_chunks(self, generation: Generation) -> Events:
@@ -258,7 +258,9 @@ class CompletionWriter:
         writer: CompletionLogprobsWriter,
         *,
         first: bool,
+        unset: msgspec.UnsetType | None = msgspec.UNSET,
     ) -> CompletionChoice:
+        """`unset`: stands for what was not asked for; whole answers have null, as in vLLM."""
         body = self._body
         with_ids = bool(body.return_token_ids)
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
@@ -275,10 +277,10 @@ class CompletionWriter:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if with_ids else msgspec.UNSET,
-            prompt_token_ids=output.prompt_token_ids if with_ids and first else msgspec.UNSET,
+            token_ids=delta.token_ids if with_ids else unset,
+            prompt_token_ids=output.prompt_token_ids if with_ids and first else unset,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-            prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else output.prompt_logprobs,
+            prompt_logprobs=unset if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -67,7 +68,6 @@ class IgnoredFields(RequestModel):
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
     request_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    return_tokens_as_token_ids: Any = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     kv_transfer_params: Any = None
@@ -108,6 +108,7 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
 
 
+_TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
@@ -173,6 +174,8 @@ class SamplingFields(IgnoredFields):
     """Only requests with the same salt share cached prefixes."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Of log probabilities: tokens are written as token_id:N, not as their texts."""
     return_metrics: bool | None = None
     """Add to the answer where its time went."""
     model: str | None = None
@@ -285,10 +288,11 @@ def bad_parameter(message: str) -> ApiError:
 
 
 def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError as error:
-        raise bad_request("Invalid value for 'logit_bias': its keys must be token ids.", "logit_bias") from error
+    for token_id in bias:
+        if not _TOKEN_ID.fullmatch(token_id):
+            message = f"Invalid value for 'logit_bias': its keys must be token ids, and {token_id[:64]!r} is none."
+            raise bad_request(message, "logit_bias")
+    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:

@@ -340,7 +340,6 @@ class ChatRequest(ConversationFields, SamplingFields):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         self.check_supported()
-        refuse_if(bool(self.echo), "echo", "'echo' is not supported for chats: use /v1/completions.")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs"
@@ -368,6 +367,15 @@ class ChatRequest(ConversationFields, SamplingFields):
         """The variables of the chat template that the request sets."""
         documents = {} if self.documents is None else {"documents": self.documents}
         return {**documents, **super().template_variables}
+
+    @property
+    def echoed_text(self) -> str:
+        """The text to repeat before the answer: that of the message that it continues, if `echo` asks for it."""
+        content = self.messages[-1].content
+        continues = self.continue_final_message or self.add_generation_prompt is False
+        if not (self.echo and continues) or content is None:
+            return ""
+        return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
     @property
     def token_limit(self) -> int | None:
