@@ -83,6 +83,7 @@ def _middleware(service: Service) -> list[Middleware]:
             AccessMiddleware,
             count=service.metrics.responses.count_response if config.enable_metrics else None,
             log=not config.disable_access_log,
+            names_all=config.enable_request_id_headers,
         )
     ]
     if config.allowed_origins:
@@ -90,8 +91,9 @@ def _middleware(service: Service) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
+                allow_methods=config.cors_methods,
+                allow_headers=config.cors_headers,
+                allow_credentials=config.allow_credentials,
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )

@@ -180,7 +180,7 @@ class CompletionWriter:
 
     def __init__(self, service: Service, body: CompletionRequest, response_id: str, texts: Sequence[str]) -> None:
         self._body = body
-        self._options = body.check_stream()
+        self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
@@ -189,10 +189,11 @@ class CompletionWriter:
         self._texts = texts
         """For each prompt, the text to repeat before the output; empty without `echo`."""
         self._tokenizer = service.llm.model.tokenizer
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
 
     @cached_property
     def _pieces(self) -> TokenPieces:
-        return TokenPieces(self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
+        return TokenPieces(self._tokenizer, as_ids=self._tokens_as_ids)
 
     def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""

@@ -247,8 +247,8 @@ class SamplingFields(IgnoredFields):
         except ValueError as error:
             raise bad_parameter(str(error)) from error
 
-    def check_stream(self) -> StreamOptions:
-        """The stream options; all are off if the request has none.
+    def check_stream(self, *, with_usage: bool = False) -> StreamOptions:
+        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage.
 
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
@@ -257,7 +257,8 @@ class SamplingFields(IgnoredFields):
             raise bad_request(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
-        return self.stream_options or StreamOptions()
+        options = self.stream_options or StreamOptions()
+        return options.model_copy(update={"include_usage": True}) if with_usage else options
 
 
 def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:

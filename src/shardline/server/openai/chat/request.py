@@ -245,7 +245,7 @@ class ConversationFields(RequestModel):
         chat = Conversation(
             await _for_template(messages),
             None if tool_use is None else tool_use.definitions,
-            self.template_variables,
+            {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
             add_special_tokens,

@@ -98,7 +98,7 @@ class ChatEnvelope:
     """Encodes the choices of one answer, as a whole or in events."""
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
-        self._options = body.check_stream()
+        self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
@@ -195,7 +195,7 @@ class ChatWriter:
         """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
-        self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
         self._tokenizer = service.llm.model.tokenizer
         self._echo = body.echoed_text
         self._format = answer_format
