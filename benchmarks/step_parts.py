@@ -148,7 +148,7 @@ class Steps:
             dtype=torch.bfloat16,
         )
         self._replaying = worker.runner
-        self._eager = Runner(backend, worker.stage, groups, worker.stage.forward, sizes, None)
+        self._eager = Runner(backend, worker.stage, groups, worker.kv_store, worker.stage.forward, sizes, None)
         blocks_each = -(-(PROMPT_LEN + OUTPUT_LEN) // cache.block_size)
         order = torch.randperm((SEQUENCES + 1) * blocks_each, generator=torch.Generator().manual_seed(0)) + 1
         self._blocks = order.view(SEQUENCES + 1, blocks_each).tolist()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardline.messages.request import Request
-from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
+from shardline.messages.step import BlockCopies, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from shardline.sampling_params import SamplingParams
 
@@ -91,19 +92,25 @@ class FakeWorker:
         max_model_len: int,
         sees_samples: bool = True,
         tokens_per_result: int = 1,
+        loses: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`loses`: whether the next fetch finds nothing."""
         self._groups = groups
+        self._loses = loses
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._sees_samples = sees_samples
         self._tokens_per_result = tokens_per_result
         self._prefixes = Prefixes()
-        self._pool: dict[tuple[int, int], tuple[int, int]] = {}
+        self._pool: dict[tuple[int, int], tuple[int, int] | None] = {}
         """(block, offset) -> (group, prefix)"""
+        self._tier: dict[int, list[tuple[int, int] | None]] = {}
+        """slot -> the content of a block"""
         self.sequences: dict[int, _Sequence] = {}
         self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan, salts: dict[int, str]) -> StepResult:
+        lost = None if plan.copies is None else self._copy(plan.copies)
         for seq_id in plan.ends:
             del self.sequences[seq_id]
         for start in plan.starts:
@@ -119,7 +126,21 @@ class FakeWorker:
         for step in plan.steps:
             self._check(step)
         results = [self._sample(step) for step in plan.steps if step.sample]
-        return StepResult(plan.step_id, [result for result in results if result is not None], 0.001)
+        return StepResult(plan.step_id, [result for result in results if result is not None], 0.001, lost)
+
+    def _copy(self, copies: BlockCopies) -> list[int] | None:
+        offsets, lost = range(self._block_size), []
+        for copy in copies.stores:
+            content = [self._pool.get((copy.block, offset)) for offset in offsets]
+            assert {entry and entry[0] for entry in content} == {copy.group}, "a block that is not full is stored"
+            self._tier[copy.slot] = content
+        for copy in copies.fetches:
+            content = self._tier[copy.slot]
+            if self._loses():
+                lost.append(copy.slot)
+                content = [None] * self._block_size
+            self._pool |= {(copy.block, offset): content[offset] for offset in offsets}
+        return lost if copies.fetches else None
 
     def _apply(self, step: SequenceStep) -> None:
         sequence = self.sequences[step.seq_id]

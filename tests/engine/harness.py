@@ -6,6 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduling.scheduler import Scheduler
@@ -13,6 +15,7 @@ from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.step import StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import FakeWorker, reference
+from tests.engine.lru_tier import LruTier
 
 FULL = (KVGroup((0,), None),)
 
@@ -32,6 +35,8 @@ class Shape:
     prefix_caching: bool = True
     tokens_per_result: int = 1
     speculation: Speculation = NO_SPECULATION
+    tier_slots: int = 0
+    """0: there is no tier."""
 
 
 def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
@@ -42,8 +47,10 @@ def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: 
 class Engine:
     """The engine loop, one verb at a time."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, loses: Callable[[], bool] = lambda: False) -> None:
+        """`loses`: whether a worker's next fetch finds nothing."""
         self.shape = shape
+        self.tier = LruTier(shape.tier_slots) if shape.tier_slots else None
         tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
         self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation),
@@ -53,6 +60,8 @@ class Engine:
             max_in_flight=shape.max_in_flight,
             last_token_known=tokens_known,
         )
+        if self.tier is not None:
+            self.scheduler.kv.add_tier(self.tier)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(
@@ -61,6 +70,7 @@ class Engine:
                 max_model_len=shape.max_model_len,
                 sees_samples=sees,
                 tokens_per_result=shape.tokens_per_result,
+                loses=loses,
             )
             for sees in workers
         ]
@@ -88,7 +98,11 @@ class Engine:
     def collect(self) -> None:
         plan = self.in_flight.popleft()
         results: list[StepResult] = [worker.run(plan, self._salts) for worker in self.workers]
-        self._take(self.scheduler.update(plan, results[0]))
+        result = results[0]
+        if plan.has_fetches:
+            lost = [slot for other in results for slot in other.lost_slots or ()]
+            result = msgspec.structs.replace(result, lost_slots=lost)
+        self._take(self.scheduler.update(plan, result))
 
     def turn(self) -> None:
         """One turn of the loop: fill the pipeline, collect one result."""
@@ -145,6 +159,10 @@ class Engine:
         pool = self.scheduler.kv.pool
         assert not any(pool._references)
         assert pool.num_free == self.shape.num_blocks - 1
+        assert not self.scheduler.queues.fetching
+        assert not self.scheduler.kv.traffic.is_fetching
+        assert not self.scheduler.kv.traffic.has_copies
+        assert self.tier is None or not self.tier.fetching
 
     def _take(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -152,7 +170,9 @@ class Engine:
             self.outputs[output.request_id].append(output)
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self.shape.max_num_batched_tokens
+        assert plan.num_tokens <= self.shape.max_num_batched_tokens
+        assert plan.steps or plan.copies is not None
+        assert all(step.num_tokens > 0 for step in plan.steps)
         assert len(plan.steps) <= self.shape.max_num_seqs
         assert plan.num_samples <= self.scheduler.max_samples
         assert {start.seq_id for start in plan.starts} <= {step.seq_id for step in plan.steps}
@@ -173,11 +193,15 @@ class Engine:
                 for table, group in zip(self._tables[step.seq_id], self.shape.groups, strict=True):
                     for block in self._used(table, group, step.start, step.start + step.num_tokens):
                         users[block].add(step.seq_id)
+        fetched = set[int]() if plan.copies is None else {copy.block for copy in plan.copies.fetches}
+        assert not any(users[block] for block in fetched)
         for step in plan.steps:
             tables = self._tables.setdefault(step.seq_id, [[] for _ in self.shape.groups])
             first = step.start // self.shape.block_size
-            for table, new_blocks in zip(tables, step.new_blocks, strict=True):
+            for table, new_blocks, group in zip(tables, step.new_blocks, self.shape.groups, strict=True):
                 table.extend(new_blocks)
+                used = self._used(table, group, step.start, step.start + step.num_tokens)
+                assert fetched.isdisjoint(used), "a step reads what its plan fetches, which may be lost"
                 for block in table[first : -(-(step.start + step.num_tokens) // self.shape.block_size)]:
                     assert users[block] <= {step.seq_id}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shardline.engine.kv_cache import NULL_BLOCK, BlockPool
+from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 
 NUM_BLOCKS = 7
 
@@ -17,16 +17,25 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
+        self.pool.on_evict = self.note_eviction
+        self.evicted: list[tuple[bytes, int]] = []
         self.held: list[int] = []
         self.content: dict[int, bytes] = {}
         self.free = list(range(1, NUM_BLOCKS))
 
+    def note_eviction(self, content: bytes, block: int) -> None:
+        assert self.pool.find_block(content) == block, "it is told before the content is lost"
+        assert self.pool.num_references(block) == 0, "it is told before the block is handed out"
+        self.evicted.append((content, block))
+
     @precondition(lambda self: self.free)
     @rule()
     def take(self) -> None:
+        self.evicted.clear()
         block = self.pool.take_block()
         blank = [free for free in self.free if free not in self.content]
         assert block in blank if blank else block == self.free[0]
+        assert self.evicted == ([] if blank else [(self.content[block], block)])
         self.free.remove(block)
         self.content.pop(block, None)
         self.held.append(block)

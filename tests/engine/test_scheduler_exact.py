@@ -48,6 +48,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         pipeline=draw(st.booleans()),
         prefix_caching=draw(st.booleans()),
         speculation=draw(st.just(NO_SPECULATION) | SPECULATIONS),
+        tier_slots=draw(st.sampled_from([0, 0, 1, 3, 40])),
     )
 
 
@@ -81,9 +82,10 @@ def drive(
     num_requests: int,
     abort_rate: float,
     new_request: Callable[[random.Random, int, int], Request] = random_request,
+    loss_rate: float = 0.1,
 ) -> Engine:
     """Random arrivals and aborts between random submissions and collections, until all is done."""
-    engine, aborted, number, turns = Engine(shape), set[str](), 0, 0
+    engine, aborted, number, turns = Engine(shape, lambda: rng.random() < loss_rate), set[str](), 0, 0
     while number < num_requests or engine.scheduler.has_unfinished:
         while number < num_requests and rng.random() < 0.4:
             engine.add(new_request(rng, number, turns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.faults.chaos import Report
 from tests.faults.chaos_faults import Fault
 from tests.faults.chaos_pairs import Pair, PairChaos
 
@@ -45,3 +46,16 @@ def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -
     assert not report.wrong, "\n".join(report.lines())
     assert report.answers > 20
     assert report.num_faults > 8  # slow machines do not come to the last ones
+
+
+def test_a_report_is_kept_for_the_next_run(tmp_path: Path) -> None:
+    report = Report.load(tmp_path / "report.json")
+    assert (report.tried, report.num_faults) == (0, 0)
+    report.named["kill rank, busy"].append(0.5)
+    report.tried, report.left, report.answers = 1, 4, 7
+    report.late.append("kill rank, busy: named after 0.5 s")
+    report.save(tmp_path / "report.json")
+    again = Report.load(tmp_path / "report.json")
+    assert again == report
+    again.named["stop rank, busy"].append(4.0)
+    assert again.lines()[-1] == "PASSED, 4 faults are left, 1 late"

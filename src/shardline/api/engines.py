@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -243,7 +244,7 @@ class Engines:
 
             self._ray = RayNodes(config)
             config = self._ray.config
-        start: Callable[[Deployment, int], StartedEngine] = start_engine
+        start: Callable[[Deployment, int, bytes], StartedEngine] = start_engine
         try:
             if config.cluster.has_nodes:
                 from shardline.cluster.cluster import Cluster
@@ -260,9 +261,11 @@ class Engines:
                 self._ray.close()
             raise
 
+        secret = secrets.token_bytes(32)
+
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
             current = deployment if self._cluster is None else self._cluster.deployment
-            return EngineClient(current, index, on_event, start)
+            return EngineClient(current, index, on_event, start, secret)
 
         model = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=model)

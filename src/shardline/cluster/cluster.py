@@ -21,7 +21,7 @@ from shardline.cluster.wire import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import DEPLOYMENT_SECRET, Child, StartedEngine, start_engine
+from shardline.engine.children import Child, StartedEngine, start_engine
 from shardline.messages.engine import StartEngine
 from shardline.messages.node import (
     ENGINE,
@@ -174,19 +174,19 @@ class Cluster:
         assert self._deployment is not None, "the cluster launches before it starts anything"
         return self._deployment
 
-    def start_engine(self, deployment: Deployment, engine: int) -> StartedEngine:
-        """Start an engine on its host, and connect it with its ranks on other hosts."""
+    def start_engine(self, deployment: Deployment, engine: int, secret: bytes) -> StartedEngine:
+        """Start an engine on its host, and connect it with its ranks on other hosts. `secret`: see `StartEngine`."""
         with self._lock:
             self._starts += 1
             start = self._starts
             if deployment.placements[engine][0].host == 0:
-                started = start_engine(deployment, engine)
+                started = start_engine(deployment, engine, secret)
                 self._head.attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
                 return started
             ours, theirs = socket.socketpair()
             self._head.attach({Stream(engine, ENGINE, start): theirs})
             with contextlib.suppress(OSError):  # its host is lost; what can be read from the socket says so
-                Channel(ours, StartEngine).send(StartEngine(deployment, engine, DEPLOYMENT_SECRET))
+                Channel(ours, StartEngine).send(StartEngine(deployment, engine, secret))
             return StartedEngine(None, ours, {})
 
     def describe_links(self) -> list[str]:
@@ -267,7 +267,6 @@ class Cluster:
         return {place.host for place in self.deployment.placements[engine]}
 
     def _restart_head(self) -> None:
-        _log.error("the head process %s; it starts again, and nodes join anew", self._head.describe_end())
         self._head.disconnect()
         with self._present:
             self._hosts = frozenset()
@@ -292,9 +291,13 @@ class Cluster:
     def _note_end(self, head: HeadProcess) -> None:
         """A head process has ended. Nobody else knows whether nodes are there."""
         self._joined.put(HeadFailed("the head process has ended", user_error=False))
+        if head is not self._head:
+            return
         with self._present:
-            if head is self._head:
-                self._hosts = frozenset()
+            self._hosts = frozenset()
+        # Named at once: it starts again when an engine does, which may be some seconds later.
+        if not self._closed and self._deployment is not None:
+            _log.error("the head process %s; it starts again, and nodes join anew", head.describe_end())
 
     def _note_present(self, message: NodesPresent) -> None:
         deployment = self._deployment

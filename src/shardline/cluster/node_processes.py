@@ -54,7 +54,7 @@ class NodeProcesses:
 
     def start_engine(self, deployment: Deployment, stream: Stream) -> dict[Stream, socket.socket]:
         """Start an engine; returns the local ends of its own stream and of those to its ranks on other hosts."""
-        started = start_engine(deployment, stream.engine, sends_start=False)
+        started = start_engine(deployment, stream.engine, secret=None)
         assert started.child is not None
         self._children[stream] = started.child
         to_ranks = {Stream(stream.engine, rank, stream.start): sock for rank, sock in started.streams.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,8 +16,6 @@ from shardline.messages.engine import StartEngine
 from shardline.segment.activity import Activity, is_stopped, read_activity
 from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
 
-DEPLOYMENT_SECRET = secrets.token_bytes(32)
-"""One front starts all engines of a deployment, so its secret is theirs."""
 _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that somebody else sends; the kernel does, too, if memory is short or the parent has ended."""
 
@@ -135,8 +132,8 @@ class StartedEngine:
     """For each rank on another host, the end that its node must be connected to."""
 
 
-def start_engine(deployment: Deployment, engine: int, *, sends_start: bool = True) -> StartedEngine:
-    """Start an engine's process on this host. With `sends_start`, this process is its front."""
+def start_engine(deployment: Deployment, engine: int, secret: bytes | None) -> StartedEngine:
+    """Start an engine's process on this host. `secret`: see `StartEngine`; None: its front is another process."""
     host = deployment.placements[engine][0].host
     # A start that fails for want of a descriptor must keep none.
     with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
@@ -144,8 +141,8 @@ def start_engine(deployment: Deployment, engine: int, *, sends_start: bool = Tru
         pairs = {rank: _open_pair(kept, inherited) for rank in deployment.remote_ranks(engine)}
         fds = [theirs.fileno(), *(sock.fileno() for _, sock in pairs.values())]
         child = Child("shardline.engine.process", fds, deployment.gpus_of(engine, host))
-        if sends_start:
-            Channel(ours, StartEngine).send(StartEngine(deployment, engine, DEPLOYMENT_SECRET))
+        if secret is not None:
+            Channel(ours, StartEngine).send(StartEngine(deployment, engine, secret))
         kept.pop_all()
     return StartedEngine(child, ours, {rank: sock for rank, (sock, _) in pairs.items()})
 

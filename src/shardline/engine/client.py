@@ -13,7 +13,7 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.engine.children import StartedEngine, is_own_end, start_engine
+from shardline.engine.children import StartedEngine, is_own_end
 from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.engine import (
     AbortRequests,
@@ -51,10 +51,11 @@ class EngineClient:
         deployment: Deployment,
         replica: int,
         on_message: Callable[[EngineOutputs | EngineFailed], None],
-        start: Callable[[Deployment, int], StartedEngine] = start_engine,
+        start: Callable[[Deployment, int, bytes], StartedEngine],
+        secret: bytes,
     ) -> None:
-        """`start` starts the engine's process, on this host or on another one."""
-        started = start(deployment, replica)
+        """`start` starts the engine's process, on this host or on another one. `secret`: see `StartEngine`."""
+        started = start(deployment, replica, secret)
         self._child = started.child
         self._deployment = deployment
         self._replica = replica

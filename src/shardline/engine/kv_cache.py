@@ -1,17 +1,17 @@
-"""The pool of KV blocks, and the block tables of all sequences, which share it."""
+"""The block tables of all sequences, whose blocks are of one pool, and the prefixes that they share."""
 
 from __future__ import annotations
 
-import functools
 import secrets
 from array import array
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
+from shardline.engine.tiers import BlockTraffic, Tier, content_key
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 
 _DIGEST_BYTES = 16
@@ -89,142 +89,19 @@ def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int
     return length
 
 
-NULL_BLOCK = 0
-"""Fills places of block tables that are never read; it is never handed out."""
-
-
-class BlockPool:
-    """Reference-counted blocks 1 .. num_blocks - 1, every operation O(1) on average.
-
-    A block that nobody holds is free. A free block keeps its published content until it is handed out again, and can
-    be shared until then. Blocks without content are handed out first, then the least recently released ones.
-
-    A block takes little memory, because simulations have pools of thousands of replicas.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"the KV cache needs at least 2 blocks (one is reserved), got {num_blocks}")
-        self.num_usable = num_blocks - 1
-        self._references = array("I", bytes(4 * num_blocks))
-        self._contents: list[bytes | None] = [None] * num_blocks
-        self._published: dict[bytes, int] = {}
-        self._numbers = _block_numbers(num_blocks)
-        self._num_touched = 1
-        """Blocks from this one on were never handed out."""
-        self._blank: list[int] = []
-        """Other free blocks without content."""
-        self._num_cached = 0
-        """Free blocks with content."""
-        self._released: deque[int] = deque()
-        """Blocks with content, in the order of their release. Only the last entry of a free block counts."""
-        self._num_entries = array("I", bytes(4 * num_blocks))
-        """For each block its entries in `_released`."""
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `take_block` can hand out, with cached content or without."""
-        return len(self._blank) + self._num_cached + len(self._contents) - self._num_touched
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that somebody holds."""
-        return self.num_usable - self.num_free
-
-    def num_references(self, block: int) -> int:
-        """How many holders the block has."""
-        return self._references[block]
-
-    def take_block(self) -> int:
-        """Hand out a block without content, with the caller as its only holder. There must be a free one."""
-        if self._blank:
-            block = self._blank.pop()
-        elif self._num_touched < len(self._contents):
-            block = self._numbers[self._num_touched]
-            self._num_touched += 1
-        else:
-            block = self._take_cached()
-        self._references[block] = 1
-        return block
-
-    def _take_cached(self) -> int:
-        """The least recently released block with content; it loses its content."""
-        block = self._released.popleft()
-        self._num_entries[block] -= 1
-        while self._num_entries[block] or self._references[block]:
-            block = self._released.popleft()
-            self._num_entries[block] -= 1
-        self._num_cached -= 1
-        content = self._contents[block]
-        assert content is not None
-        del self._published[content]
-        self._contents[block] = None
-        return block
-
-    def share_block(self, block: int) -> None:
-        """Add a holder to a published block."""
-        if self._references[block] == 0:
-            self._num_cached -= 1
-        self._references[block] += 1
-
-    def release_block(self, block: int) -> None:
-        """Undo one `take_block` or `share_block`. Blocks with content are re-used in the order of release."""
-        references = self._references[block] - 1
-        assert references >= 0, "a free block was released"
-        self._references[block] = references
-        if references == 0:
-            if self._contents[block] is None:
-                self._blank.append(block)
-            else:
-                self._released.append(block)
-                self._num_entries[block] += 1
-                self._num_cached += 1
-                if len(self._released) > 2 * len(self._contents):
-                    self._drop_old_entries()
-
-    def _drop_old_entries(self) -> None:
-        """Keep only the entries of `_released` that count."""
-        entries, references = self._num_entries, self._references
-        kept = []
-        for block in self._released:
-            entries[block] -= 1
-            if not entries[block] and not references[block]:
-                kept.append(block)
-        for block in kept:
-            entries[block] = 1
-        self._released = deque(kept)
-
-    def publish_block(self, block: int, content: bytes) -> None:
-        """Let `find_block` find a held block by its content. If another block has the same content, that one is found
-        as before."""
-        assert self._references[block] > 0, "a free block was published"
-        assert self._contents[block] is None, "a block was published twice"
-        if content not in self._published:
-            self._published[content] = block
-            self._contents[block] = content
-
-    def find_block(self, content: bytes) -> int | None:
-        """The block with this content, held or free."""
-        return self._published.get(content)
-
-
-@functools.lru_cache(maxsize=4)
-def _block_numbers(num_blocks: int) -> tuple[int, ...]:
-    """0 .. num_blocks - 1. Pools of equal size share these objects, which would be a fifth of their memory."""
-    return tuple(range(num_blocks))
-
-
 @dataclass(frozen=True)
 class PrefixHit:
     """The cached blocks with which a sequence can start; valid until the pool changes."""
 
     tables: list[list[int]]
-    """The block table of each group, with NULL_BLOCK before a window."""
+    """The block table of each group, with NULL_BLOCK before a window, and where a block must be fetched."""
     num_tokens: int
     num_blocks: int
     """Blocks in the tables that are not null."""
     num_free: int
     """How many of these blocks nobody holds."""
+    absent: list[bytes]
+    """The keys of what must be fetched from the tier before a sequence can start with this."""
 
 
 class KVCache:
@@ -248,14 +125,19 @@ class KVCache:
     ) -> None:
         """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone."""
         self.pool = BlockPool(num_blocks)
+        self.traffic = BlockTraffic(self.pool, None)
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
         self._hasher = BlockHasher(block_size, namespace or secrets.token_bytes(32)) if prefix_caching else None
-        self._suffixes = [index.to_bytes(2, "little") for index in range(len(groups))]
+        self._suffixes = [content_key(b"", index) for index in range(len(groups))]
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.no_blocks: list[list[int]] = [[] for _ in groups]
         """What a step that needs no further blocks carries; do not change it."""
+
+    def add_tier(self, tier: Tier) -> None:
+        """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached."""
+        self.traffic = BlockTraffic(self.pool, tier)
 
     def new_state(self) -> KVState:
         """The state of a sequence that holds nothing."""
@@ -264,38 +146,51 @@ class KVCache:
     def lookup_prefix(self, sequence: LiveSequence) -> PrefixHit:
         """The longest cached prefix of the sequence's tokens that leaves at least one token to compute.
 
-        Positions whose logits are wanted are computed too, even if they are cached.
+        Positions whose logits are wanted are computed too, even if they are cached. A sequence that has waited for a
+        fetch starts with what the pool has, so that it need not wait again.
         """
         if self._hasher is None:
-            return PrefixHit(self.no_blocks, 0, 0, 0)
+            return PrefixHit(self.no_blocks, 0, 0, 0, [])
         unscored = sequence.first_unscored
         most = (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
-        length = longest_hit(
-            self._groups,
-            self._block_size,
-            most,
-            lambda group, block: find(hashes[block] + suffixes[group]) is not None,
-        )
-        tables, held = [], []
+
+        def in_pool(group: int, block: int) -> bool:
+            return find(hashes[block] + suffixes[group]) is not None
+
+        def in_pool_or_tier(group: int, block: int) -> bool:
+            return in_pool(group, block) or self.traffic.can_fetch(hashes[block] + suffixes[group])
+
+        cached = in_pool_or_tier if self.traffic.has_tier and not sequence.has_fetched else in_pool
+        length = longest_hit(self._groups, self._block_size, most, cached)
+        tables: list[list[int]] = []
+        held: list[int] = []
+        absent: list[bytes] = []
         for group, suffix in zip(self._groups, suffixes, strict=True):
             needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
             first = max(0, length - needed)
-            blocks = [find(content + suffix) for content in hashes[first:length]]
-            known = [block for block in blocks if block is not None]
-            assert len(known) == length - first
-            tables.append([NULL_BLOCK] * first + known)
-            held += known
+            blocks = [find(content + suffix) or NULL_BLOCK for content in hashes[first:length]]
+            tables.append([NULL_BLOCK] * first + blocks)
+            if NULL_BLOCK in blocks:
+                contents = zip(hashes[first:length], blocks, strict=True)
+                absent += [content + suffix for content, block in contents if block == NULL_BLOCK]
+                blocks = [block for block in blocks if block != NULL_BLOCK]
+            held += blocks
         num_free = sum(self.pool.num_references(block) == 0 for block in held)
-        return PrefixHit(tables, length * self._block_size, len(held), num_free)
+        return PrefixHit(tables, length * self._block_size, len(held), num_free, absent)
+
+    def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit, step_id: int) -> int:
+        """Fetch what is absent from a hit, by the plan with this id or earlier ones; returns the last of these."""
+        sequence.has_fetched = True
+        return self.traffic.fetch(_blocks_of(hit.tables), hit.absent, step_id)
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
         return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens)
 
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
-        """Give a sequence that holds nothing the blocks of a hit."""
+        """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
@@ -367,3 +262,8 @@ class KVCache:
         table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
         shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.num_references(block) == 1)
         return sequence.num_scheduled - (shared * self._block_size if shared > first else 0)
+
+
+def _blocks_of(tables: Sequence[Sequence[int]]) -> list[int]:
+    """The blocks of tables of equal length, in the order of their positions."""
+    return [block for blocks in zip(*tables, strict=True) for block in blocks if block != NULL_BLOCK]

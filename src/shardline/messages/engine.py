@@ -19,8 +19,8 @@ class StartEngine(msgspec.Struct, frozen=True, tag=True):
     deployment: Deployment
     replica: int
     """Which of the deployment's engines this is."""
-    secret: bytes = b""
-    """The deployment's; the keys of cached prefixes of all its engines begin with it."""
+    secret: bytes
+    """The deployment's, drawn by its front: the keys of cached prefixes of all its engines begin with it."""
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):

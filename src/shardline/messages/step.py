@@ -50,14 +50,35 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
         return self.num_tokens if self.score or self.draft_token_ids else int(self.sample)
 
 
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a block in one KV group, and the slot of a tier to or from which every rank copies its part."""
+
+    group: int
+    block: int
+    slot: int
+
+
+class BlockCopies(msgspec.Struct, frozen=True, array_like=True):
+    """What a plan copies before it computes anything: first all stores, then all fetches, each in their order."""
+
+    stores: list[BlockCopy]
+    fetches: list[BlockCopy]
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank does in one step. It contains only what changed since the last plan."""
+    """What every rank does in one step. It contains only what changed since the last plan. `steps` may be empty."""
 
     step_id: int
     starts: list[SequenceStart]
     steps: list[SequenceStep]
     ends: list[int]
     """Ids of sequences that workers may forget; they do so before `starts`."""
+    copies: BlockCopies | None = None
+
+    @property
+    def has_fetches(self) -> bool:
+        """Whether the step fetches blocks, so that every rank answers."""
+        return self.copies is not None and bool(self.copies.fetches)
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +129,12 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of the last stage to one StepPlan."""
+    """The answer to one StepPlan: of the replica's driver, and of every rank if the plan fetches blocks."""
 
     step_id: int
     results: list[SequenceResult]
     seconds: float = 0.0
     """Wall time of the step in the worker."""
+    lost_slots: list[int] | None = None
+    """The slots of the plan's fetches whose content is lost, so that the blocks may have any; None: it has no fetches.
+    """

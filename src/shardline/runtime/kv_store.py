@@ -1,21 +1,34 @@
-"""The pages of a rank's KV cache: who owns them, and which layer uses which page tensors."""
+"""The pages of a rank's KV cache: which layer uses which, and how blocks are copied to a tier and back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from shardline.models.kv_groups import KVGroup
+from shardline.deployment.deployment import CachePlan
+from shardline.messages.step import BlockCopies, BlockCopy
 from shardline.models.partition import Span, split_dim
-from shardline.models.parts import KVDType, KVPart
+from shardline.models.parts import KVPart
 from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.parallel.groups import RankGroups
 
 
+class TierMemory(Protocol):
+    """A rank's part of a second tier: memory for the content of blocks, in slots that the engine names."""
+
+    def write(self, slot: int, pages: Sequence[Tensor]) -> None:
+        """Keep the content of pages in place of what the slot had."""
+
+    def read(self, slot: int, pages: Sequence[Tensor]) -> bool:
+        """Give pages the content of a slot. False: it is lost, and the pages may have any content."""
+
+
 class KVStore:
-    """A rank's pages, which only this object allocates.
+    """A rank's pages, which only this object allocates and copies.
 
     Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage. Groups whose pages have
     another shape use slots of their own.
@@ -24,43 +37,73 @@ class KVStore:
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
-        dtype: KVDType,
+        cache: CachePlan,
         pages_empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
     ) -> None:
-        """`dtype`: the type of the cached keys and values; `pages_empty`: the back end's memory for pages."""
-        self.num_blocks = num_blocks
-        self._block_size = block_size
-        self._dtype = dtype
+        """`pages_empty`: the back end's memory for pages."""
+        self._num_blocks = num_blocks
+        self._cache = cache
         self._pages_empty = pages_empty
-        self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[torch.Tensor, ...]] = {}
-        self._num_bytes = 0
+        self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[Tensor, ...]] = {}
+        self._pages: list[list[Tensor]] = []
+        """For each KV group the tensors [num_blocks, ...] that this rank copies."""
+        self._allocated = 0
+        self.num_bytes = 0
+        """Bytes of this rank. Ranks that share a pool count an equal part each."""
+        self.tier: TierMemory | None = None
+        """Where blocks are copied to; None: no plan copies any."""
 
-    def bind_layers(
-        self, layers: list[DecoderLayer], span: Span, kv_groups: tuple[KVGroup, ...], ranks: RankGroups
-    ) -> int:
-        """Give every layer of a stage its pages. Returns this rank's bytes; ranks that share a pool count an equal part
-        each."""
-        for group in kv_groups:
+    def bind_layers(self, layers: list[DecoderLayer], span: Span, ranks: RankGroups) -> None:
+        """Give every layer of a stage its pages."""
+        cache = self._cache
+        for group in cache.groups:
             own_layers = [index for index in group.layers if span.start <= index < span.stop]
+            slots: list[tuple[Tensor, ...]] = []
             for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
-                parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
+                parts = attention.cache_parts(self._num_blocks, cache.block_size, cache.dtype)
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
-                attention.bind_cache(*self._slots[depth, parts])
+                slots.append(self._slots[depth, parts])
+                attention.bind_cache(*slots[-1])
+            self._pages.append([pages for slot in _own_slots(slots, ranks) for pages in slot])
         for layer in layers:
             layer.share_cache(layers, span.start)
-        if ranks.kv_pool is None:
-            return self._num_bytes
-        assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"
-        return split_dim(self._num_bytes, ranks["tensor"].size)[ranks["tensor"].rank].size
+        self.num_bytes = self._allocated
+        if ranks.kv_pool is not None:
+            assert self._allocated == len(ranks.kv_pool), "the segment was cut for this pool"
+            self.num_bytes = split_dim(self._allocated, ranks["tensor"].size)[ranks["tensor"].rank].size
 
-    def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
+    def _allocate(self, part: KVPart, shared: memoryview | None) -> Tensor:
         """An uninitialised tensor."""
-        offset, dtype = self._num_bytes, getattr(torch, part.dtype)
-        self._num_bytes += part.num_bytes
+        offset, dtype = self._allocated, getattr(torch, part.dtype)
+        self._allocated += part.num_bytes
         if shared is None:
             return self._pages_empty(part.shape, dtype)
         count = math.prod(part.shape)
         return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)
+
+    def copy_blocks(self, copies: BlockCopies) -> list[int] | None:
+        """Run the copies of a plan; returns what `StepResult.lost_slots` tells."""
+        assert self.tier is not None, "a plan copies blocks, and there is no tier"
+        for copy in copies.stores:
+            self.tier.write(copy.slot, self._pages_of(copy))
+        if not copies.fetches:
+            return None
+        return [copy.slot for copy in copies.fetches if not self.tier.read(copy.slot, self._pages_of(copy))]
+
+    def _pages_of(self, copy: BlockCopy) -> list[Tensor]:
+        return [pages[copy.block] for pages in self._pages[copy.group]]
+
+
+def _own_slots(slots: list[tuple[Tensor, ...]], ranks: RankGroups) -> list[tuple[Tensor, ...]]:
+    """Those that this rank copies. If ranks share a pool, each copies some layers.
+
+    A rank overwrites a block, or reads what was fetched, only after the first exchange of a step, so after the copies
+    of all ranks.
+    """
+    if ranks.kv_pool is None:
+        return slots
+    group = ranks["tensor"]
+    own = split_dim(len(slots), group.size)[group.rank]
+    return slots[own.start : own.stop]

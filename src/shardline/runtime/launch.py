@@ -24,6 +24,8 @@ class Launch:
     """Those whose next token is sampled."""
     rows: list[WorkerSequence]
     """For each sampled row, its sequence with the tokens before the sampled one."""
+    lost_slots: list[int] | None = None
+    """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
     needs_logits: bool = False

@@ -19,6 +19,7 @@ from shardline.runtime.features.drafts import Drafts, sampled_rows
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.scores import Scores
+from shardline.runtime.kv_store import KVStore
 from shardline.runtime.launch import Feature, Launch
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
@@ -65,6 +66,7 @@ class Runner:
         backend: Backend,
         stage: DecoderStage,
         groups: RankGroups,
+        kv_store: KVStore,
         forward: Forward,
         sizes: StepSizes,
         finite_checker: FiniteChecker | None,
@@ -73,6 +75,7 @@ class Runner:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
         self._groups = groups
+        self._kv_store = kv_store
         self._forward = forward
         self._sizes = sizes
         self._expert_load = expert_load
@@ -96,7 +99,8 @@ class Runner:
             self._features.append(Pooling())
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
-        """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
+        """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan
+        fetches blocks."""
         return self.launch_step(rank_step).result()
 
     @torch.inference_mode()
@@ -119,6 +123,8 @@ class Runner:
         stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
         sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
         launch = Launch(plan, stepped, sampled, sampled_rows(plan.steps, stepped))
+        if plan.copies is not None:
+            launch.lost_slots = self._kv_store.copy_blocks(plan.copies)
         outcome: _Outcome | None = None
         if plan.steps:
             outcome = self._compute(rank_step, launch)
@@ -177,7 +183,7 @@ class Runner:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
         self._groups.progress.finish(launch.plan.step_id)
-        if self._sampler is None and not self._stage.embeds_prompts:
+        if self._sampler is None and not self._stage.embeds_prompts and launch.lost_slots is None:
             return None
         launch.copies = copies
         results: list[SequenceResult] = []
@@ -196,7 +202,7 @@ class Runner:
         # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
-        return StepResult(launch.plan.step_id, results, seconds)
+        return StepResult(launch.plan.step_id, results, seconds, launch.lost_slots)
 
 
 class _Outcome(NamedTuple):

@@ -73,7 +73,7 @@ class Worker:
         memory = self._measure(stage, replay) if isinstance(deployment.cache.pool, MeasuredPool) else None
         allocation = fixed_allocation(deployment) if agree is None else agree(memory)
         assert allocation is not None
-        kv_bytes = self._allocate_cache(stage, allocation.num_blocks)
+        self._kv_store = kv_store = self._allocate_cache(stage, allocation.num_blocks)
         with torch.inference_mode():
             replay.capture_steps()
         forward = replay if self._finite_checker is None else stage.forward
@@ -81,6 +81,7 @@ class Worker:
             backend,
             stage,
             self._groups,
+            kv_store,
             forward,
             self._sizes,
             self._finite_checker,
@@ -94,7 +95,7 @@ class Worker:
             isa=backend.kernel_path,
             threads=backend.num_threads,
             weight_bytes=weight_bytes,
-            kv_bytes=kv_bytes,
+            kv_bytes=kv_store.num_bytes,
             load_seconds=time.perf_counter() - started,
             memory=memory,
             known_answer=backend.known_answer(),
@@ -105,6 +106,12 @@ class Worker:
         """The layers, once they are loaded."""
         assert self._stage is not None
         return self._stage
+
+    @property
+    def kv_store(self) -> KVStore:
+        """The pages of the layers, once they are allocated."""
+        assert self._kv_store is not None
+        return self._kv_store
 
     @property
     def runner(self) -> Runner:
@@ -174,8 +181,8 @@ class Worker:
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
         """The memory that a step needs, measured by running the largest step on a cache of one block."""
-        self._allocate_cache(stage, 1)
-        runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._finite_checker)
+        kv_store = self._allocate_cache(stage, 1)
+        runner = Runner(self._backend, stage, self._groups, kv_store, stage.forward, self._sizes, self._finite_checker)
         step = largest_step(self._deployment)
         with torch.inference_mode():
             use = self._backend.measure_step(lambda: runner.run_step(step), replay)
@@ -183,9 +190,8 @@ class Worker:
             self._expert_load.counts.zero_()
         return use
 
-    def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> int:
-        """Give the layers a KV pool; returns this rank's bytes."""
-        deployment, cache = self._deployment, self._deployment.cache
-        span = deployment.stages[self._groups.place.pp_rank]
-        self._kv_store = KVStore(num_blocks, cache.block_size, cache.dtype, self._backend.pages_empty)
-        return self._kv_store.bind_layers(stage.layers, span, cache.groups, self._groups)
+    def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> KVStore:
+        """Give the layers a KV pool."""
+        kv_store = KVStore(num_blocks, self._deployment.cache, self._backend.pages_empty)
+        kv_store.bind_layers(stage.layers, self._deployment.stages[self._groups.place.pp_rank], self._groups)
+        return kv_store

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import Executor, ExecutorFailure, StepAnswers
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
@@ -52,7 +51,7 @@ class MultiprocessExecutor(Executor):
         lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
         self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
         self._submitted: list[int] = []
-        self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
+        self._answers = StepAnswers(deployment.grid)
         interval = probe_interval(deployment.step_timeout)
         self._watchdog = Watchdog(interval, deployment.step_timeout - interval)
         self._probe_number = 0
@@ -101,25 +100,26 @@ class MultiprocessExecutor(Executor):
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
+        self._answers.expect(plans)
         for rank in range(self._num_ranks):
             self._channels.send_step(rank, messages[rank // self._replica_size])
 
     def collect_results(self) -> list[StepResult]:
         last_progress, work = time.monotonic(), self._processes.work
-        while not all(self._results):
+        while not self._answers.has_oldest:
             left = last_progress + self._deployment.step_timeout - time.monotonic()
             for rank, reply in self._channels.receive(min(CHECK_INTERVAL, max(0.0, left))):
                 if isinstance(reply, StepDone):
-                    self._results[rank // self._replica_size].append(reply.result)
+                    self._answers.put(rank, reply.result)
             if (now_done := self._processes.work) != work:
                 last_progress, work = time.monotonic(), now_done
                 note_work()  # for the front, which watches this process
-            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not all(self._results):
+            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not self._answers.has_oldest:
                 waited = self._deployment.step_timeout
                 raise ExecutorFailure(self._stall(), suspicious=True, stalled_for=waited)
         self._submitted.pop(0)
         self._watchdog.note_life()
-        return [results.popleft() for results in self._results]
+        return self._answers.take_oldest()
 
     def watched_fds(self) -> list[int]:
         return self._channels.fds

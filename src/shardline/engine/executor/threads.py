@@ -8,14 +8,13 @@ import operator
 import queue
 import secrets
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import Executor, ExecutorFailure, StepAnswers
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
@@ -37,7 +36,7 @@ class ThreadExecutor(Executor):
         self.max_in_flight = deployment.max_in_flight
         self._replies: queue.SimpleQueue[RankReport | tuple[int, StepResult] | Exception] = queue.SimpleQueue()
         self._steps: list[queue.SimpleQueue[RankStep | None]] = []
-        self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
+        self._answers = StepAnswers(deployment.grid)
         self._threads: list[threading.Thread] = []
         self._load: list[ExpertLoadBoard] = []
 
@@ -96,25 +95,27 @@ class ThreadExecutor(Executor):
             groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
             worker = Worker(deployment, backend, groups, self._engine)
             self._replies.put(worker.load(lambda memory: self.allocation))
+            is_driver = rank in deployment.grid.drivers
             while (step := steps.get()) is not None:
                 result = worker.runner.run_step(step)
-                if result is not None and rank in self._deployment.grid.drivers:
+                if result is not None and (is_driver or result.lost_slots is not None):
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread
             self._replies.put(error)
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
+        self._answers.expect(plans)
         steps = rank_steps(plans)
         for rank, queued in enumerate(self._steps):
             queued.put(steps[rank // self._deployment.grid.replica_size])
 
     def collect_results(self) -> list[StepResult]:
-        while not all(self._results):
+        while not self._answers.has_oldest:
             reply = self._reply()
             assert isinstance(reply, tuple)
             rank, result = reply
-            self._results[rank // self._deployment.grid.replica_size].append(result)
-        return [results.popleft() for results in self._results]
+            self._answers.put(rank, result)
+        return self._answers.take_oldest()
 
     def _reply(self) -> RankReport | tuple[int, StepResult]:
         try:

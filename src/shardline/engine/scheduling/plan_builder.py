@@ -52,7 +52,8 @@ class PlanBuilder:
 
     def finish(self) -> StepPlan:
         """The plan."""
-        return StepPlan(self.step_id, self.starts, self.steps, self._queues.take_ends())
+        ends, copies = self._queues.take_ends(), self._kv.traffic.take_copies()
+        return StepPlan(self.step_id, self.starts, self.steps, ends, copies)
 
     def place(self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = ()) -> None:
         """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks.
@@ -99,14 +100,15 @@ class PlanBuilder:
         sequence.last_step = self.step_id
 
     def start(self, sequence: LiveSequence) -> bool:
-        """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
+        """Start a waiting sequence, or fetch blocks of its prefix, if there is room for all of its tokens and for every
+        running one to grow.
 
-        Otherwise it would soon be preempted, or preempt another one. If no other sequence has blocks, it always starts.
+        Otherwise it would soon be preempted, or preempt another one. If nothing else has blocks, it always starts.
         No other prompt needs room: while one uses up the budget, this method is not called.
         """
         queues, kv = self._queues, self._kv
         room = kv.pool.num_free
-        others_have_blocks = bool(queues.running or queues.draining)
+        others_have_blocks = bool(queues.running or queues.draining or kv.traffic.is_fetching)
         if others_have_blocks and sequence.blocks_wanted > room and self.step_id < sequence.next_lookup:
             return False
         hit = kv.lookup_prefix(sequence)
@@ -116,6 +118,9 @@ class PlanBuilder:
         sequence.blocks_wanted = needed - hit.num_blocks + hit.num_free + spare
         if others_have_blocks and sequence.blocks_wanted > room:
             return False
+        if hit.absent:
+            queues.fetch(sequence, kv.fetch_prefix(sequence, hit, self.step_id))
+            return True
         queues.start(sequence)
         kv.share_prefix(sequence, hit)
         sequence.begin_run(self._num_starts, hit.num_tokens)
@@ -131,7 +136,7 @@ class PlanBuilder:
         """Preempt until each group can get one more block; False: that is impossible before further results."""
         queues, kv = self._queues, self._kv
         while kv.pool.num_free < kv.num_groups:
-            if queues.draining:
+            if queues.draining or kv.traffic.is_fetching:
                 return False
             victim = cheapest_victim(queues.running, needy, kv.recompute_cost)
             if victim is None:

@@ -57,6 +57,8 @@ class SequenceQueues:
         """In order."""
         self.draining: set[LiveSequence] = set()
         """Sequences that left the running ones but have plans in flight, and therefore blocks."""
+        self.fetching: dict[LiveSequence, int] = {}
+        """For each sequence that waits for blocks of its prefix, the plan after which they are there."""
         self.ends: list[int] = []
         """The `seq_id`s that were given up since the last `take_ends`."""
         self._kv = kv
@@ -75,6 +77,18 @@ class SequenceQueues:
         if sequence.state is State.PARKED:
             self.add(sequence)
 
+    def fetch(self, sequence: LiveSequence, last_step: int) -> None:
+        """Let a waiting sequence wait for blocks, which are there after a plan."""
+        self.waiting.remove(sequence)
+        sequence.state = State.FETCHING
+        self.fetching[sequence] = last_step
+
+    def end_fetches(self, step_id: int) -> None:
+        """Let the sequences wait as usual whose blocks are there after this plan."""
+        for sequence in [sequence for sequence, last_step in self.fetching.items() if last_step == step_id]:
+            del self.fetching[sequence]
+            self.add(sequence)
+
     def start(self, sequence: LiveSequence) -> None:
         """Run a waiting sequence."""
         self.waiting.remove(sequence)
@@ -86,6 +100,8 @@ class SequenceQueues:
         before, sequence.state = sequence.state, state
         if before is State.WAITING:
             self.waiting.remove(sequence)
+        elif before is State.FETCHING:
+            del self.fetching[sequence]
         elif before is State.RUNNING:
             self.running.remove(sequence)
             self.draining.add(sequence)

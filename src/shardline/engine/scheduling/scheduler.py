@@ -62,6 +62,8 @@ class Scheduler:
     * `draft_token_ids` follow the last token, and only if no other plan in flight steps the sequence. The result has
       one token more than it accepts, and the next step begins with that token.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
+    * `copies` come before anything that the plan computes. What they store was computed by earlier plans, and what they
+      fetch is read by later ones.
     * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
 
     `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
@@ -72,7 +74,8 @@ class Scheduler:
     flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
     prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
 
-    A block returns to the pool when no plan in flight reads or writes it.
+    A block returns to the pool when no plan in flight reads or writes it. If a tier has a part of a sequence's prefix,
+    the sequence starts after the plan that fetches this part.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class Scheduler:
         builder.begin(self.num_steps, now)
         prefills = self._schedule_decodes()
         self._schedule_prefills(prefills)
-        return self._launch() if builder.steps else None
+        return self._launch() if builder.steps or self.kv.traffic.has_copies else None
 
     def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
@@ -182,6 +185,10 @@ class Scheduler:
         flying, sequences, planned = self.in_flight.popleft()
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
+        if flying.copies is not None and flying.has_fetches:
+            assert step_result.lost_slots is not None, "every rank must say what it has lost"
+            self.kv.traffic.finish_fetches(flying.step_id, step_result.lost_slots)
+            self.queues.end_fetches(flying.step_id)
         outputs = self.registry.take_outputs()
         results = {entry.seq_id: entry for entry in step_result.results}
         for sequence, step in zip(sequences, flying.steps, strict=True):
@@ -232,7 +239,7 @@ class Scheduler:
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
-        builder, waiting = self._builder, self.queues.waiting
+        builder, queues, waiting = self._builder, self.queues, self.queues.waiting
         if self.last_token_known and (prefills or waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + waiting.num_tokens
             share = -(-unscheduled // (self.max_in_flight - len(self.in_flight)))
@@ -243,7 +250,9 @@ class Scheduler:
             generated = sequence.num_scheduled >= sequence.num_start_tokens
             most = 1 if generated and self.last_token_known else builder.budget
             builder.place(sequence, min(most, sequence.num_uncomputed))
-        while builder.budget > 0 and not builder.has_preempted and len(self.queues.running) < self.max_running:
+        while builder.budget > 0 and not builder.has_preempted:
+            if len(queues.running) + len(queues.fetching) >= self.max_running:
+                return
             sequence_or_none = waiting.peek()
             if sequence_or_none is None or not builder.start(sequence_or_none):
                 return

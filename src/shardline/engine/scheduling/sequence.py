@@ -66,7 +66,7 @@ class TimelineRecorder:
 
 
 class State(enum.Enum):
-    """Where a sequence stands. Blocks may be held in every state but WAITING and PARKED."""
+    """Where a sequence stands. It may hold blocks in every state but WAITING, PARKED and FETCHING."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -74,6 +74,8 @@ class State(enum.Enum):
     """It waits again as soon as its plans in flight are collected; their results still count."""
     PARKED = enum.auto()
     """It waits as soon as the mask of its next token is there."""
+    FETCHING = enum.auto()
+    """It waits as soon as plans in flight have fetched blocks of its prefix."""
     FINISHED = enum.auto()
     """The front has its last output; further results of its plans in flight are dropped."""
 
@@ -133,6 +135,8 @@ class LiveSequence:
     """Free blocks that it needs to start, according to its last look-up in the prefix cache."""
     next_lookup: int = 0
     """The first step in which it may look its prefix up again while there are too few free blocks."""
+    has_fetched: bool = False
+    """Whether it has waited for blocks of its prefix since it last had none; see `KVCache.lookup_prefix`."""
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
@@ -201,6 +205,7 @@ class LiveSequence:
     def forget_computed(self) -> None:
         """Note that it has lost its blocks, and so everything that was computed."""
         self.num_computed = self.num_scheduled = self.blocks_wanted = self.next_lookup = 0
+        self.has_fetched = False
 
     def append_tokens(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Append generated tokens, up to the one that finishes the sequence.
