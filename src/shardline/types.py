@@ -1,21 +1,8 @@
-"""The types of what users give and read, for annotations."""
+"""The types of what users read, for annotations."""
 
 from __future__ import annotations
 
 from shardline.api.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
 from shardline.api.requests import Prompt, TextPrompt, TokensPrompt
-from shardline.messages.timeline import RequestMetrics
-from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = [
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "Logprob",
-    "Prompt",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-]
+__all__ = ["CompletionOutput", "EmbeddingOutput", "Logprob", "Prompt", "RequestOutput", "TextPrompt", "TokensPrompt"]

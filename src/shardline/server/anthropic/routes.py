@@ -16,8 +16,7 @@ from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.anthropic.writer import MessageObject, MessageWriter, error_body
 from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
-from shardline.server.openai.chat.prepare import PreparedChat
+from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
 from shardline.server.openai.chat.request import EncodedChat
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
@@ -65,23 +64,21 @@ async def _encode(service: Service, body: PromptFields) -> EncodedChat:
 
 
 async def prepare_message(service: Service, body: MessagesRequest) -> PreparedChat:
-    """Check a request, render its conversation, and write the grammar of its answer.
+    """Check a request, render its conversation, and prepare its answer.
 
     Raises:
         ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
     """
     params = body.sampling.sampling_params(max_tokens=body.max_tokens, logprobs=None)
     chat = await _encode(service, body)
-    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.chat.reasoning_parser)
-    grammar = await make_answer_grammar(
-        answer_format,
+    return await prepare_answer(
+        service,
+        chat,
+        params,
         body.response_format,
-        None,
-        service.llm.grammars,
-        service.chat.template_text,
+        reasoning=service.chat.reasoning_parser,
         format_param="output_config.format",
     )
-    return PreparedChat(params, chat.token_ids, answer_format, grammar, "messages")
 
 
 def message_routes(service: Service) -> APIRouter:
@@ -95,7 +92,7 @@ def message_routes(service: Service) -> APIRouter:
         message_id = new_id("msg_")
         cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
         writer = MessageWriter(message_id, service.model_names[0], chat.answer_format, cached_block)
-        generation = await chat.start(service, body.sampling, message_id)
+        generation = await chat.start(service, message_id, **body.sampling.queueing)
         if body.stream:
             events = writer.write_events(generation.outputs[0])
             return EventStream(events, generation, write_error=writer.write_error, done=b"")

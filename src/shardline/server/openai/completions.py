@@ -420,8 +420,7 @@ def completion_routes(service: Service) -> APIRouter:
             completion.params,
             request_id=response_id,
             prompt_param="prompt",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            **body.queueing,
             grammar=completion.grammar,
         )
         if body.stream:

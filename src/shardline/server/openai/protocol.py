@@ -223,6 +223,11 @@ class SamplingFields(IgnoredFields):
             raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
         return given[0] if given else None
 
+    @property
+    def queueing(self) -> dict[str, Any]:
+        """The priority and the cache salt, as `Generation.start` takes them."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
+
     def truncate_prompt(self, token_ids: list[T]) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.
 

@@ -20,8 +20,9 @@ from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.middleware import REQUEST_ID
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
+from shardline.server.openai.chat.prepare import prepare_answer
+from shardline.server.openai.chat.request import EncodedChat
 from shardline.server.openai.generation import Generation, SentChoice
 from shardline.server.openai.protocol import (
     MAX_ID_CHARS,
@@ -231,26 +232,29 @@ def _generated_logprobs(
     return GeneratedLogprobs(content)
 
 
-async def _answer_grammar(service: Service, body: GenerateRequest) -> str:
-    """The grammar of the output; empty: it may be any tokens."""
+async def _start(service: Service, body: GenerateRequest, request_id: str) -> Generation:
+    """Admit a request."""
+    sampling = body.sampling_params
+    params = sampling.sampling_params(max_tokens=sampling.max_tokens, logprobs=sampling.logprobs)
+    token_ids = sampling.truncate_prompt(body.token_ids)
+    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
     form = body.sampling_params.requested_form
     if form is None:
-        return ""
-    written = form.get("grammar")
-    if isinstance(written, str) and written.startswith('{"grammars"'):  # that of a rendered request
-        try:
-            await service.llm.grammars.check_grammar(written)
-        except ValueError as error:
-            raise bad_request(f"Invalid value for 'structured_outputs': {error}", "structured_outputs") from error
-        return written
+        return await Generation.start(
+            service, [token_ids], params, request_id=request_id, prompt_param="token_ids", **options
+        )
+    prompt = service.decode_tokens(token_ids, skip_special_tokens=False)
     reasoning = None if body.reasoning_ended else service.chat.reasoning_parser
-    answer_format = None
-    if reasoning is not None:
-        prompt = service.decode_tokens(body.token_ids, skip_special_tokens=False)
-        answer_format = AnswerFormat(service.require_tokenizer(), prompt, None, reasoning)
-    return await make_answer_grammar(
-        answer_format, body.sampling_params.response_format, form, service.llm.grammars, service.chat.template_text
+    prepared = await prepare_answer(
+        service,
+        EncodedChat(prompt, token_ids, None),
+        params,
+        sampling.response_format,
+        reasoning=reasoning,
+        requested_form=form,
+        param="token_ids",
     )
+    return await prepared.start(service, request_id, **options)
 
 
 def base_request_id(request: Request, own: str | None) -> str:
@@ -275,20 +279,8 @@ def generate_routes(service: Service) -> APIRouter:
         service.require_model(body.model)
         body.check()
         sampling = body.sampling_params
-        params = sampling.sampling_params(max_tokens=sampling.max_tokens, logprobs=sampling.logprobs)
-        params = msgspec.structs.replace(params, prompt_logprobs=sampling.prompt_logprobs)
         request_id = _PREFIX + base_request_id(request, body.request_id)
-        grammar = await _answer_grammar(service, body)
-        generation = await Generation.start(
-            service,
-            [sampling.truncate_prompt(body.token_ids)],
-            params,
-            request_id=request_id,
-            prompt_param="token_ids",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            grammar=grammar,
-        )
+        generation = await _start(service, body, request_id)
         writer = GenerateWriter(service, body, request_id)
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, sampling.ignored_headers)

@@ -63,7 +63,7 @@ class ToolUse:
 
     @cached_property
     def offered(self) -> tuple[OfferedFunction, ...]:
-        """The functions that the answer may call, as parsers and grammars take them."""
+        """The functions that the answer may call, as the parsers of answers take them."""
         return tuple(OfferedFunction(function.name, function.parameters) for function in self.callable)
 
     def make_parser(self) -> ToolParser:

@@ -26,7 +26,7 @@ def chat_routes(service: Service) -> APIRouter:
         chat = await prepare_chat(service, body)
         response_id = new_id("chatcmpl-")
         writer = ChatWriter(service, body, response_id, chat.answer_format)
-        generation = await chat.start(service, body, response_id)
+        generation = await chat.start(service, response_id, **body.queueing)
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
         async with generation:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from fastapi import APIRouter
@@ -16,8 +16,7 @@ from starlette.responses import Response
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import ApiError
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
-from shardline.server.openai.chat.prepare import PreparedChat
+from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
 from shardline.server.openai.chat.request import ChatMessage
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.writer import OutputItem, ResponseObject, ResponseWriter
@@ -141,7 +140,7 @@ def response_routes(service: Service) -> APIRouter:
                 store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
 
         writer = ResponseWriter(response, chat.answer_format, keep)
-        generation = await chat.start(service, body, response.id)
+        generation = await chat.start(service, response.id, **body.queueing)
         if body.stream:
             events, headers = writer.write_events(), body.ignored_headers
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
@@ -168,7 +167,7 @@ def response_routes(service: Service) -> APIRouter:
 
 
 async def prepare_response(service: Service, body: ResponsesRequest, earlier: Sequence[bytes] = ()) -> PreparedChat:
-    """Check a request for a response, render its conversation, and write the grammar of its answer.
+    """Check a request for a response, render its conversation, and prepare its answer.
 
     `earlier`: for each turn that it continues, the JSON of its items.
 
@@ -182,16 +181,16 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     chat = await body.conversation_fields.encode_messages(
         service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
     )
-    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.chat.reasoning_parser)
-    grammar = await make_answer_grammar(
-        answer_format,
+    return await prepare_answer(
+        service,
+        replace(chat, token_ids=body.truncate_prompt(chat.token_ids)),
+        params,
         body.text_format,
-        body.requested_form,
-        service.llm.grammars,
-        service.chat.template_text,
+        reasoning=service.chat.reasoning_parser,
+        requested_form=body.requested_form,
+        param="input",
         format_param="text.format",
     )
-    return PreparedChat(params, body.truncate_prompt(chat.token_ids), answer_format, grammar, "input")
 
 
 def _own_items(body: ResponsesRequest) -> list[InputItem]:
