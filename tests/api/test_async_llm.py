@@ -183,9 +183,9 @@ async def test_abort_by_id_finishes_the_stream() -> None:
 @on_loop
 async def test_bad_requests_are_refused_before_any_output() -> None:
     async with engine(FakeCluster()) as llm:
-        with pytest.raises(ValueError, match=f"maximum length is {MAX_MODEL_LEN}"):
+        with pytest.raises(ValueError, match=f"maximum context length is {MAX_MODEL_LEN}"):
             await llm.submit("dog " * 20_000, SamplingParams())
-        with pytest.raises(ValueError, match="out of range"):
+        with pytest.raises(ValueError, match="out of vocabulary"):
             await llm.generate([999], SamplingParams()).__anext__()
         assert len(llm.model.streams) == 0
 

@@ -53,10 +53,32 @@ def test_forms_of_prompts_and_params(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().err == ""
 
 
+def test_priorities_are_one_for_all_or_one_for_each() -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        llm.generate(["a", "b"], priority=[3, -1], use_tqdm=False)
+        llm.generate("c", priority=2, use_tqdm=False)
+        llm.chat([{"role": "user", "content": "a"}], priority=[5], use_tqdm=False)
+        added = sorted((r for client in cluster.clients for r in client.added), key=lambda r: int(r.request_id[:-2]))
+        assert [request.priority for request in added] == [3, -1, 2, 5]
+        for wrong in ([0], []):
+            with pytest.raises(ValueError, match=f"2 prompts but {len(wrong)} priorities"):
+                llm.generate(["a", "b"], priority=wrong)
+
+
+def test_the_tokenizer_has_the_names_that_users_know() -> None:
+    with make(FakeCluster()) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        ids = tokenizer.encode("dog", add_special_tokens=False)
+        assert tokenizer.decode(ids) == "dog"
+        assert set(ids) <= set(tokenizer.get_vocab().values())
+
+
 def test_nothing_runs_where_one_prompt_is_bad() -> None:
     cluster = FakeCluster()
     with make(cluster) as llm:
-        with pytest.raises(ValueError, match="out of range"):
+        with pytest.raises(ValueError, match="out of vocabulary"):
             llm.generate([[5], [999]])
         assert cluster.clients[0].added == []
 

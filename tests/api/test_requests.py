@@ -103,9 +103,9 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
     [
         ("", {}, "prompt is empty"),
         ([], {}, "prompt is empty"),
-        ([5] * 10, {}, "has 10 tokens, but the model's maximum length is 10"),
-        ([400], {}, "token id 400 is out of range: the vocabulary has 400"),
-        ([5, -1], {}, "token id -1 is out of range"),
+        ([5] * 10, {}, "has 10 tokens, but the model's maximum context length is 10"),
+        ([400], {}, "token id 400 is out of vocabulary: it has 400"),
+        ([5, -1], {}, "token id -1 is out of vocabulary"),
         ([5], {"stop_token_ids": [400]}, "stop_token_ids has token id 400"),
         ([5], {"logit_bias": {-1: 1.0}}, "logit_bias has token id -1"),
         ([5, 5], {"min_tokens": 9, "max_tokens": None}, "min_tokens is 9, but a prompt of 2 tokens leaves room for 8"),

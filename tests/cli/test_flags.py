@@ -95,11 +95,9 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --enable-lora", "--enable-lora is not supported yet: Shardline serves no LoRA adapters"),
         ("serve --no-enable-lora", "--no-enable-lora is not supported yet"),
         ("serve --lora-modules a=b", "--lora-modules is not supported yet"),
-        (
-            "serve --trust-remote-code",
-            "--trust-remote-code is vLLM's and sets nothing in Shardline, so leave it out: no",
-        ),
-        ("serve --no-async-scheduling", "leave it out: there is one scheduler: by priority"),
+        ("serve --enable-sleep-mode", "a server cannot sleep"),
+        ("serve --max-logprobs 21", "--max-logprobs 21 is not supported: at most 20"),
+        ("serve --cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: no weights are kept"),
         ("serve --speculative-config {}", 'the method of speculative_config must be "ngram"'),
         ("serve -sc ngram", "speculative_config must be a JSON object like"),
         (

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import httpx
@@ -135,9 +136,8 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
-        ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -153,7 +153,6 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"bad_words": [""]}, "bad_words"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"echo": True}, "echo"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -169,6 +168,46 @@ def test_refuses_with_the_field(http: httpx.Client, change: dict[str, object], p
     answer = http.post("/v1/chat/completions", json={"messages": HI, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_other_roles_and_fields_of_messages_are_the_templates_matter(shared: Running, http: httpx.Client) -> None:
+    messages = [{"role": "narrator", "content": "x", "colour": 1}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True})
+    assert "<|narrator|>x" in TOKENIZER.decode(answer.json()["prompt_token_ids"], skip_special_tokens=False)
+
+
+def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) -> None:
+    body = {
+        "messages": [*HI, {"role": "assistant", "content": "I say: "}],
+        "continue_final_message": True,
+        "echo": True,
+    }
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "I say: " + REPLY
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "I say: " + REPLY
+
+
+def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))  # type: ignore[arg-type]
+    assert [chunk.choices[0].finish_reason for chunk in chunks].count("length") == 1
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].choices[0].delta.content
+
+
+def test_what_was_not_asked_for_is_null(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HI}).json()
+    assert (answer["prompt_logprobs"], answer["prompt_token_ids"]) == (None, None)
+    [choice] = http.post("/v1/completions", json={"prompt": "Hi"}).json()["choices"]
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
+
+
+def test_tokens_of_logprobs_may_be_ids(http: httpx.Client) -> None:
+    body = {"messages": HI, "logprobs": "true", "return_tokens_as_token_ids": True, "return_token_ids": True}
+    [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
 
 
 def test_fields_of_other_engines_are_taken_and_named(http: httpx.Client) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
 from shardline.server import sse
 from shardline.server.errors import ApiError
+from shardline.server.launch import open_listener, url_of
 from tests.server.conftest import Running, serve, wait_until
 from tests.server.fake_engine import REPLY
 
@@ -399,6 +402,9 @@ def test_cors_only_for_allowed_origins(http: httpx.Client) -> None:
 
 
 def test_request_id_is_kept_or_made(http: httpx.Client) -> None:
+    assert "x-request-id" not in http.get("/health").headers
+    with serve(ServerConfig(enable_request_id_headers=True)) as running, running.http() as own:
+        assert len(own.get("/health").headers["x-request-id"]) == 32
     assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
     odd = http.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
     assert odd.isalnum()
@@ -466,7 +472,10 @@ def test_openapi_describes_the_endpoints(http: httpx.Client) -> None:
         for operation in methods.values():
             answers = operation["responses"]
             assert "422" not in answers
-            assert path == "/metrics" or answers["200"]["content"]["application/json"]["schema"]["type"] == "object"
+            assert path == "/metrics" or answers["200"]["content"]["application/json"]["schema"]["type"] in (
+                "object",
+                "array",
+            )
     chat = paths["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert chat["text/event-stream"]["schema"] == {"type": "string"}
     message = chat["application/json"]["schema"]["properties"]["choices"]["items"]["properties"]["message"]
@@ -502,3 +511,56 @@ def test_probes_need_no_key_behind_a_prefix() -> None:
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models").status_code == 401
         assert http.get("/llm/v1/models").status_code == 401
+
+
+def test_the_prefix_of_a_proxy_may_be_left() -> None:
+    with serve(ServerConfig(root_path="/llm")) as running, running.http() as http:
+        for path in ("/v1/completions", "/llm/v1/completions", "/llm/v1/completions/"):
+            assert http.post(path, json={"prompt": "Hi"}).status_code == 200, path
+        assert http.get("/llm/llm/health").status_code == 404
+
+
+def test_load_counts_requests_that_are_being_answered(http: httpx.Client, shared: Running) -> None:
+    assert http.get("/load").json() == {"server_load": 0}
+    shared.engine.paused = True
+    try:
+        thread = threading.Thread(target=lambda: http.post("/v1/completions", json={"prompt": "Hi"}))
+        thread.start()
+        while not shared.engine.num_running():
+            time.sleep(0.01)
+        assert http.get("/load").json() == {"server_load": 1}
+    finally:
+        shared.engine.resume()
+    thread.join(5)
+
+
+def test_streams_may_always_have_their_usage() -> None:
+    with serve(ServerConfig(enable_force_include_usage=True)) as running, running.http() as http:
+        for path, body in (("completions", {"prompt": "Hi"}), ("chat/completions", {"messages": CHAT["messages"]})):
+            answer = http.post(f"/v1/{path}", json={**body, "stream": True})
+            last = answer.text.strip().split("\n\n")[-2]
+            assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] > 0
+
+
+def test_template_variables_may_have_defaults() -> None:
+    config = ServerConfig(
+        chat_template="{{ a }}{{ b }}{{ messages[0].content }}", default_chat_template_kwargs='{"a": "x", "b": "y"}'
+    )
+    with serve(config) as running, running.http() as http:
+        body = {"messages": CHAT["messages"], "chat_template_kwargs": {"b": "z"}, "return_token_ids": True}
+        ids = http.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
+        assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "xzHi"
+
+
+def test_listens_on_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):  # the second time, the path is that of a server that was killed
+        with contextlib.closing(open_listener(ServerConfig(uds=str(path)))) as listener:
+            assert url_of(listener, ServerConfig(uds=str(path))) == f"unix:{path}"
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+    path.unlink()
+    path.write_text("precious")
+    with pytest.raises(ValueError, match="cannot listen there"):
+        open_listener(ServerConfig(uds=str(path)))
+    assert path.read_text() == "precious"

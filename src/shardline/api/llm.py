@@ -97,6 +97,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of one or several prompts, in the order of the prompts.
 
@@ -104,13 +105,14 @@ class LLM:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
             sampling_params: one for all prompts, or one for each; None: SamplingParams().
             use_tqdm: show progress and tokens per second on stderr.
+            priority: one for all prompts, or one for each; requests with a lower number run first. None: 0.
 
         Raises:
             ValueError: a prompt or a parameter is invalid; then no prompt was run.
             RuntimeError: every replica has failed too often. (A choice that was running at several failures has the
                 finish reason "error" and the message as `error`.)
         """
-        return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm)[0]
+        return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)[0]
 
     def generate_timed(
         self,
@@ -118,12 +120,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
         if self.config.embeds:
             raise ValueError("this LLM embeds prompts (runner='pooling'); use embed()")
         batch = as_prompts(prompts)
-        return self._run_batch(batch, _as_params(sampling_params, len(batch)), use_tqdm)
+        params = _as_params(sampling_params, len(batch))
+        return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_tqdm: bool = True
@@ -139,7 +143,7 @@ class LLM:
         if not self.config.embeds:
             raise ValueError("this LLM generates; start it with runner='pooling' to embed prompts")
         batch = as_prompts(prompts)
-        outputs, _ = self._run_batch(batch, [EMBEDDING_PARAMS] * len(batch), use_tqdm)
+        outputs, _ = self._run_batch(batch, [EMBEDDING_PARAMS] * len(batch), use_tqdm, [0] * len(batch))
         for number, output in enumerate(outputs):
             if output.outputs[0].finish_reason == "error":
                 raise RuntimeError(f"prompt {number} could not be embedded: {output.outputs[0].error}")
@@ -153,17 +157,20 @@ class LLM:
         ]
 
     def _run_batch(
-        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
+        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool, priorities: Sequence[int]
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with self._lock:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
             requests = []
-            for prompt, sampling in zip(batch, params, strict=True):
+            for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
                 form = sampling.structured_outputs
                 grammar = "" if form is None else self._grammars.write_grammar_blocking(form)
                 number = str(next(self._ids))
-                requests.append(self._builder.build_request(number, prompt, sampling, streamed=False, grammar=grammar))
+                request = self._builder.build_request(
+                    number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
+                )
+                requests.append(request)
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._runner.run(requests, progress.count_request)
 
@@ -177,6 +184,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_content: bool = False,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one or several conversations, in their order; see `generate`.
 
@@ -197,7 +205,7 @@ class LLM:
                 template, tokenizer, chat, special_tokens_in_content=special_tokens_in_content
             )
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer. None: the model has no tokenizer."""
@@ -251,3 +259,11 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
         )
     return list(params)
+
+
+def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    if priority is None or isinstance(priority, int):
+        return [priority or 0] * count
+    if len(priority) != count:
+        raise ValueError(f"there are {count} prompts but {len(priority)} priorities; give one for all, or one for each")
+    return list(priority)

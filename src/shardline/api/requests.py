@@ -197,15 +197,15 @@ class RequestBuilder:
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
+            raise ValueError("the prompt is empty (decoder prompt cannot be empty); it needs at least one token")
         if len(ids) >= self.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens, but the model's maximum length is {self.max_model_len} tokens, "
-                "prompt and output together; shorten the prompt or raise --max-model-len"
+                f"the prompt has {len(ids)} tokens, but the model's maximum context length is {self.max_model_len} "
+                "tokens, prompt and output together; shorten the prompt or raise --max-model-len"
             )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
-            raise ValueError(f"token id {bad} is out of range: the vocabulary has {self.vocab_size} tokens")
+            raise ValueError(f"token id {bad} is out of vocabulary: it has {self.vocab_size} tokens")
 
     def _make_constraints(self, params: SamplingParams, grammar: str) -> Constraints | None:
         """The constraints on the output's tokens; None: there are none."""

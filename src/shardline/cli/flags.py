@@ -5,57 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardline.config.engine import EngineConfig
+from shardline.config.vllm_options import VllmOption, vllm_options
+from shardline.log import configure_logging
+
+logger = logging.getLogger(__name__)
 
 USAGE_ERROR = 2
 """Exit code for a user's mistake."""
 
 _LEAST_LIKENESS = 0.75
 """Similarity (0 to 1, by difflib) from which a known flag is suggested for an unknown one."""
-
-_NOT_SUPPORTED_YET = {
-    "one head serves all replicas": ("data-parallel-rank", "data-parallel-hybrid-lb", "data-parallel-external-lb"),
-    "Shardline serves no LoRA adapters": (
-        "enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype",
-        "fully-sharded-loras", "default-mm-loras",
-    ),
-    "--speculative-config takes the same as JSON, and drafts by ngram only": (
-        "spec-method", "spec-model", "spec-tokens",
-    ),
-    "Shardline loads no parsers of users": ("tool-parser-plugin", "reasoning-parser-plugin"),
-    "Shardline has no tools of its own": ("tool-server",),
-    "Shardline does not move KV blocks between engines": ("kv-transfer-config", "kv-events-config"),
-    "Shardline does not move experts between ranks": ("enable-eplb", "eplb-config", "num-redundant-experts"),
-}  # fmt: skip
-"""Flags of vLLM by what is missing here."""
-
-_NOTHING_TO_SET = {
-    "no code of checkpoints runs": ("trust-remote-code",),
-    "nothing is compiled, and what may be replayed is recorded by itself": (
-        "enforce-eager", "compilation-config", "optimization-level", "cudagraph-capture-sizes",
-        "max-cudagraph-capture-size", "max-seq-len-to-capture", "disable-custom-all-reduce", "disable-cascade-attn",
-    ),
-    "a preempted request computes its keys and values anew, and nothing is swapped": ("swap-space", "preemption-mode"),
-    "the device decides which kernels run": (
-        "attention-backend", "attention-config", "moe-backend", "linear-backend", "kernel-config", "all2all-backend",
-    ),
-    "there is one scheduler: by priority, then first come, first served": (
-        "async-scheduling", "scheduling-policy", "scheduler-cls",
-    ),
-    "there is one reader of weights, and one of tokenizers": (
-        "tokenizer-mode", "config-format", "model-impl", "safetensors-load-strategy", "max-parallel-loading-workers",
-        "model-loader-extra-config", "use-tqdm-on-load",
-    ),
-    "requests with images are refused": (
-        "limit-mm-per-prompt", "language-model-only", "mm-processor-kwargs", "mm-processor-cache-gb",
-        "mm-encoder-tp-mode", "skip-mm-profiling", "media-io-kwargs", "allowed-local-media-path",
-    ),
-}  # fmt: skip
-"""Flags of vLLM by why there is nothing to choose here."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,12 +62,6 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {word!r}"
         flag = word.split("=")[0]
         name = flag.lstrip("-")
-        for reason, names in _NOT_SUPPORTED_YET.items():
-            if name.removeprefix("no-") in names:
-                return f"{flag} is not supported yet: {reason}"
-        for reason, names in _NOTHING_TO_SET.items():
-            if name.removeprefix("no-") in names:
-                return f"{flag} is vLLM's and sets nothing in Shardline, so leave it out: {reason}"
         # Compared without the dashes, which would make every pair of short flags look alike.
         known = {option.lstrip("-"): option for option in self._option_string_actions}
         close = [known[match] for match in difflib.get_close_matches(name, known, n=3, cutoff=_LEAST_LIKENESS)]
@@ -126,14 +85,49 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for part in dataclasses.fields(EngineConfig):
         assert isinstance(part.default_factory, type)
         add_flags(parser, part.default_factory, part.name)
+    _add_vllm_flags(parser)
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Take the flags that only vLLM has, as `config/vllm.toml` says; --help does not show them."""
+    known = parser._option_string_actions
+    for option in vllm_options().values():
+        dashes = "-" if len(option.name) <= 3 else "--"
+        names = [dashes + option.name, *([f"--no-{option.name}"] if option.takes == "switches" else ())]
+        counts: dict[str, Any] = {"switches": 0, "values": None, "lists": "+"}
+        if option.takes != "keywords" and names[0] not in known:
+            parser.add_argument(*names, action=_VllmFlag, nargs=counts[option.takes], option=option)
+
+
+class _VllmFlag(argparse.Action):
+    """A flag of vLLM that Shardline does not have."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, option: VllmOption, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+        self._option = option
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        flag = option_string or self.option_strings[0]
+        try:
+            line = self._option.take(values, flag)
+        except ValueError as error:
+            parser.error(str(error))
+        if line:
+            namespace.vllm_notes = [*getattr(namespace, "vllm_notes", ()), line]
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine configuration that the flags describe.
+    """The engine configuration that the flags describe; the log names the flags of vLLM that have no effect.
 
     Raises:
         ValueError: a value is out of its range.
     """
+    if hasattr(args, "vllm_notes"):
+        configure_logging()
+        for line in args.vllm_notes:
+            logger.info("%s", line)
     parts = [part.default_factory for part in dataclasses.fields(EngineConfig)]
     return EngineConfig.from_options(**{k: v for part in parts for k, v in fields_from_flags(args, part).items()})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,10 @@ from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes
+from shardline.config.vllm_options import take_keywords
 from shardline.weights.formats import format_names
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_STEP = 86400.0
 STORED_METHODS = (
@@ -64,6 +68,7 @@ class ModelConfig:
         "default: as the checkpoint packs them; others state how the checkpoint is "
         "quantized, which is found without them",
         choices=("none", *(name for name in format_names() if name not in ("plain", "packed")), *STORED_METHODS),
+        aliases=("q",),
     )
     runner: str = option(
         "auto",
@@ -89,7 +94,7 @@ class ParallelConfig:
         "most of the prompt, until it is saturated",
         choices=("cache_aware", "least_loaded", "prefix_hash", "round_robin"),
     )
-    enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each")
+    enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each", aliases=("ep",))
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(
         "auto",
@@ -159,7 +164,9 @@ class CacheConfig:
         aliases=("kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = option(
-        0.9, "share to use of the device's memory (on the CPU: of half the free memory)"
+        0.9,
+        "share to use of the device's memory (on the CPU: of half the free memory)",
+        aliases=("device-memory-utilization",),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, without regard to the memory (for tests)")
 
@@ -171,7 +178,9 @@ class SchedulerConfig:
     max_num_seqs: int = option(128, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
     enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
-    max_num_waiting: int = option(2048, "requests that may wait; further ones are answered 429")
+    max_num_waiting: int = option(
+        2048, "requests that may wait; further ones are answered 429", aliases=("max-num-queued-reqs",)
+    )
     speculative_config: str | None = option(
         None,
         "draft tokens and check them in one step, as JSON: "
@@ -225,6 +234,8 @@ class EngineConfig:
         Raises:
             ValueError: an option is unknown or out of range.
         """
+        for line in take_keywords(options):
+            logger.info("%s", line)
         parts: dict[str, Any] = {}
         if isinstance(options.get("speculative_config"), dict):
             options["speculative_config"] = json.dumps(options["speculative_config"], default=str)

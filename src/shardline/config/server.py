@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from shardline import env
 from shardline.config.fields import option
@@ -14,6 +15,10 @@ from shardline.config.vllm_variables import check_vllm_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+_VLLM_KEYS = ("backend", "disable_fallback", "disable_additional_properties", "reasoning_parser", "enable_in_reasoning")
+"""Keys of --structured-outputs-config that set nothing here: there is one follower of grammars."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
     port: int = option(8000, "port to listen on; 0: any free one")
+    uds: str | None = option(None, "path of a Unix domain socket to listen on, instead of an address")
     api_key: tuple[str, ...] = option(
         (), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY or $VLLM_API_KEY"
     )
@@ -41,16 +47,27 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
+    allow_credentials: bool = option(False, "pages of these origins may send cookies and keys (CORS)")
+    allowed_methods: str = option('["*"]', "methods that these pages may use, as a JSON list (CORS)")
+    allowed_headers: str = option('["*"]', "headers that these pages may send, as a JSON list (CORS)")
     max_request_bytes: int | str = option("16MiB", "largest request body; a larger one is answered 413")
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
     )
+    enable_request_id_headers: bool = option(
+        False, "every answer has an X-Request-Id; otherwise those have one whose request had one"
+    )
+    enable_force_include_usage: bool = option(False, "every stream ends with its usage, as if the request asked for it")
+    return_tokens_as_token_ids: bool = option(False, "log probabilities name tokens as token_id:N, not by their texts")
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    default_chat_template_kwargs: str = option(
+        "{}", "variables of the chat template, as a JSON object; those of a request come first"
+    )
     special_tokens_in_content: bool = option(
         False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
     )
@@ -64,7 +81,7 @@ class ServerConfig:
     )
     enable_metrics: bool = option(True, "serve Prometheus metrics at /metrics")
     metrics_prefix: str = option(
-        "shardline",
+        "both",
         "prefix of the metrics that mean what vLLM's metric of the same name means; both: they are there twice",
         choices=METRICS_PREFIXES,
     )
@@ -97,12 +114,32 @@ class ServerConfig:
         except ValueError:
             given = None
         key = "disable_any_whitespace"
-        if not isinstance(given, dict) or set(given) - {key} or not isinstance(given.get(key), bool | None):
+        if not isinstance(given, dict) or not isinstance(given.get(key), bool | None):
             raise ValueError(
                 f"""structured_outputs_config must be '{{"{key}": true}}' or the same with false, got """
                 f"{self.structured_outputs_config!r}"
             )
+        if unknown := sorted(set(given) - {key, *_VLLM_KEYS}):
+            raise ValueError(f"structured_outputs_config has the unknown key {unknown[0]!r}; known: {key}")
         return given.get(key)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """`default_chat_template_kwargs` as an object."""
+        values = _parse_json("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        if not isinstance(values, dict):
+            raise ValueError("default_chat_template_kwargs must be a JSON object")
+        return values
+
+    @property
+    def cors_methods(self) -> list[str]:
+        """`allowed_methods` as a list."""
+        return _texts("allowed_methods", self.allowed_methods)
+
+    @property
+    def cors_headers(self) -> list[str]:
+        """`allowed_headers` as a list."""
+        return _texts("allowed_headers", self.allowed_headers)
 
     @property
     def body_limit(self) -> int:
@@ -113,6 +150,21 @@ class ServerConfig:
     def response_store_limit(self) -> int:
         """Memory for stored responses, in bytes."""
         return parse_bytes(self.response_store_bytes)
+
+
+def _texts(name: str, text: str) -> list[str]:
+    """The strings of a JSON list."""
+    values = _parse_json(name, text)
+    if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
+        raise ValueError(f'{name} must be a JSON list of strings, for example \'["GET", "POST"]\'')
+    return values
+
+
+def _parse_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON: {error}") from None
 
 
 def _validate(config: ServerConfig) -> None:
@@ -133,6 +185,7 @@ def _validate(config: ServerConfig) -> None:
         admin is None or (bool(admin) and admin.isascii() and admin.isprintable()),
         "admin_api_key must be printable ASCII",
     )
+    _ = config.cors_methods, config.cors_headers, config.template_variables
     for origin in config.allowed_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,

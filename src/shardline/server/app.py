@@ -17,6 +17,7 @@ from shardline import __version__
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
+from shardline.server.anthropic.routes import message_routes
 from shardline.server.chat_setup import check_chat_config
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.keys import ApiKeys, AuthMiddleware
@@ -29,6 +30,8 @@ from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import health_routes, request_routes
+from shardline.server.scale_out.generate import generate_routes
+from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.text.special_tokens import TokenizerError
@@ -67,7 +70,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes):
+    for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
         app.include_router(routes(service), dependencies=generates)
     app.include_router(embedding_routes(service), dependencies=embeds)
     return app
@@ -81,6 +84,7 @@ def _middleware(service: Service) -> list[Middleware]:
             AccessMiddleware,
             count=service.metrics.responses.count_response if config.enable_metrics else None,
             log=not config.disable_access_log,
+            names_all=config.enable_request_id_headers,
         )
     ]
     if config.allowed_origins:
@@ -88,8 +92,9 @@ def _middleware(service: Service) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
+                allow_methods=config.cors_methods,
+                allow_headers=config.cors_headers,
+                allow_credentials=config.allow_credentials,
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from shardline.text.tool_parsers.base import ToolParser
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplat
     text = "" if template is None else "\n".join(template.sources.values())
 
     tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser
+    if config.tool_call_parser != "auto" and template is not None and not template.takes_tools:
+        logger.warning("the chat template shows no tools to the model; give one that does by --chat-template")
     reasoning = config.reasoning_parser or guess_reasoning_parser(text)
     return ChatSetup(
         template,

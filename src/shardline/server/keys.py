@@ -102,7 +102,11 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
         if scope["type"] == "http":
-            error = self._check(route_path(scope), Headers(scope=scope).get("authorization", ""))
+            headers = Headers(scope=scope)
+            key = headers.get("authorization", "")
+            if not key and "x-api-key" in headers:  # as clients of Anthropic send it
+                key = f"Bearer {headers['x-api-key']}"
+            error = self._check(route_path(scope), key)
             if error is not None:
                 await error.response()(scope, receive, send)
                 return

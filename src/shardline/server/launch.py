@@ -13,9 +13,11 @@ import gc
 import ipaddress
 import logging
 import mmap
+import os
 import signal
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -75,13 +77,34 @@ def run_server(
     bound_heap()
     check_tls(server_config)
     started = time.monotonic()
-    with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
+    with contextlib.closing(open_listener(server_config)) as listener:
         if start_llm is None:
             from shardline.api.async_llm import AsyncLLM
 
             start_llm = AsyncLLM
         llm = start_llm(engine_config)
         return _run_event_loop(_serve(llm, server_config, listener, started))
+
+
+def open_listener(config: ServerConfig) -> socket.socket:
+    """A socket that listens where the configuration says.
+
+    Raises:
+        ValueError: the server cannot listen there; the message says why.
+    """
+    if config.uds is None:
+        return bind_listener(config.host, config.port)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(config.uds).st_mode):
+                os.unlink(config.uds)  # of a server that was killed
+        listener.bind(config.uds)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"--uds {config.uds}: cannot listen there ({error.strerror}); choose another path") from error
+    return listener
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -132,6 +155,8 @@ def _no_password() -> str:
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
     """The URL at which clients on this machine reach the server."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -139,6 +164,8 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
 
 def loopback_notice(listener: socket.socket) -> str | None:
     """A line for the log if only this machine can reach the server; None if others can."""
+    if listener.family == socket.AF_UNIX:
+        return None
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         return None

@@ -23,6 +23,8 @@ from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
 access_logger = logging.getLogger("shardline.access")
+REQUEST_ID = "shardline.request_id"
+"""Where a request's scope has its id."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -31,13 +33,17 @@ class AccessMiddleware:
 
     A stream that fails after its status was sent is logged with the error's code, or with "disconnected".
 
-    The id is the client's X-Request-Id if it is a plain word, else a new one; the answer has it as a header.
+    The id is the client's X-Request-Id if it is a plain word, else a new one. The answer has it as a header if the
+    request had one, or with `names_all`.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool, names_all: bool = False
+    ) -> None:
         self._app = app
         self._count = count
         self._log = log
+        self._names_all = names_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
@@ -45,8 +51,10 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = Headers(scope=scope).get("x-request-id", "")
+        names = self._names_all or bool(request_id)
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         status = 0
         complete = False
         disconnected = False
@@ -55,7 +63,8 @@ class AccessMiddleware:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if names or status >= 500:  # the log says more of these
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             elif message["type"] == "http.response.body":
                 complete = not message.get("more_body", False)
             try:
@@ -97,13 +106,16 @@ class AccessMiddleware:
 
 
 class SlashMiddleware:
-    """Takes a slash after a path as if it were not there."""
+    """Takes a slash after a path as if it were not there, and so the prefix of --root-path, if a proxy has left it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
+        root = scope.get("root_path", "")
+        if root and route_path(scope).startswith(root + "/"):
+            scope["path"] = route_path(scope)
         if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, receive, send)

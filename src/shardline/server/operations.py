@@ -69,6 +69,11 @@ def health_routes(service: Service) -> APIRouter:
         """Whether the engine works: 200 also while draining, since it still finishes its requests."""
         return answer(service.llm.state() in ("ready", "draining"))
 
+    @router.get("/load", responses=json_answers(dict[str, int]))
+    async def load() -> Response:
+        """How many requests are being answered."""
+        return Response(msgspec.json.encode({"server_load": len(service.in_flight)}), media_type="application/json")
+
     @router.get("/version", responses=json_answers(dict[str, str]))
     async def version() -> Response:
         """The version of Shardline."""

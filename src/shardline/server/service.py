@@ -182,5 +182,5 @@ def cache_config(llm: AsyncLLM) -> dict[str, str]:
 
 
 def new_id(prefix: str) -> str:
-    """A new id, for example cmpl-1f0c…; the client's own id may not be unique."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """A new id that begins with `prefix`, for example cmpl-1f0c…; the client's own id may not be unique."""
+    return prefix + uuid.uuid4().hex

@@ -111,6 +111,10 @@ class Tokenizer:
         """Number of tokens, added tokens included. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens, added tokens included, and their ids."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     def token_id(self, token: str | None) -> int | None:
         """The id of this token. None: the vocabulary does not have it."""
         return None if token is None else self._backend.token_to_id(token)
@@ -154,6 +158,17 @@ class Tokenizer:
         with FOREIGN_CODE:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    encode = encode_text
+    """The name that users of other tokenizers know."""
+
+    def token_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Where each of a text's tokens stands in it: the first character, and the one behind the last. Special tokens
+        that are added stand nowhere: (0, 0)."""
+        with FOREIGN_CODE:
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets: list[tuple[int, int]] = encoding.offsets
+        return offsets
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether `text` certainly has more than `limit` tokens; a long text is encoded piece by piece until it does.

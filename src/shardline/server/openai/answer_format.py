@@ -21,6 +21,8 @@ from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers.base import CallRules
 
+RENDERED = '{"grammars"'
+"""The beginning of a whole answer's grammar, which a rendered request has."""
 _INLINE_CHARS = 4096
 """The longest schemas and texts from which a grammar of calls is written on the event loop."""
 
@@ -96,6 +98,9 @@ async def make_answer_grammar(
         if form.disable_any_whitespace is None:
             form = msgspec.structs.replace(form, disable_any_whitespace=disable_any_whitespace)
         try:
+            if form.grammar is not None and form.grammar.startswith(RENDERED):
+                await checks.check_grammar(form.grammar)
+                return form.grammar
             grammar = await checks.write_grammar(form)
         except ValueError as error:
             raise _refusal(param, error) from error

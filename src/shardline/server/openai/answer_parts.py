@@ -25,10 +25,12 @@ class TokenPiece(msgspec.Struct, frozen=True):
 
 
 class TokenPieces:
-    """The TokenPiece of each token id, made when it is first used."""
+    """The TokenPiece of each token id, made when it is first used. Without a tokenizer, its text is token_id:N."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        """`as_ids`: texts are token_id:N, although there is a tokenizer."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._pieces: dict[int, TokenPiece] = {}
 
     def __getitem__(self, token_id: int) -> TokenPiece:
@@ -41,13 +43,14 @@ class TokenPieces:
         if self._tokenizer is None:
             return TokenPiece(f"token_id:{token_id}", [], 0)
         raw = self._tokenizer.token_bytes(token_id)
+        as_id = f"token_id:{token_id}" if self._as_ids else ""
         # A continuation byte (10xxxxxx) belongs to a character that began before it.
         num_chars = sum(byte & 0xC0 != 0x80 for byte in raw)
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-        return TokenPiece(text, list(raw), num_chars)
+        return TokenPiece(as_id or text, list(raw), num_chars)
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

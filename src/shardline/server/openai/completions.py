@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
 from shardline.messages.request import TokenLogprobs
+from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
@@ -89,9 +91,6 @@ async def encode_prompt(service: Service, prompt: str | list[int], add_special_t
     return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
 
 
-if TYPE_CHECKING:
-    pass
-
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -146,15 +145,15 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it. The last four fields appear only on request."""
+    """One choice; in a chunk, what is new in it, and the last four fields only on request."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -181,7 +180,7 @@ class CompletionWriter:
 
     def __init__(self, service: Service, body: CompletionRequest, response_id: str, texts: Sequence[str]) -> None:
         self._body = body
-        self._options = body.check_stream()
+        self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
@@ -190,10 +189,11 @@ class CompletionWriter:
         self._texts = texts
         """For each prompt, the text to repeat before the output; empty without `echo`."""
         self._tokenizer = service.llm.model.tokenizer
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
 
     @cached_property
     def _pieces(self) -> TokenPieces:
-        return TokenPieces(self._tokenizer)
+        return TokenPieces(self._tokenizer, as_ids=self._tokens_as_ids)
 
     def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""
@@ -208,7 +208,7 @@ class CompletionWriter:
                 if self._body.logprobs is None:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
-                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
+                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True, unset=None))
         return self._encode_response(choices, self._usage(outputs), outputs)
 
     def write_chunks(self, generation: Generation) -> Events:
@@ -259,7 +259,9 @@ class CompletionWriter:
         writer: CompletionLogprobsWriter,
         *,
         first: bool,
+        unset: msgspec.UnsetType | None = msgspec.UNSET,
     ) -> CompletionChoice:
+        """`unset`: stands for what was not asked for; whole answers have null, as in vLLM."""
         body = self._body
         with_ids = bool(body.return_token_ids)
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
@@ -276,10 +278,10 @@ class CompletionWriter:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if with_ids else msgspec.UNSET,
-            prompt_token_ids=output.prompt_token_ids if with_ids and first else msgspec.UNSET,
+            token_ids=delta.token_ids if with_ids else unset,
+            prompt_token_ids=output.prompt_token_ids if with_ids and first else unset,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-            prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else output.prompt_logprobs,
+            prompt_logprobs=unset if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(
@@ -338,7 +340,7 @@ async def _encode_prompts(
         elif len(prompt) > service.llm.model.max_model_len:
             echoes.append("")  # the request is refused below
         else:
-            echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
+            echoes.append(service.decode_tokens(prompt, skip_special_tokens=False))
     return encoded, echoes
 
 
@@ -366,6 +368,48 @@ def _insertion_prompt(service: Service, prefix: str, suffix: str) -> str:
     return prompt
 
 
+@dataclass(frozen=True)
+class PreparedCompletion:
+    """A completion request as the engine takes it."""
+
+    params: SamplingParams
+    prompts: list[list[int]]
+    echoes: list[str]
+    """For each prompt, the text to repeat before the output; empty without `echo`."""
+    texts: list[str | None]
+    """For each prompt, its text; None: it was given as token ids."""
+    grammar: str
+    """Of the outputs; empty: they may be any text."""
+
+
+async def prepare_completion(service: Service, body: CompletionRequest) -> PreparedCompletion:
+    """Check a completion request, encode its prompts, and write the grammar of its outputs.
+
+    Raises:
+        ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
+    """
+    service.require_model(body.model)
+    body.check()
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
+    params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
+    if body.ranks_choices:
+        assert body.best_of is not None
+        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+    given = list_prompts(body.prompt, "prompt")
+    prompts, echoes = await _encode_prompts(service, body, given)
+    texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+    _check_scores(body, prompts)
+    grammar = await make_answer_grammar(
+        None,
+        body.response_format,
+        body.requested_form,
+        service.llm.grammars,
+        disable_any_whitespace=service.config.disable_any_whitespace,
+    )
+    return PreparedCompletion(params, prompts, echoes, texts, grammar)
+
+
 def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
@@ -373,34 +417,17 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=json_answers(CompletionResponse, streams=True))
     async def create_completion(body: CompletionRequest) -> Response:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
-        service.require_model(body.model)
-        body.check()
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
-        params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
-        if body.ranks_choices:
-            assert body.best_of is not None
-            params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
-        response_id = new_id("cmpl")
-        prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
-        _check_scores(body, prompts)
-        grammar = await make_answer_grammar(
-            None,
-            body.response_format,
-            body.requested_form,
-            service.llm.grammars,
-            disable_any_whitespace=service.config.disable_any_whitespace,
-        )
-        writer = CompletionWriter(service, body, response_id, echoes)
+        completion = await prepare_completion(service, body)
+        response_id = new_id("cmpl-")
+        writer = CompletionWriter(service, body, response_id, completion.echoes)
         generation = await Generation.start(
             service,
-            prompts,
-            params,
+            completion.prompts,
+            completion.params,
             request_id=response_id,
             prompt_param="prompt",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            grammar=grammar,
+            **body.queueing,
+            grammar=completion.grammar,
         )
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)

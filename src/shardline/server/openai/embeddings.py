@@ -79,7 +79,7 @@ def embedding_routes(service: Service) -> APIRouter:
             service,
             prompts,
             EMBEDDING_PARAMS,
-            request_id=new_id("embd"),
+            request_id=new_id("embd-"),
             prompt_param="input",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
@@ -92,7 +92,7 @@ def embedding_routes(service: Service) -> APIRouter:
             raise bad_request(str(error), "dimensions") from error
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         answer = EmbeddingResponse(
-            id=new_id("embd"),
+            id=new_id("embd-"),
             data=[
                 EmbeddingItem(index=index, embedding=_encoded(vector, body.encoding_format == "base64"))
                 for index, vector in enumerate(vectors)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
 
+T = TypeVar("T")
+
 MAX_FIELDS = 256
 """The most fields of one object. Every unknown field would become an error of its own."""
 
 
 class RequestModel(BaseModel):
-    """A request body, or an object in it. Unknown fields and wrong types are errors."""
+    """A request body, or an object in it. Unknown fields are errors. A number or a boolean may be text, as in vLLM."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -36,6 +39,8 @@ def check_metadata(value: Any) -> Any:
         raise ValueError(f"it has {len(value)} entries; at most {MAX_METADATA} are taken")
     return value
 
+
+MAX_ID_CHARS = 256
 
 IGNORED_HEADER = "X-Shardline-Ignored"
 
@@ -62,8 +67,7 @@ class IgnoredFields(RequestModel):
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
-    request_id: Any = None
-    return_tokens_as_token_ids: Any = None
+    request_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     kv_transfer_params: Any = None
@@ -104,6 +108,7 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
 
 
+_TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
@@ -169,6 +174,8 @@ class SamplingFields(IgnoredFields):
     """Only requests with the same salt share cached prefixes."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Of log probabilities: tokens are written as token_id:N, not as their texts."""
     return_metrics: bool | None = None
     """Add to the answer where its time went."""
     model: str | None = None
@@ -178,7 +185,11 @@ class SamplingFields(IgnoredFields):
     logits_processors: Any = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
-    """Keep only that many of the prompt's last tokens; None or -1: all that the model takes."""
+    """Keep only that many of the prompt's tokens; None or -1: all that the model takes."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are cut off; None: left, so the prompt's last ones stay."""
+    return_token_offsets: bool | None = None
+    """Of rendered requests: report where in the prompt's text each token stands."""
     regex: str | None = None
     ebnf: str | None = None
     """SGLang's names for the regex and the grammar of `structured_outputs`."""
@@ -212,13 +223,18 @@ class SamplingFields(IgnoredFields):
             raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
         return given[0] if given else None
 
-    def truncate_prompt(self, token_ids: list[int]) -> list[int]:
+    @property
+    def queueing(self) -> dict[str, Any]:
+        """The priority and the cache salt, as `Generation.start` takes them."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
+
+    def truncate_prompt(self, token_ids: list[T]) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.
 
         Raises:
             ApiError: 400, the number is not positive.
         """
-        return truncate_prompt(token_ids, self.truncate_prompt_tokens)
+        return truncate_prompt(token_ids, self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -236,8 +252,8 @@ class SamplingFields(IgnoredFields):
         except ValueError as error:
             raise bad_parameter(str(error)) from error
 
-    def check_stream(self) -> StreamOptions:
-        """The stream options; all are off if the request has none.
+    def check_stream(self, *, with_usage: bool = False) -> StreamOptions:
+        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage.
 
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
@@ -246,11 +262,12 @@ class SamplingFields(IgnoredFields):
             raise bad_request(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
-        return self.stream_options or StreamOptions()
+        options = self.stream_options or StreamOptions()
+        return options.model_copy(update={"include_usage": True}) if with_usage else options
 
 
-def truncate_prompt(token_ids: list[int], count: int | None) -> list[int]:
-    """The last `count` tokens of a prompt; None or -1: all of them.
+def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:
+    """The last `count` tokens of a prompt, or the first if the right `side` is cut off; None or -1: all of them.
 
     Raises:
         ApiError: 400, the number is not positive.
@@ -259,7 +276,7 @@ def truncate_prompt(token_ids: list[int], count: int | None) -> list[int]:
         return token_ids
     if count < 1:
         raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
-    return token_ids[-count:]
+    return token_ids[-count:] if side == "left" else token_ids[:count]
 
 
 _SAMPLING_NAMES = tuple(
@@ -277,10 +294,11 @@ def bad_parameter(message: str) -> ApiError:
 
 
 def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError as error:
-        raise bad_request("Invalid value for 'logit_bias': its keys must be token ids.", "logit_bias") from error
+    for token_id in bias:
+        if not _TOKEN_ID.fullmatch(token_id):
+            message = f"Invalid value for 'logit_bias': its keys must be token ids, and {token_id[:64]!r} is none."
+            raise bad_request(message, "logit_bias")
+    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
@@ -21,6 +21,8 @@ from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_MESSAGES = 4096
+
+MAX_ROLE_CHARS = 64
 
 MAX_PARTS = 4096
 """The most parts of one message."""
@@ -61,7 +63,7 @@ class ToolUse:
 
     @cached_property
     def offered(self) -> tuple[OfferedFunction, ...]:
-        """The functions that the answer may call, as parsers and grammars take them."""
+        """The functions that the answer may call, as the parsers of answers take them."""
         return tuple(OfferedFunction(function.name, function.parameters) for function in self.callable)
 
     def make_parser(self) -> ToolParser:
@@ -73,6 +75,8 @@ def choose_tools(
     service: Service, tools: Sequence[Tool], choice: str | dict[str, Any] | None, parallel: bool
 ) -> ToolUse | None:
     """What `tools` and `tool_choice` mean together. None: the answer may not call tools.
+
+    The chat template may show no tools to the model; the start of the server warns of that.
 
     Raises:
         ApiError: 400, they do not fit each other or the model.
@@ -93,13 +97,6 @@ def choose_tools(
         return None
     if choice == "none":
         return None
-    template = service.chat.template
-    refuse_if(
-        template is not None and not template.takes_tools,
-        "tools",
-        "The model's chat template takes no tools: leave out 'tools', set 'tool_choice' to 'none', or start the server "
-        "with a --chat-template that shows them to the model.",
-    )
     parser = service.chat.tool_parser
     if parser is None:
         raise bad_request(
@@ -163,9 +160,14 @@ class ContentPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """A message of the conversation. It may have all fields of an answer, so that clients can send answers back."""
+    """A message of the conversation. It may have all fields of an answer, so that clients can send answers back.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    Other fields are ignored, and other roles are for the chat template to judge, as in vLLM.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -243,7 +245,7 @@ class ConversationFields(RequestModel):
         chat = Conversation(
             await _for_template(messages),
             None if tool_use is None else tool_use.definitions,
-            self.template_variables,
+            {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
             add_special_tokens,
@@ -338,7 +340,6 @@ class ChatRequest(ConversationFields, SamplingFields):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         self.check_supported()
-        refuse_if(bool(self.echo), "echo", "'echo' is not supported for chats: use /v1/completions.")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs"
@@ -366,6 +367,15 @@ class ChatRequest(ConversationFields, SamplingFields):
         """The variables of the chat template that the request sets."""
         documents = {} if self.documents is None else {"documents": self.documents}
         return {**documents, **super().template_variables}
+
+    @property
+    def echoed_text(self) -> str:
+        """The text to repeat before the answer: that of the message that it continues, if `echo` asks for it."""
+        content = self.messages[-1].content
+        continues = self.continue_final_message or self.add_generation_prompt is False
+        if not (self.echo and continues) or content is None:
+            return ""
+        return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
     @property
     def token_limit(self) -> int | None:

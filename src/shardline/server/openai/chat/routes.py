@@ -9,10 +9,9 @@ from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
+from shardline.server.openai.chat.prepare import prepare_chat
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
-from shardline.server.openai.generation import Generation
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -24,37 +23,10 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses=json_answers(ChatResponse, streams=True))
     async def create_chat_completion(body: ChatRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
-        service.require_model(body.model)
-        body.check()
-        params = body.sampling_params(
-            max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-        )
-        response_id = new_id("chatcmpl")
-        chat = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
-        reasoning = service.chat.reasoning_parser
-        if body.separate_reasoning is False and reasoning is not None and not reasoning.template_marks:
-            reasoning = None
-        answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning)
-        writer = ChatWriter(service, body, response_id, answer_format)
-        grammar = await make_answer_grammar(
-            answer_format,
-            body.response_format,
-            body.requested_form,
-            service.llm.grammars,
-            service.chat.template_text,
-            disable_any_whitespace=service.config.disable_any_whitespace,
-        )
-        generation = await Generation.start(
-            service,
-            [body.truncate_prompt(chat.token_ids)],
-            params,
-            request_id=response_id,
-            prompt_param="messages",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            shown_token_ids=answer_format.shown_token_ids,
-            grammar=grammar,
-        )
+        chat = await prepare_chat(service, body)
+        response_id = new_id("chatcmpl-")
+        writer = ChatWriter(service, body, response_id, chat.answer_format)
+        generation = await chat.start(service, response_id, **body.queueing)
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
         async with generation:

@@ -67,7 +67,7 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice: `message` in a whole answer, `delta` in a chunk. The last two fields appear only on request."""
+    """One choice: `message` in a whole answer, `delta` in a chunk, which has the last two fields only on request."""
 
     index: int
     message: AssistantMessage | msgspec.UnsetType = msgspec.UNSET
@@ -75,7 +75,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -89,7 +89,7 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[ChatChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
@@ -98,7 +98,7 @@ class ChatEnvelope:
     """Encodes the choices of one answer, as a whole or in events."""
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
-        self._options = body.check_stream()
+        self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id = response_id
         self._created = int(time.time())
         self._model = service.model_names[0]
@@ -114,8 +114,8 @@ class ChatEnvelope:
             "chat.completion",
             choices,
             self._usage([output]),
-            self._prompt_ids(output),
-            output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET,
+            output.prompt_token_ids if self._with_ids else None,
+            output.prompt_logprobs if self._with_prompt_logprobs else None,
             [output],
         )
 
@@ -149,7 +149,7 @@ class ChatEnvelope:
         kind: str,
         choices: Sequence[ChatChoice],
         usage: Usage | msgspec.UnsetType | None,
-        prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+        prompt_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET,
         prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET,
         finished: Sequence[RequestOutput] = (),
     ) -> bytes:
@@ -195,13 +195,15 @@ class ChatWriter:
         """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
         self._tokenizer = service.llm.model.tokenizer
+        self._echo = body.echoed_text
         self._format = answer_format
         self._num_choices = body.n or 1
 
     @cached_property
     def _pieces(self) -> TokenPieces:
-        return TokenPieces(self._tokenizer)
+        return TokenPieces(self._tokenizer, as_ids=self._tokens_as_ids)
 
     def write_whole(self, output: RequestOutput) -> bytes:
         """The JSON of the whole answer."""
@@ -211,7 +213,7 @@ class ChatWriter:
             assert delta is not None
             reason: str | None = delta.finish_reason
             if self._format.is_plain:
-                message = AssistantMessage(content=delta.text)
+                message = AssistantMessage(content=self._echo + delta.text)
             else:
                 parser = self._format.make_parser()
                 message = self._parsed_message(parser, delta)
@@ -225,7 +227,7 @@ class ChatWriter:
         parsed = not self._format.is_plain
         sent = [StreamedChoice(self._format.make_parser() if parsed else None) for _ in range(self._num_choices)]
         only_text = not (self._tokens_matter or self._counts_always)
-        roles = [ChatChoice(index=index, delta=ChatDelta("assistant", "")) for index in range(len(sent))]
+        roles = [ChatChoice(index=index, delta=ChatDelta("assistant", self._echo)) for index in range(len(sent))]
         outputs, encode_event = generation.outputs, self._envelope.encode_event
         body = b"".join([encode_event(outputs, role, first=True) for role in roles])
         while (update := (yield body)) is not None:
@@ -286,13 +288,11 @@ class ChatWriter:
         return event.split(b'"' + _MARK.encode() + b'"')
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
-        """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
+        """A chunk with the new content, and with the finish reason, if the choice ended."""
         parts = []
         if delta.text or (self._tokens_matter and delta.token_ids):
             parts.append(self._make_choice(index, delta, delta=ChatDelta(content=delta.text)))
-        if delta.finish_reason is not None:
-            parts.append(_last_chunk(index, delta, delta.finish_reason))
-        return parts
+        return parts if delta.finish_reason is None else _with_end(parts, index, delta, delta.finish_reason)
 
     def _split_parsed(self, index: int, delta: Delta, parser: AnswerParser) -> list[ChatChoice]:
         """As `_split_delta`, of an answer that is parsed."""
@@ -311,9 +311,7 @@ class ChatWriter:
                     else ChatChoice(index=index, delta=chunk)
                 )
                 tokens_unsent = False
-        if delta.finish_reason is not None:
-            parts.append(_last_chunk(index, delta, _finish_reason(delta, parser)))
-        return parts
+        return parts if delta.finish_reason is None else _with_end(parts, index, delta, _finish_reason(delta, parser))
 
     def _chat_delta(self, answer: AnswerDelta, parser: AnswerParser) -> ChatDelta | None:
         """What a chunk adds; None: nothing."""
@@ -346,7 +344,7 @@ class ChatWriter:
         shown = reasoning or None
         has_reasoning = self._format.reasoning is not None and self._with_reasoning
         return AssistantMessage(
-            content=content if content or not calls else None,
+            content=self._echo + content if self._echo or content or not calls else None,
             reasoning=shown if has_reasoning else msgspec.UNSET,
             reasoning_content=shown if has_reasoning else msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
@@ -363,8 +361,10 @@ class ChatWriter:
         )
 
 
-def _last_chunk(index: int, delta: Delta, reason: str | None) -> ChatChoice:
-    return ChatChoice(index=index, delta=ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+def _with_end(parts: list[ChatChoice], index: int, delta: Delta, reason: str | None) -> list[ChatChoice]:
+    """The last chunks of a choice: the finish reason is in the last of them that has content, as in vLLM."""
+    *before, last = parts or [ChatChoice(index=index, delta=ChatDelta())]
+    return [*before, msgspec.structs.replace(last, finish_reason=reason, stop_reason=delta.stop_reason)]
 
 
 def _finish_reason(delta: Delta, parser: AnswerParser) -> str | None:

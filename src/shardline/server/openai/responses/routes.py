@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from fastapi import APIRouter
@@ -16,9 +16,8 @@ from starlette.responses import Response
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import ApiError
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
+from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
 from shardline.server.openai.chat.request import ChatMessage
-from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.writer import OutputItem, ResponseObject, ResponseWriter
 from shardline.server.service import Service, new_id
@@ -132,9 +131,16 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses", responses=json_answers(ResponseObject, streams=True))
     async def create_response(body: ResponsesRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
-        service.require_model(body.model)
-        body.check()
-        writer, generation = await _start_generation(service, store, body)
+        chat = await prepare_response(service, body, _earlier_turns(store, body.previous_response_id))
+        response = _begin_response(service, body)
+
+        def keep(ended: ResponseObject) -> None:
+            if ended.store:
+                items = _encode_turn(_own_items(body), ended.output)
+                store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
+
+        writer = ResponseWriter(response, chat.answer_format, keep)
+        generation = await chat.start(service, response.id, **body.queueing)
         if body.stream:
             events, headers = writer.write_events(), body.ignored_headers
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
@@ -160,46 +166,31 @@ def response_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _start_generation(
-    service: Service, store: ResponseStore, body: ResponsesRequest
-) -> tuple[ResponseWriter, Generation]:
-    """Send the conversation to the engine; the writer writes the answer, and keeps it if the request asks for that."""
+async def prepare_response(service: Service, body: ResponsesRequest, earlier: Sequence[bytes] = ()) -> PreparedChat:
+    """Check a request for a response, render its conversation, and prepare its answer.
+
+    `earlier`: for each turn that it continues, the JSON of its items.
+
+    Raises:
+        ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
+    """
+    service.require_model(body.model)
+    body.check()
     params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
-    own_items = _own_items(body)
-    messages = await _read_conversation(body.instructions, _earlier_turns(store, body.previous_response_id), own_items)
+    messages = await _read_conversation(body.instructions, earlier, _own_items(body))
     chat = await body.conversation_fields.encode_messages(
         service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
     )
-    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.chat.reasoning_parser)
-    grammar = await make_answer_grammar(
-        answer_format,
-        body.text_format,
-        body.requested_form,
-        service.llm.grammars,
-        service.chat.template_text,
-        format_param="text.format",
-        disable_any_whitespace=service.config.disable_any_whitespace,
-    )
-    response = _begin_response(service, body)
-
-    def keep(ended: ResponseObject) -> None:
-        if ended.store:
-            items = _encode_turn(own_items, ended.output)
-            store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
-
-    writer = ResponseWriter(response, answer_format, keep)
-    generation = await Generation.start(
+    return await prepare_answer(
         service,
-        [body.truncate_prompt(chat.token_ids)],
+        replace(chat, token_ids=body.truncate_prompt(chat.token_ids)),
         params,
-        request_id=response.id,
-        prompt_param="input",
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        shown_token_ids=answer_format.shown_token_ids,
-        grammar=grammar,
+        body.text_format,
+        reasoning=service.chat.reasoning_parser,
+        requested_form=body.requested_form,
+        param="input",
+        format_param="text.format",
     )
-    return writer, generation
 
 
 def _own_items(body: ResponsesRequest) -> list[InputItem]:
@@ -245,7 +236,7 @@ def _begin_response(service: Service, body: ResponsesRequest) -> ResponseObject:
     """The response without its output."""
     wanted = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return ResponseObject(
-        id=new_id("resp"),
+        id=new_id("resp_"),
         created_at=int(time.time()),
         model=service.model_names[0],
         system_fingerprint=service.llm.model.fingerprint,

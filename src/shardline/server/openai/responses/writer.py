@@ -173,7 +173,7 @@ class ItemWriter:
             self._add_text(delta.content, logprobs)
         for call in delta.calls:
             if call.name is not None:
-                self._begin(CallItem(id=new_id("fc"), call_id=self._parser.new_call_id(), name=call.name))
+                self._begin(CallItem(id=new_id("fc_"), call_id=self._parser.new_call_id(), name=call.name))
             if call.arguments:
                 item = self._open
                 assert isinstance(item, CallItem)
@@ -188,7 +188,7 @@ class ItemWriter:
 
     def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._open, ReasoningItem):
-            item = self._begin(ReasoningItem(id=new_id("rs")))
+            item = self._begin(ReasoningItem(id=new_id("rs_")))
             assert isinstance(item, ReasoningItem)
             self._add_item_event("response.content_part.added", item, content_index=0, part=ReasoningText())
             item.content = [ReasoningText()]
@@ -204,7 +204,7 @@ class ItemWriter:
         self._add_item_event("response.output_text.delta", item, content_index=0, delta=text, logprobs=logprobs)
 
     def _begin_message(self) -> MessageItem:
-        item = self._begin(MessageItem(id=new_id("msg")))
+        item = self._begin(MessageItem(id=new_id("msg_")))
         assert isinstance(item, MessageItem)
         self._add_item_event("response.content_part.added", item, content_index=0, part=OutputText())
         item.content = [OutputText(logprobs=[])]

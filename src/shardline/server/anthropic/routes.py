@@ -1,0 +1,109 @@
+"""POST /v1/messages, its count of tokens, and its rendered requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shardline.server.answer_schema import json_answers
+from shardline.server.anthropic.request import MessagesRequest, PromptFields
+from shardline.server.anthropic.writer import MessageObject, MessageWriter, error_body
+from shardline.server.errors import ApiError, explain_validation
+from shardline.server.json_body import StrictRoute
+from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
+from shardline.server.openai.chat.request import EncodedChat
+from shardline.server.service import Service, new_id
+from shardline.server.sse import EventStream
+
+
+class AnthropicRoute(StrictRoute):
+    """A route whose errors have Anthropic's shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with its errors."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except RequestValidationError as error:
+                return _error_answer(explain_validation(error.errors(), error.body))
+            except ApiError as error:
+                return _error_answer(error)
+
+        return handle
+
+
+def _error_answer(error: ApiError) -> Response:
+    return Response(error_body(error), error.status_code, error.headers, media_type="application/json")
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
+async def _encode(service: Service, body: PromptFields) -> EncodedChat:
+    """The prompt of a request. If the template takes what the system says at the beginning only, it is put there."""
+    service.require_model(body.model)
+    fields = body.conversation_fields
+    try:
+        return await fields.encode_messages(service, body.chat_messages(), add_special_tokens=False)
+    except ApiError:
+        if not body.has_inline_system:
+            raise
+    merged = body.chat_messages(merge_system=True)
+    return await fields.encode_messages(service, merged, add_special_tokens=False)
+
+
+async def prepare_message(service: Service, body: MessagesRequest) -> PreparedChat:
+    """Check a request, render its conversation, and prepare its answer.
+
+    Raises:
+        ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
+    """
+    params = body.sampling.sampling_params(max_tokens=body.max_tokens, logprobs=None)
+    chat = await _encode(service, body)
+    return await prepare_answer(
+        service,
+        chat,
+        params,
+        body.response_format,
+        reasoning=service.chat.reasoning_parser,
+        format_param="output_config.format",
+    )
+
+
+def message_routes(service: Service) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter(route_class=AnthropicRoute)
+
+    @router.post("/v1/messages", responses=json_answers(MessageObject, streams=True))
+    async def create_message(body: MessagesRequest) -> Response:
+        """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
+        chat = await prepare_message(service, body)
+        message_id = new_id("msg_")
+        cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
+        writer = MessageWriter(message_id, service.model_names[0], chat.answer_format, cached_block)
+        generation = await chat.start(service, message_id, **body.sampling.queueing)
+        if body.stream:
+            events = writer.write_events(generation.outputs[0])
+            return EventStream(events, generation, write_error=writer.write_error, done=b"")
+        async with generation:
+            [output] = await generation.wait_finished()
+            return Response(writer.write_whole(output), media_type="application/json")
+
+    @router.post("/v1/messages/count_tokens", responses=json_answers(TokenCount))
+    async def count_tokens(body: PromptFields) -> Response:
+        """The number of tokens of a prompt."""
+        chat = await _encode(service, body)
+        return Response(msgspec.json.encode(TokenCount(len(chat.token_ids))), media_type="application/json")
+
+    return router

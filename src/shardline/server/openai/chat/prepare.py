@@ -1,0 +1,104 @@
+"""Requests for a conversation's next message, as the engine takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardline.sampling_params import SamplingParams
+from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
+from shardline.server.openai.chat.request import ChatRequest, EncodedChat
+from shardline.server.openai.generation import Generation
+from shardline.server.openai.protocol import ResponseFormat
+from shardline.server.service import Service
+from shardline.text.reasoning_parsers.base import ReasoningParser
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat request as the engine takes it."""
+
+    params: SamplingParams
+    token_ids: list[int]
+    answer_format: AnswerFormat
+    """It has the prompt's text."""
+    grammar: str
+    """Of the answer; empty: it may be any text."""
+    param: str
+    """The field of the request with the messages."""
+
+    async def start(self, service: Service, request_id: str, *, priority: int, cache_salt: str) -> Generation:
+        """Admit the request.
+
+        Raises:
+            ApiError: see `Generation.start`.
+        """
+        return await Generation.start(
+            service,
+            [self.token_ids],
+            self.params,
+            request_id=request_id,
+            prompt_param=self.param,
+            priority=priority,
+            cache_salt=cache_salt,
+            shown_token_ids=self.answer_format.shown_token_ids,
+            grammar=self.grammar,
+        )
+
+
+async def prepare_answer(
+    service: Service,
+    chat: EncodedChat,
+    params: SamplingParams,
+    response_format: ResponseFormat | None,
+    *,
+    reasoning: type[ReasoningParser] | None,
+    requested_form: dict[str, Any] | None = None,
+    param: str = "messages",
+    format_param: str = "response_format",
+) -> PreparedChat:
+    """What the answer to a conversation may be.
+
+    `reasoning`: how reasoning before the answer is read; None: there is none. `requested_form`:
+    `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have the messages and
+    `response_format`.
+
+    Raises:
+        ApiError: 400, a schema, or what a tool takes, cannot be used.
+    """
+    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning)
+    grammar = await make_answer_grammar(
+        answer_format,
+        response_format,
+        requested_form,
+        service.llm.grammars,
+        service.chat.template_text,
+        format_param=format_param,
+        disable_any_whitespace=service.config.disable_any_whitespace,
+    )
+    return PreparedChat(params, chat.token_ids, answer_format, grammar, param)
+
+
+async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
+    """Check a chat request, render its messages, and prepare its answer.
+
+    Raises:
+        ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
+    """
+    service.require_model(body.model)
+    body.check()
+    params = body.sampling_params(
+        max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
+    chat = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
+    reasoning = service.chat.reasoning_parser
+    if body.separate_reasoning is False and reasoning is not None and not reasoning.template_marks:
+        reasoning = None
+    return await prepare_answer(
+        service,
+        replace(chat, token_ids=body.truncate_prompt(chat.token_ids)),
+        params,
+        body.response_format,
+        reasoning=reasoning,
+        requested_form=body.requested_form,
+    )

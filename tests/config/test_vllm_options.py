@@ -1,0 +1,70 @@
+"""What becomes of vLLM's options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.flags import engine_config
+from shardline.cli.main import build_parser
+from shardline.config.engine import EngineConfig
+from shardline.config.vllm_options import vllm_options
+
+SERVE_FLAGS: dict[str, str] = json.loads((Path(__file__).parent / "vllm_serve_flags.json").read_text())
+"""Each flag of `vllm serve` of 0.32, and what follows it, as vLLM's parser says."""
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser = build_parser()
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    serve = commands.choices["serve"]
+    serve.complete()
+    return serve
+
+
+def test_every_flag_of_vllm_is_known() -> None:
+    known = serve_parser()._option_string_actions
+    missing = sorted(flag for flag in SERVE_FLAGS if flag not in known)
+    assert missing == []
+
+
+def test_flags_take_as_many_words_as_those_of_vllm() -> None:
+    known = serve_parser()._option_string_actions
+    switches = {flag for flag, takes in SERVE_FLAGS.items() if takes == "0"}
+    own = {flag for flag, action in known.items() if action.nargs == 0 and flag in SERVE_FLAGS}
+    assert own == switches & known.keys()
+
+
+def test_what_has_no_effect_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    words = "serve demo --enforce-eager --no-async-scheduling --swap-space 4 --cudagraph-capture-sizes 1 2 -tp 2"
+    args = build_parser().parse_args(words.split())
+    with caplog.at_level(logging.INFO, "shardline"):
+        config = engine_config(args)
+    assert config.parallel.tensor_parallel_size == 2
+    text = "\n".join(caplog.messages)
+    for flag in ("--enforce-eager", "--no-async-scheduling", "--swap-space", "--cudagraph-capture-sizes"):
+        assert f"{flag} has no effect: " in text
+
+
+def test_keywords_are_treated_as_flags(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shardline"):
+        config = EngineConfig.from_options(model="demo", enforce_eager=True, trust_remote_code=False, cpu_offload_gb=0)
+    assert config.model.model == "demo"
+    assert [message.partition(" ")[0] for message in caplog.messages] == ["enforce_eager"]
+    with pytest.raises(ValueError, match="enable_lora is not supported yet: Shardline serves no LoRA"):
+        EngineConfig.from_options(enable_lora=True)
+    with pytest.raises(ValueError, match="unknown option 'enforce_eagerly'"):
+        EngineConfig.from_options(enforce_eagerly=True)
+
+
+def test_no_option_of_the_table_is_one_of_shardlines_own() -> None:
+    own = {
+        flag.lstrip("-")
+        for flag, action in serve_parser()._option_string_actions.items()
+        if type(action).__name__ != "_VllmFlag"
+    }
+    assert own.isdisjoint(vllm_options())
