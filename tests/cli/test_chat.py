@@ -89,7 +89,7 @@ def test_a_local_model_streams_and_aborts() -> None:
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     assert len(cluster.clients[0].aborted) == 1
-    with pytest.raises(ValueError, match="maximum length"):
+    with pytest.raises(ValueError, match="maximum context length"):
         next(backend.reply([{"role": "user", "content": "dog " * 100}]))
     cluster.clients[0].die("rank 0 was killed")
     with pytest.raises(RuntimeError, match="rank 0 was killed"):

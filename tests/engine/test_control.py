@@ -10,7 +10,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.engine.children import Child
+from shardline.engine.children import Child, start_engine
 from shardline.engine.client import EngineClient
 from shardline.engine.executor.base import ControlAnswers
 from shardline.messages.control import Control, ControlDone, Probe
@@ -30,7 +30,7 @@ def test_a_command_that_only_a_test_knows_reaches_every_rank(monkeypatch: pytest
     monkeypatch.setattr(Child, "code", code_with_command)
     config = EngineConfig.from_options(model="demo", cpu_threads=1, max_model_len=256, **EXECUTORS[executor])
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    client = EngineClient(resolve_here(config), 0, messages.put)
+    client = EngineClient(resolve_here(config), 0, messages.put, start_engine, b"")
     try:
         client.wait_ready(300)
         ranks = range(resolve_here(config).grid.world_size)

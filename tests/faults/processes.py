@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.engine.children import start_engine
 from shardline.engine.client import EngineClient
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request
@@ -25,7 +26,7 @@ class Replica:
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
         options = {"model": model, "step_timeout": step_timeout, **(options or {"tensor_parallel_size": 2})}
         config = EngineConfig.from_options(**options)
-        self.client = EngineClient(resolve_here(config), 0, self.messages.put)
+        self.client = EngineClient(resolve_here(config), 0, self.messages.put, start_engine, b"")
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
         self.engine_pid = self.client._child.pid

@@ -123,9 +123,11 @@ def test_everything_ends_with_the_front(are_stopped: bool) -> None:
     script = """
 import sys, time
 from shardline.config.engine import EngineConfig
+from shardline.engine.children import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
-client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
+client = EngineClient(resolve_here(config), 0, print, start_engine, b"")
 print(*client.wait_ready(60).report, client._child.pid, flush=True)
 time.sleep(60)
 """
@@ -146,9 +148,11 @@ def test_a_hung_load_ends_with_the_front() -> None:
     script = """
 import sys, time
 from shardline.config.engine import EngineConfig
+from shardline.engine.children import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
-client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
+client = EngineClient(resolve_here(config), 0, print, start_engine, b"")
 print(client._child.pid, flush=True)
 time.sleep(60)
 """
@@ -169,10 +173,11 @@ def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current directory')")
     script = """
 from shardline.config.engine import EngineConfig
+from shardline.engine.children import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
 config = EngineConfig.from_options(model="demo", distributed_executor_backend="mp")
-client = EngineClient(resolve_here(config), 0, print)
+client = EngineClient(resolve_here(config), 0, print, start_engine, b"")
 client.wait_ready(60)
 client.close()
 """

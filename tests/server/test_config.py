@@ -31,7 +31,7 @@ def test_defaults_listen_on_this_machine_only() -> None:
         ({"response_store_bytes": -1}, "at least 0"),
         ({"root_path": "api"}, "start with /"),
         ({"uvicorn_log_level": "loud"}, "must be one of"),
-        ({"structured_outputs_config": '{"backend": "x"}'}, "structured_outputs_config must be"),
+        ({"structured_outputs_config": '{"front": "x"}'}, "unknown key 'front'"),
         ({"structured_outputs_config": "[1]"}, "structured_outputs_config must be"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout must be seconds"),
     ],

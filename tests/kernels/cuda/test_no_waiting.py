@@ -172,8 +172,8 @@ def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path,
 
         def counted(self: PendingStep) -> Any:
             nonlocal most
-            assert executor._runner is not None
-            most = max(most, len(executor._runner._in_flight))
+            assert executor._worker is not None
+            most = max(most, len(executor._worker.runner._in_flight))
             return finish(self)
 
         monkeypatch.setattr(PendingStep, "result", counted)
