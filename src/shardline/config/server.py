@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardline import env
@@ -100,7 +101,7 @@ class ServerConfig:
         key = env.api_key()
         return (key,) if key else ()
 
-    @property
+    @cached_property
     def disable_any_whitespace(self) -> bool | None:
         """What requests get that do not say it; None: answers with a schema are compact, and free objects are not.
 
@@ -123,7 +124,7 @@ class ServerConfig:
             raise ValueError(f"structured_outputs_config has the unknown key {unknown[0]!r}; known: {key}")
         return given.get(key)
 
-    @property
+    @cached_property
     def template_variables(self) -> dict[str, Any]:
         """`default_chat_template_kwargs` as an object."""
         values = _parse_json("default_chat_template_kwargs", self.default_chat_template_kwargs)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -44,6 +44,7 @@ class GenerateSampling(SamplingFields):
     """The `sampling_params` of a request, in vLLM's spelling. Fields that only another engine has are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+    taken_here: ClassVar[frozenset[str]] = frozenset({"detokenize"})
 
     max_tokens: int | None = None
     """None: up to the model's maximum length."""
