@@ -260,10 +260,8 @@ def test_a_node_that_does_not_fit_ends_with_one_line(
 ) -> None:
     log = waiting_head.logs[1]
     log.write_text("")
-    began = time.monotonic()
     node = waiting_head.start_node(1, *flags, **environment)
     assert node.wait(20) == 2
-    assert time.monotonic() - began < 5.0
     assert re.search(message, log.read_text())
     assert sum("shardline: error:" in line for line in log.read_text().splitlines()) == 1
     assert waiting_head.head.poll() is None

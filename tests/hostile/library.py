@@ -34,7 +34,7 @@ MEMORY = 1 << 30
 _LATE = 2.0
 """Seconds that a busy machine may be late."""
 _ADDRESS_SPACE = 4 << 30
-"""What ends a process that takes far too much memory, before it harms the machine."""
+"""What ends a process that takes far too much memory more than it has from its parent, before it harms the machine."""
 _CHAT = [{"role": "user", "content": "a" * 40}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
@@ -140,7 +140,8 @@ def _run_child(case: Case, writing: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the largest memory so far is that of now
     os.write(writing, b"%d\n" % _resident_bytes())
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # Rust reports its panics there
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+    inherited = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (inherited + _ADDRESS_SPACE, inherited + _ADDRESS_SPACE))
     said = ""
     try:
         case.run()

@@ -99,7 +99,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._is_shown(token_id)]
-        self._ids, half = self._split_tail(tail[-_TAIL_TOKENS:])
+        self._ids, half, self._half = self._split_tail(tail[-_TAIL_TOKENS:])
         self._read = len(self._ids)
         self._shown = self._decode(0)
         # If the prompt ends in half a character, that character belongs to the output that completes it.
@@ -120,6 +120,23 @@ class WindowDetokenizer:
         if not self._is_shown(token_id):
             return ""
         self._begun = True
+        if self._half and not self._completes_half(token_id):
+            self._ids = self._ids[: self._read]  # or else it would break the characters behind it
+            return _REPLACEMENT + self._add_shown(token_id)
+        return self._add_shown(token_id)
+
+    def _completes_half(self, token_id: int) -> bool:
+        """Whether a token goes on with the character in which the prompt ends; it does not end there any more."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        half, self._half = self._half, b""
+        try:
+            decoder.decode(half + (self._byte(token_id) or b"\xff"))
+        except UnicodeDecodeError:
+            return False
+        self._half = decoder.getstate()[0]
+        return True
+
+    def _add_shown(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(0)
         if text.endswith(_REPLACEMENT):
@@ -131,8 +148,8 @@ class WindowDetokenizer:
         self._advance(len(self._ids))
         return delta
 
-    def _split_tail(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The tokens of whole characters, without broken bytes, and those of half a character at the end."""
+    def _split_tail(self, ids: Sequence[int]) -> tuple[list[int], list[int], bytes]:
+        """The tokens of whole characters, without broken bytes, those of half a character at the end, and its bytes."""
         whole: list[int] = []
         held: list[int] = []
         decoder = codecs.getincrementaldecoder("utf-8")("ignore")
@@ -150,7 +167,7 @@ class WindowDetokenizer:
         if ids and not whole:
             # Some text must stand before the output, or else the decoder drops its leading space.
             whole = [token_id for token_id in [self._tokenizer.token_id("<0x41>")] if token_id is not None]
-        return whole, held
+        return whole, held, decoder.getstate()[0]
 
     def _byte(self, token_id: int) -> bytes | None:
         """What a byte token stands for; None: it is another token."""
