@@ -6,36 +6,35 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from shardline.server.errors import ErrorResponse
 
 Responses = dict[int | str, dict[str, Any]]
 """What FastAPI takes as the `responses` of an endpoint."""
 
-_ERRORS: Responses = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in (
-        (400, "The request is invalid."),
-        (401, "The key is missing or wrong."),
-        (404, "The model, or what was asked for, is not here."),
-        (413, "The body is too large."),
-        (429, "Too many requests are waiting."),
-        (503, "The server is starting or shutting down, or its engine has stopped."),
-        ("4XX", "The request is refused."),
-        ("5XX", "The server failed."),
-    )
-}
+_ERRORS = (
+    (400, "The request is invalid."),
+    (401, "The key is missing or wrong."),
+    (404, "The model, or what was asked for, is not here."),
+    (413, "The body is too large."),
+    (429, "Too many requests are waiting."),
+    (503, "The server is starting or shutting down, or its engine has stopped."),
+    ("4XX", "The request is refused."),
+    ("5XX", "The server failed."),
+)
 
 
-def json_answers(body: Any, *, streams: bool = False) -> Responses:
+def json_answers(body: Any, *, streams: bool = False, error: type[BaseModel] = ErrorResponse) -> Responses:
     """The answers of an endpoint that sends `body`, a type that msgspec encodes, or an error.
 
-    `streams`: the endpoint can also send server-sent events.
+    `streams`: the endpoint can also send server-sent events. `error`: the shape of its errors.
     """
     content = {"application/json": {"schema": _schema(body)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {200: {"description": "The answer.", "content": content}, **_ERRORS}
+    errors: Responses = {status: {"model": error, "description": text} for status, text in _ERRORS}
+    return {200: {"description": "The answer.", "content": content}, **errors}
 
 
 @cache

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
-from shardline.server.anthropic.writer import MessageObject, MessageWriter, error_body
+from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter, error_body
 from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
@@ -85,7 +85,7 @@ def message_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=AnthropicRoute)
 
-    @router.post("/v1/messages", responses=json_answers(MessageObject, streams=True))
+    @router.post("/v1/messages", responses=json_answers(MessageObject, streams=True, error=MessageError))
     async def create_message(body: MessagesRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         chat = await prepare_message(service, body)
@@ -100,7 +100,7 @@ def message_routes(service: Service) -> APIRouter:
             [output] = await generation.wait_finished()
             return Response(writer.write_whole(output), media_type="application/json")
 
-    @router.post("/v1/messages/count_tokens", responses=json_answers(TokenCount))
+    @router.post("/v1/messages/count_tokens", responses=json_answers(TokenCount, error=MessageError))
     async def count_tokens(body: PromptFields) -> Response:
         """The number of tokens of a prompt."""
         chat = await _encode(service, body)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError
@@ -59,6 +60,20 @@ class MessageObject(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+
+
+class ErrorText(BaseModel):
+    """What went wrong, for /openapi.json."""
+
+    type: str
+    message: str
+
+
+class MessageError(BaseModel):
+    """The answer to a request that failed."""
+
+    type: str
+    error: ErrorText
 
 
 def error_body(error: ApiError) -> bytes:

@@ -31,7 +31,7 @@ class RenderedRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     request_id: str
     token_ids: list[int]
-    token_offsets: list[tuple[int, int]] | None
+    token_offsets: Sequence[Sequence[int]] | None
     """Where each token stands in the prompt's text; None: that was not asked for, or is not known."""
     features: None = None
     sampling_params: dict[str, Any]
