@@ -17,9 +17,9 @@ MAX_FIELDS = 256
 
 
 class RequestModel(BaseModel):
-    """A request body, or an object in it. Unknown fields are errors. A number or a boolean may be text, as in vLLM."""
+    """A request body, or an object in it. Unknown fields and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod

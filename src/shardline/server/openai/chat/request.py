@@ -316,8 +316,9 @@ class ChatRequest(ConversationFields, SamplingFields):
     messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Clients of vLLM send these as text, too.
+    logprobs: Annotated[bool, Field(strict=False)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=False)] | None = None
     include_reasoning: bool | None = None
     """Whether the answer shows the model's reasoning; None: it does."""
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
