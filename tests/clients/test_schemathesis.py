@@ -18,7 +18,7 @@ OPTIONS = {
     "--suppress-health-check": "all",
     "--generation-database": "none",
 }
-GENERATING = "/v1/(completions|chat|responses|embeddings)"
+GENERATING = "/(v1/(completions|chat|responses|embeddings|messages)|inference)"
 
 
 @pytest.mark.parametrize("runner", ["generate", "pooling"])

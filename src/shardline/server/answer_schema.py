@@ -33,7 +33,11 @@ def json_answers(body: Any, *, streams: bool = False, error: type[BaseModel] = E
     content = {"application/json": {"schema": _schema(body)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    errors: Responses = {status: {"model": error, "description": text} for status, text in _ERRORS}
+    # The middleware answers these before the endpoint is known.
+    errors: Responses = {
+        status: {"model": ErrorResponse if status in (401, 413) else error, "description": text}
+        for status, text in _ERRORS
+    }
     return {200: {"description": "The answer.", "content": content}, **errors}
 
 
