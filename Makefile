@@ -35,7 +35,10 @@ fix: dev ## What ruff can mend by itself
 
 lint-cpp: dev $(VENV)/.cpp ## Format of the C++ sources, and what clang-tidy finds in them
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
-	printf '%s\n' $(filter %.cpp,$(CPP)) | xargs -P 2 -n 4 $(BIN)/clang-tidy --quiet -p $(KERNELS)
+	mkdir -p build/lint  # kernels are compiled for each ISA, and read for the last one
+	$(BIN)/python -c 'import json, sys; json.dump(list({c["file"]: c for c in json.load(sys.stdin)}.values()), sys.stdout)' \
+	  < $(KERNELS)/compile_commands.json > build/lint/compile_commands.json
+	printf '%s\n' $(filter %.cpp,$(CPP)) | xargs -P 2 -n 4 $(BIN)/clang-tidy --quiet -p build/lint
 
 sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread pool and exchanges under TSAN
 	$(CONFIGURE) -B build/sanitize/address -DSHARDLINE_SANITIZE=address,undefined

@@ -406,6 +406,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--product", action="store_true", help="first, every fault in every process and state")
     parser.add_argument("--faults", type=int, default=0, help="faults at random")
+    parser.add_argument("--first", type=int, default=1, help="number of the first fault; those before ran elsewhere")
     parser.add_argument("--only", default="", help="only faults whose words contain this, for example 'stall head'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new fault after this time")
@@ -419,12 +420,13 @@ def main() -> int:
     chooser = random.Random(arguments.seed)
     known = [fault for fault in PRODUCT if arguments.only in f"{fault.name} {fault.state}"]
     faults = [*(known if arguments.product else ()), *choose_faults(known, arguments.faults, chooser)]
+    faults = faults[arguments.first - 1 :]
     if arguments.report and (report := Report.load(arguments.report)).tried >= len(faults):
         print(
             f"{arguments.report} has all of these faults; without it they are caused again", *report.lines(), sep="\n"
         )
         return 1 if report.wrong else 0
-    if arguments.product:
+    if arguments.product and arguments.first == 1:
         with tempfile.TemporaryDirectory() as folder:
             print(check_wrong_interface(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:

@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
+MESSAGES, COUNT_TOKENS, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/inference/v1/generate"
+RENDER = "/render"
+"""After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
 MODELS = {
     CHAT: ChatRequest,
     COMPLETION: CompletionRequest,
@@ -28,6 +33,13 @@ MODELS = {
     EMBEDDING: EmbeddingRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
+    MESSAGES: MessagesRequest,
+    COUNT_TOKENS: PromptFields,
+    GENERATE: GenerateRequest,
+    CHAT + RENDER: ChatRequest,
+    COMPLETION + RENDER: CompletionRequest,
+    RESPONSE + RENDER: ResponsesRequest,
+    MESSAGES + RENDER: MessagesRequest,
 }
 MOST_CHOICES = 128
 _EARLY = 0.08
@@ -67,8 +79,11 @@ def usual(path: str) -> Fields:
         EMBEDDING: {"input": "Hi"},
         TOKENIZE: {"prompt": "Hi"},
         DETOKENIZE: {"tokens": [5, 6]},
+        MESSAGES: {"messages": _user(), "max_tokens": 4},
+        COUNT_TOKENS: {"messages": _user()},
+        GENERATE: {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}},
     }
-    return requests[path]
+    return requests[path.removesuffix(RENDER)]
 
 
 def _with_schema(schema: Any, way: int) -> tuple[str, Fields]:
@@ -84,6 +99,14 @@ def _with_schema(schema: Any, way: int) -> tuple[str, Fields]:
         tool = {"type": "function", "name": "f", "parameters": schema}
         return RESPONSE, {**usual(RESPONSE), "tools": [tool], "tool_choice": "required"}
     path = (COMPLETION, CHAT)[way % 2]
+    if way == 7:
+        return MESSAGES, {**usual(MESSAGES), "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    if way == 8:
+        tool = {"name": "f", "input_schema": schema}
+        return MESSAGES, {**usual(MESSAGES), "tools": [tool], "tool_choice": {"type": "any"}}
+    if way == 9:
+        sampling = {**usual(GENERATE)["sampling_params"], "structured_outputs": {"json": schema}}
+        return GENERATE, {**usual(GENERATE), "sampling_params": sampling}
     if way > 4:
         return path, {**usual(path), "structured_outputs": {"json": schema}}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -135,7 +158,7 @@ def _constrained(rng: random.Random) -> tuple[str, Fields]:
     """An answer with a form."""
     match rng.randrange(4):
         case 0 | 1:
-            path, body = _with_schema(schemas.schema(rng), rng.randrange(7))
+            path, body = _with_schema(schemas.schema(rng), rng.randrange(10))
         case 2:
             path = rng.choice((CHAT, COMPLETION))
             key, value = "ebnf", lark.grammar(rng)
@@ -148,9 +171,10 @@ def _constrained(rng: random.Random) -> tuple[str, Fields]:
             elif rng.random() < 0.2:
                 form = {"json": schemas.schema(rng), "whitespace_pattern": regexes.regex(rng)}
             body = usual(path) | {"structured_outputs": form}
-    if path != RESPONSE and rng.random() < 0.15:
-        body["n"] = draws.size(rng, MOST_CHOICES)
-    body["max_output_tokens" if path == RESPONSE else "max_tokens"] = draws.size(rng, 64)
+    fields = body["sampling_params"] if path == GENERATE else body
+    if path not in (RESPONSE, MESSAGES) and rng.random() < 0.15:
+        fields["n"] = draws.size(rng, MOST_CHOICES)
+    fields["max_output_tokens" if path == RESPONSE else "max_tokens"] = draws.size(rng, 64)
     if rng.random() < 0.3:
         body["stream"] = True
     return path, body
@@ -191,6 +215,17 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
     EMBEDDING: ({"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3},),
     TOKENIZE: ({"prompt": None, "messages": _user(), "tools": [_tool({})]},),
     DETOKENIZE: ({"tokens": [1, 2, 3]},),
+    MESSAGES: (
+        {"system": [{"type": "text", "text": "a"}], "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f"}, "thinking": {"type": "disabled"}},
+        {"messages": [*_user(), {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, {"type":
+        "tool_use", "id": "c", "name": "f", "input": {}}]}, *_user([{"type": "tool_result", "tool_use_id": "c",
+        "content": [{"type": "text", "text": "1"}]}])], "stream": True},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}, "stop_sequences": ["a"]},
+    ),
+    COUNT_TOKENS: ({"system": "a", "tools": [{"name": "f", "input_schema": {"type": "object"}}]},),
+    GENERATE: ({"sampling_params": {"max_tokens": 4, "stop": ["a"], "logprobs": 2, "logit_bias": {"5": 1},
+    "structured_outputs": {"regex": "a+"}}, "stream": True, "output_mode": "text"},),
 }  # fmt: skip
 
 
@@ -198,6 +233,8 @@ def _wrong_parts(rng: random.Random) -> tuple[str, Any]:
     """A request whose parts, at any depth, have been replaced, removed or repeated."""
     path = rng.choice(list(_NESTED))
     body = json.loads(json.dumps(usual(path) | rng.choice(_NESTED[path])))
+    if path + RENDER in MODELS and rng.random() < 0.2:
+        path += RENDER
     for _ in range(rng.choice((1, 1, 2, 4))):
         holder: Any = body
         while True:
@@ -307,6 +344,12 @@ def _large(rng: random.Random) -> tuple[str, Fields]:
             (EMBEDDING, {"input": ["ab"] * min(count, 2100)}),
             (TOKENIZE, {"prompt": "é" * (10 * count), "return_token_strs": True}),
             (DETOKENIZE, {"tokens": [rng.choice((7, 2**40, -1))] * count}),
+            (MESSAGES, {"messages": _user([{"type": "text", "text": "a"}] * min(count, 5000))}),
+            (MESSAGES, {"tools": [{"name": f"f{index}", "input_schema": {}} for index in range(min(count, 1100))]}),
+            (COUNT_TOKENS, {"system": "word " * (10 * count)}),
+            (GENERATE, {"token_ids": [rng.choice((7, 2**40, -1))] * count}),
+            (CHAT + RENDER, {"messages": _user("word " * (10 * count))}),
+            (COMPLETION + RENDER, {"prompt": ["a"] * min(count, 2100)}),
         )
     )
     return path, usual(path) | fields

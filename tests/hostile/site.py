@@ -158,7 +158,8 @@ class Site:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the end
                 connection.request("POST", case.path, case.body, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            return Answer(case, response.status, problem_of(response.status, response.headers, response.read()))
+            problem = problem_of(response.status, response.headers, response.read(), case.path)
+            return Answer(case, response.status, problem)
         except TimeoutError:
             return Answer(case, 0, "" if case.leave_after else f"no answer in {ANSWER_SECONDS:g} s")
         except (OSError, http.client.HTTPException) as error:
@@ -173,8 +174,8 @@ def _title_of(pid: int) -> str:
     return ""
 
 
-def problem_of(status: int, headers: Any, body: bytes) -> str:
-    """What is wrong with an answer; empty: nothing."""
+def problem_of(status: int, headers: Any, body: bytes, path: str = "") -> str:
+    """What is wrong with an answer of an endpoint; empty: nothing."""
     said = body[:300].decode(errors="replace")
     if status >= 500:
         later = f", Retry-After {headers['Retry-After']}" if headers.get("Retry-After") else ""
@@ -185,7 +186,11 @@ def problem_of(status: int, headers: Any, body: bytes) -> str:
         answer = json.loads(body)
     except ValueError:
         return f"{status} without JSON: {said}"
-    return "" if status == 200 or _is_error(answer) else f"{status} in another shape than OpenAI's: {said}"
+    if path.startswith(bodies.MESSAGES) and not path.endswith(bodies.RENDER):
+        is_error = _is_error_of_anthropic(answer)
+    else:
+        is_error = _is_error(answer)
+    return "" if status == 200 or is_error else f"{status} in another shape than the API's: {said}"
 
 
 def _problem_of_events(body: bytes) -> str:
@@ -193,9 +198,16 @@ def _problem_of_events(body: bytes) -> str:
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             error = event.get("error") or (event.get("response") or {}).get("error")
-            if error and (error.get("type") == "server_error" or error.get("code") == "server_error"):
+            if error and not {"server_error", "api_error"}.isdisjoint((error.get("type"), error.get("code"))):
                 return f"an error of the server within a stream: {json.dumps(error)[:300]}"
     return ""
+
+
+def _is_error_of_anthropic(answer: Any) -> bool:
+    error = answer.get("error") if isinstance(answer, dict) and answer.get("type") == "error" else None
+    if not isinstance(error, dict) or error.keys() != {"type", "message"}:
+        return False
+    return all(isinstance(text, str) and bool(text) for text in error.values())
 
 
 def _is_error(answer: Any) -> bool:
