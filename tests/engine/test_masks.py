@@ -32,6 +32,7 @@ HOSTILE = schema_grammar({"type": "integer", "multipleOf": 999_983})
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch) -> None:
     monkeypatch.setattr(lanes_module, "JOB_SECONDS", 0.6)
+    monkeypatch.setattr(lanes_module, "_WALL_FACTOR", 100.0)  # tests share the cores
 
 
 @pytest.fixture
@@ -194,6 +195,33 @@ def test_an_error_of_the_service_costs_its_sequence_only(slow_lanes):
     found = collect(slow_lanes, 2)
     assert "have failed" in found[0].error
     assert allowed(found[1]) == expected(good, encode("a"))
+
+
+def test_a_job_without_processor_time_is_no_verdict_on_its_grammar(slow_lanes, monkeypatch):
+    grammar = regex("[a-z~]{3,400}")
+    slow_lanes.start(0, grammar, (EOS,), [])
+    slow_lanes.start(1, grammar, (EOS,), encode("a"))
+    collect(slow_lanes, 2)
+    monkeypatch.setattr(lanes_module, "_WALL_FACTOR", 2.0)
+    slow_lanes.advance(0, encode("~"))
+    assert "the machine is busy" in collect(slow_lanes)[0].error
+    monkeypatch.setattr(lanes_module, "_WALL_FACTOR", 100.0)
+    slow_lanes.advance(1, encode("b"))
+    assert allowed(collect(slow_lanes)[1]) == expected(grammar, encode("ab"))
+
+
+def test_a_nursery_that_is_stuck_starts_again(lanes, monkeypatch, caplog):
+    grammar = regex("[a-z]{3,400}")
+    lanes._sandbox.start()
+    stuck = lanes._sandbox.pid
+    assert stuck is not None
+    os.kill(stuck, signal.SIGSTOP)
+    monkeypatch.setattr(lanes_module, "_START_SECONDS", 1.0)
+    lanes.start(0, grammar, (EOS,), encode("ab"))
+    monkeypatch.setattr(lanes_module, "_START_SECONDS", 60.0)
+    assert allowed(collect(lanes)[0]) == expected(grammar, encode("ab"))
+    assert lanes._sandbox.pid != stuck
+    assert "started again" in caplog.text
 
 
 def test_workers_that_are_killed_or_stopped_are_replaced(lanes):

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _WALL_FACTOR = 5.0
 """A worker may take so many times the processor time of its job, at least 1 s. Then it is killed, and is at fault if it
 was not stopped."""
+_START_SECONDS = 15.0
+"""A worker begins in this time, or its nursery is stuck."""
 _LARGE = 16_384
 """Bytes of a job that is sent only to a lane without jobs, so that sending it never waits."""
 
@@ -68,6 +70,7 @@ class Lane:
         """Keys that the worker can forget."""
         self._is_late = False
         """Whether it was killed because it took too long, though it was not stopped."""
+        self._begun_until = time.monotonic() + _START_SECONDS
 
     @property
     def is_busy(self) -> bool:
@@ -103,7 +106,7 @@ class Lane:
         try:
             bodies = self.worker.take_answers()
         except WorkerEnded as ended:
-            raise (WorkerEnded(Limit.TIME) if self._is_late else ended) from None
+            raise (WorkerEnded(Limit.DEADLINE) if self._is_late else ended) from None
         except RuntimeError as error:  # what the service did not expect costs its sequence, not the engine
             _log.error("%s", error)
             raise WorkerEnded(Limit.UNKNOWN) from error
@@ -115,9 +118,16 @@ class Lane:
         self._send()
         return answers
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the worker should have begun long ago."""
+        return self.worker.pid == 0 and time.monotonic() > self._begun_until
+
     def kill_if_late(self) -> None:
         """Kill the worker if it takes too long; `take_answers` then sees its end."""
-        if self._sent and time.monotonic() - self._since > max(1.0, _WALL_FACTOR * self.seconds):
+        if self.worker.pid == 0:
+            self._since = time.monotonic()  # its job has not begun
+        elif self._sent and time.monotonic() - self._since > max(1.0, _WALL_FACTOR * self.seconds):
             self._is_late = not is_stopped(self.worker.pid)
             self.worker.kill()
 
@@ -215,6 +225,8 @@ class MaskLanes:
             self._read(lanes[fd])
         for lane in self._lanes():
             lane.kill_if_late()
+        if any(lane.is_stuck for lane in self._lanes()):
+            self._restart_nursery()
         answers, self._answers = self._answers, []
         return answers
 
@@ -295,6 +307,13 @@ class MaskLanes:
             if is_slow:
                 self._known[_digest(followed.grammar)] = False  # its sequences change lanes at their next mask
 
+    def _restart_nursery(self) -> None:
+        """Replace a nursery that starts no workers. It ends all of its workers."""
+        _log.warning("the process that starts the processes for masks did not answer: it is started again")
+        self._sandbox.close()
+        for lane in self._lanes():
+            self._replace(lane, Limit.UNKNOWN)
+
     def _end_trial(self, trial: Followed, verdict: bool | str, *, is_lasting: bool = True) -> None:
         """Go on with the sequences that waited for a trial."""
         digest = _digest(trial.grammar)
@@ -315,9 +334,9 @@ class MaskLanes:
                 lanes.remove(lane)
         for followed in pending:
             if followed is culprit and self._is_at_fault(followed, limit, was_fast=lane.seconds < JOB_SECONDS):
-                error = f"the grammar {_explain(limit)}; simplify it"
+                error = f"the grammar {_explain(limit)}"
                 if followed.is_trial:
-                    self._end_trial(followed, error, is_lasting=limit is not Limit.UNKNOWN)
+                    self._end_trial(followed, error, is_lasting=limit not in (Limit.UNKNOWN, Limit.DEADLINE))
                 else:
                     self._answers.append((followed.key, MaskAnswer(error=error)))
             elif followed.is_trial:
@@ -329,7 +348,7 @@ class MaskLanes:
     def _is_at_fault(self, culprit: Followed, limit: Limit, *, was_fast: bool) -> bool:
         """Whether a sequence in whose job a worker has ended cannot go on."""
         culprit.attempts += 1
-        if limit is Limit.TIME and was_fast:
+        if was_fast and limit in (Limit.TIME, Limit.DEADLINE):
             self._known[_digest(culprit.grammar)] = False
             return False
         return limit is not Limit.UNKNOWN or culprit.attempts >= _MAX_ATTEMPTS
@@ -341,9 +360,11 @@ def _digest(grammar: str) -> bytes:
 
 def _explain(limit: Limit) -> str:
     if limit is Limit.TIME:
-        return f"takes more than {JOB_SECONDS:g} s of processor time for one token"
+        return f"takes more than {JOB_SECONDS:g} s of processor time for one token; simplify it"
+    if limit is Limit.DEADLINE:
+        return f"could not be followed in {_WALL_FACTOR * JOB_SECONDS:g} s: it is complex, or the machine is busy"
     if limit is Limit.MEMORY:
-        return f"needs more than {_MEMORY >> 20} MB of memory"
+        return f"needs more than {_MEMORY >> 20} MB of memory; simplify it"
     if limit is Limit.STACK:
-        return "is nested too deeply"
-    return "could not be followed: the processes that follow it have failed, or were killed"
+        return "is nested too deeply; simplify it"
+    return "could not be followed: the processes that follow it have failed, or were killed; simplify it"
