@@ -290,13 +290,12 @@ class Cluster:
     def _note_end(self, head: HeadProcess) -> None:
         """A head process has ended. Nobody else knows whether nodes are there."""
         self._joined.put(HeadFailed("the head process has ended", user_error=False))
-        if head is not self._head:
-            return
-        with self._present:
-            self._hosts = frozenset()
-        # Named at once: it starts again when an engine does, which may be some seconds later.
+        # Named at once: if an engine waits for its hosts, the next one may run already, else it starts with an engine.
         if not self._closed and self._deployment is not None:
             _log.error("the head process %s; it starts again, and nodes join anew", head.describe_end())
+        if head is self._head:
+            with self._present:
+                self._hosts = frozenset()
 
     def _note_present(self, message: NodesPresent) -> None:
         deployment = self._deployment
