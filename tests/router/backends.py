@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
+import uvloop
 
 from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
@@ -142,7 +143,7 @@ class Site:
     """Backends and a router, on an event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # as the router's own
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.backends: list[Backend] = []

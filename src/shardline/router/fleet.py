@@ -129,7 +129,9 @@ class Fleet:
 
     def serves(self, model: str) -> bool:
         """Whether a backend may serve this model, be it down now, or not there yet."""
-        return not (model and self.backends) or any(not backend.models or model in backend.models for backend in self.backends)
+        return not (model and self.backends) or any(
+            not backend.models or model in backend.models for backend in self.backends
+        )
 
     def models(self) -> list[dict[str, Any]]:
         """What /v1/models of the backends say; a name that several have comes once."""

@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -165,8 +166,7 @@ class _Connection(asyncio.Protocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
 
     def data_received(self, data: bytes) -> None:
         self._is_fresh = False
