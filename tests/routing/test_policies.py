@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardline.config.engine import ParallelConfig
 from shardline.routing.policies import find_policy, policy_names
 from shardline.routing.policies.base import Arrival, ReplicaLoad
-from shardline.routing.router import CHUNK_TOKENS, Router, hash_chunks
+from shardline.routing.router import CHUNK_BYTES, CHUNK_TOKENS, Router, hash_chunks
 
 REPLICAS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=6).map(
     lambda found: [ReplicaLoad(load, tokens, 2 * index, 20, warm) for index, (load, tokens, warm) in enumerate(found)]
@@ -20,7 +20,7 @@ REPLICAS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9999), st.integ
 
 def test_flags_name_the_policies_that_exist() -> None:
     assert ParallelConfig.__dataclass_fields__["router_policy"].metadata["choices"] == policy_names()
-    with pytest.raises(ValueError, match="known are cache_aware, least_loaded, prefix_hash, round_robin"):
+    with pytest.raises(ValueError, match=f"known are {', '.join(policy_names())}"):
         find_policy("random")
 
 
@@ -79,3 +79,35 @@ def test_hashes_cover_everything_before() -> None:
     assert len(first) == 2
     assert not set(first) & set(second)
     assert hash_chunks([1] * (CHUNK_TOKENS - 1), "") == ()
+
+
+def test_a_warm_replica_is_kept_until_waiting_costs_more_than_computing() -> None:
+    router = Router("least_work")
+    prompt = b"x" * 5 * CHUNK_BYTES
+    assert router.choose(prompt, "", loads(1, 0, 0)) == 1
+    assert router.choose(prompt, "", loads(0, 4, 0)) == 1, "five chunks elsewhere are more than four requests here"
+    assert router.choose(prompt, "", loads(1, 6, 0)) == 2, "five chunks elsewhere are less than six requests here"
+    assert router.choose(b"short", "", loads(3, 1, 2)) == 1, "without a prefix, the load decides"
+    full = [ReplicaLoad(8, 0, 0, 8), ReplicaLoad(9, 0, 1, 20)]
+    assert find_policy("least_work").choose(Arrival(0, (1, 2, 3)), full) == 1, "there, no request has to wait"
+
+
+def test_one_hot_prefix_does_not_thrash_a_replica() -> None:
+    router, counts = Router("least_work"), [0, 0, 0, 0]
+    for _ in range(400):  # none of them ends
+        counts[router.choose(b"y" * 4 * CHUNK_BYTES, "", loads(*counts))] += 1
+    assert max(counts) - min(counts) <= 5
+
+
+@given(REPLICAS, st.integers(0, 10_000))
+def test_the_less_loaded_of_two_is_never_the_most_loaded(replicas: list[ReplicaLoad], number: int) -> None:
+    chosen = find_policy("power_of_two").choose(Arrival(number), replicas)
+    assert len(replicas) == 1 or chosen != max(replicas).number
+
+
+def test_two_are_drawn_evenly() -> None:
+    choose = find_policy("power_of_two").choose
+    counts = Counter(choose(Arrival(number), loads(0, 0, 0, 0)) for number in range(4000))
+    assert choose(Arrival(0), loads(3)) == 0
+    # Equal loads go to the one with the lower number: the first of four wins half of all pairs.
+    assert [round(counts[index] / 4000, 1) for index in range(4)] == [0.5, 0.3, 0.2, 0.0]

@@ -91,8 +91,9 @@ class ParallelConfig:
         "least_loaded",
         "which replica runs a request; round_robin: each in turn; least_loaded: the one with the fewest requests; "
         "prefix_hash: equal beginnings of prompts go to one replica; cache_aware: the one whose prefix cache has "
-        "most of the prompt, until it is saturated",
-        choices=("cache_aware", "least_loaded", "prefix_hash", "round_robin"),
+        "most of the prompt, until it is saturated; least_work: the one that has least to compute before the first "
+        "token; power_of_two: the better one of two that are drawn",
+        choices=("cache_aware", "least_loaded", "least_work", "power_of_two", "prefix_hash", "round_robin"),
     )
     enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each", aliases=("ep",))
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")

@@ -10,6 +10,8 @@ from shardline.routing.policies.base import Arrival, ReplicaLoad
 
 CHUNK_TOKENS = 128
 """Tokens of a prompt that are hashed together. A prefix that differs within a chunk is no common prefix."""
+CHUNK_BYTES = 256
+"""The same of a prompt of which only the text is known."""
 _MOST_CHUNKS = 64
 """Leading chunks of a prompt that are looked at: further ones hardly change the choice, and cost time."""
 
@@ -40,9 +42,12 @@ class Router:
         """Whether choices depend on the prompt."""
         return self._policy.USES_PREFIX
 
-    def choose(self, token_ids: Sequence[int], salt: str, replicas: Sequence[ReplicaLoad]) -> int:
-        """The index of the replica that runs a request with this prompt. `warm_chunks` of `replicas` is filled in."""
-        prefix = hash_chunks(token_ids, salt) if self._policy.USES_PREFIX else ()
+    def choose(self, prompt: Sequence[int], salt: str, replicas: Sequence[ReplicaLoad]) -> int:
+        """The index of the replica that runs a request with this prompt: its token ids, or bytes that stand for them.
+
+        `warm_chunks` of `replicas` is filled in.
+        """
+        prefix = hash_chunks(prompt, salt) if self._policy.USES_PREFIX else ()
         warm = self._warm_chunks(prefix)
         if warm:
             replicas = [
@@ -87,11 +92,13 @@ class Router:
             self._drop_holder(seen.popitem(last=False)[0], index)
 
 
-def hash_chunks(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
-    """Chained hashes of the first full chunks of a prompt."""
+def hash_chunks(prompt: Sequence[int], salt: str) -> tuple[int, ...]:
+    """Chained hashes of the first full chunks of a prompt: token ids or bytes."""
+    size = CHUNK_BYTES if isinstance(prompt, bytes) else CHUNK_TOKENS
     hashes, parent = [], hash(salt)
-    stop = min(len(token_ids), _MOST_CHUNKS * CHUNK_TOKENS)
-    for start in range(0, stop - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-        parent = hash((parent, *token_ids[start : start + CHUNK_TOKENS]))
+    stop = min(len(prompt), _MOST_CHUNKS * size)
+    for start in range(0, stop - size + 1, size):
+        chunk = prompt[start : start + size]
+        parent = hash((parent, chunk) if isinstance(chunk, bytes) else (parent, *chunk))
         hashes.append(parent)
     return tuple(hashes)

@@ -33,6 +33,7 @@ from shardline.stop_signals import stop_signals
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from shardline.api.async_llm import AsyncLLM
     from shardline.server.service import Service
@@ -83,7 +84,7 @@ def run_server(
 
             start_llm = AsyncLLM
         llm = start_llm(engine_config)
-        return _run_event_loop(_serve(llm, server_config, listener, started))
+        return run_event_loop(_serve(llm, server_config, listener, started))
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
@@ -175,11 +176,11 @@ def loopback_notice(listener: socket.socket) -> str | None:
 async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, started: float) -> int:
     from shardline.server.app import create_app
 
-    stop = _StopSignals(reloads=config.api_key_file is not None)
+    stop = StopSignals(reloads=config.api_key_file is not None)
     try:
         app = create_app(llm, config)
-        server = _make_http_server(app, config, llm.config.parallel.num_engines)
-        with stop.handled(), _reload_handled(app.state.service.keys.reload, config):
+        server = make_http_server(app, config, llm.config.parallel.num_engines)
+        with stop.handled(), reload_handled(app.state.service.keys.reload, config):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 return await _serve_until_stopped(llm, app, stop, listener, started)
@@ -194,7 +195,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
 
 
 async def _serve_until_stopped(
-    llm: AsyncLLM, app: FastAPI, stop: _StopSignals, listener: socket.socket, started: float
+    llm: AsyncLLM, app: FastAPI, stop: StopSignals, listener: socket.socket, started: float
 ) -> int:
     """Wait for the engine, serve until a signal or the engine's death, and end; returns the exit code."""
     service: Service = app.state.service
@@ -261,7 +262,7 @@ async def _report_death(llm: AsyncLLM, service: Service) -> int:
     return 1
 
 
-async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
+async def _drain(llm: AsyncLLM, service: Service, stop: StopSignals) -> int:
     """Let running requests finish, then end those that have not; returns the exit code."""
     from shardline.server.errors import interrupted
 
@@ -283,7 +284,7 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
     return 1 if llm.state() == "dead" else 0
 
 
-class _StopSignals:
+class StopSignals:
     """SIGTERM, SIGINT and the end of the terminal: the first one drains the server, the second one ends it at once.
 
     `reloads`: SIGHUP means something else.
@@ -311,7 +312,7 @@ class _StopSignals:
 
 
 @contextlib.contextmanager
-def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterator[None]:
+def reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterator[None]:
     """Call `reload` on SIGHUP while the block runs, if there is a file of keys."""
     if config.api_key_file is None:
         yield
@@ -324,7 +325,8 @@ def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterato
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
+def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uvicorn.Server:
+    """The HTTP server of an application, with bounds on connections; see `connections`."""
     import uvicorn
 
     from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
@@ -349,7 +351,8 @@ def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> u
     )
 
 
-def _run_event_loop(main: Coroutine[Any, Any, int]) -> int:
+def run_event_loop(main: Coroutine[Any, Any, int]) -> int:
+    """Run `main` on the fastest event loop that is there; returns its exit code."""
     try:
         import uvloop
     except ImportError:

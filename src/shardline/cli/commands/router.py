@@ -1,0 +1,82 @@
+"""`shardline router`: one address in front of many servers; `shardline router status | add | drain | remove`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from shardline.cli.flags import add_flags, fields_from_flags
+from shardline.config.router import RouterConfig
+from shardline.config.server import ServerConfig
+
+_PORT = 9000
+_ACTIONS = ("status", "add", "drain", "undrain", "remove")
+_OF_SERVER = frozenset(
+    {
+        "host", "port", "uds", "api_key", "api_key_file", "admin_api_key", "ssl_keyfile", "ssl_certfile",
+        "allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers", "max_request_bytes",
+        "enable_request_id_headers", "disable_access_log", "root_path", "uvicorn_log_level", "shutdown_timeout",
+    }
+)  # fmt: skip
+"""Fields of ServerConfig that mean the same for a router."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "router",
+        help="one address in front of many servers",
+        description="Route requests to servers that speak the OpenAI API, or look at and change a running router.",
+    )
+    parser.add_argument("action", nargs="?", choices=_ACTIONS, help="ask the router at --url; without it, run one")
+    parser.add_argument("backend_url", nargs="?", metavar="URL", help="the backend that an action is for")
+    parser.add_argument("--url", default=f"http://127.0.0.1:{_PORT}", help="where the running router is")
+    add_flags(parser, RouterConfig, "router")
+    skip = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in _OF_SERVER]
+    add_flags(parser, ServerConfig, "server", skip)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a router until SIGINT or SIGTERM, or carry out an action; returns the exit code."""
+    if args.action is not None:
+        return _act(args)
+    server = {"port": _PORT, **fields_from_flags(args, ServerConfig)}
+    config = RouterConfig(**fields_from_flags(args, RouterConfig))
+    from shardline.process_title import set_process_title
+    from shardline.router.launch import run_router
+
+    set_process_title("router")
+    return run_router(config, ServerConfig(**server))
+
+
+def _act(args: argparse.Namespace) -> int:
+    """Carry out an action, and show the fleet.
+
+    Raises:
+        ValueError: the router refuses it.
+        OSError: there is no router.
+    """
+    if (args.backend_url is None) != (args.action == "status"):
+        raise ValueError("status takes no URL" if args.action == "status" else f"{args.action}: which backend's URL?")
+    body = None if args.backend_url is None else json.dumps({"url": args.backend_url}).encode()
+    request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{args.action}", body)
+    key = getattr(args, "admin_api_key", None)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            status = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from None
+    except urllib.error.URLError as error:
+        raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None
+    print(f"policy {status['policy']}")
+    for backend in status["backends"]:
+        problem = f"  {backend['problem']}" if backend["problem"] else ""
+        models = ", ".join(backend["models"]) or "-"
+        print(f"{backend['state']:9s} {backend['requests']:4d} running  {backend['url']}  {models}{problem}")
+    return 0

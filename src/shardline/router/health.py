@@ -1,0 +1,94 @@
+"""Looks at every backend, again and again: whether it is ready, and which models it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from shardline.config.router import RouterConfig
+from shardline.router.fleet import Backend, Fleet
+from shardline.router.upstream import Answer, Header, UpstreamError
+
+_ANSWER_BYTES = 1 << 20
+_MODELS_EVERY = 30
+"""Looks between two questions for the models of a backend that is ready."""
+
+
+class HealthChecker:
+    """Looks at backends, each in its own task, so that a slow one delays no other."""
+
+    def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
+        self._fleet = fleet
+        self._interval = config.health_interval
+        key = config.backend_api_key
+        self._headers: list[Header] = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look until the task is cancelled."""
+        try:
+            while True:
+                self._follow_fleet()
+                await asyncio.sleep(self._interval / 4)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _follow_fleet(self) -> None:
+        for backend in [backend for backend in self._tasks if backend not in self._fleet.backends]:
+            self._tasks.pop(backend).cancel()
+        for backend in self._fleet.backends:
+            if backend not in self._tasks:
+                self._tasks[backend] = asyncio.create_task(self._watch(backend))
+
+    async def _watch(self, backend: Backend) -> None:
+        looks = 0
+        while True:
+            problem = await self._find_problem(backend)
+            if not problem and looks % _MODELS_EVERY == 0:
+                problem = await self._read_models(backend)
+            looks = 0 if problem else looks + 1
+            self._fleet.note_health(backend, problem)
+            await asyncio.sleep(self._interval)
+
+    async def _find_problem(self, backend: Backend) -> str:
+        """Why a backend is not ready; empty: it is."""
+        for path in (b"/ready", b"/health"):
+            try:
+                answer = await self._get(backend, path)
+            except UpstreamError as error:
+                return str(error)
+            if answer[0] not in (404, 405):
+                return "" if answer[0] == 200 else f"GET {path.decode()} says {answer[0]}"
+        return "it has neither /ready nor /health"
+
+    async def _read_models(self, backend: Backend) -> str:
+        """Ask for a backend's models. Returns the problem, or nothing."""
+        try:
+            status, body = await self._get(backend, b"/v1/models")
+        except UpstreamError as error:
+            return str(error)
+        if status == 401:
+            return "GET /v1/models says 401; pass its key as --backend-api-key"
+        entries = _entries(body) if status == 200 else []
+        backend.model_entries = tuple(entries)
+        backend.models = tuple(str(entry["id"]) for entry in entries)
+        return ""
+
+    async def _get(self, backend: Backend, path: bytes) -> tuple[int, bytes]:
+        timeout = max(5.0, self._interval)
+        answer: Answer = await backend.upstream.send(b"GET", path, self._headers, b"", timeout)
+        try:
+            return answer.status, await answer.read_all(timeout, _ANSWER_BYTES)
+        finally:
+            answer.close()
+
+
+def _entries(body: bytes) -> list[dict[str, Any]]:
+    try:
+        data = msgspec.json.decode(body)["data"]
+        return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return []

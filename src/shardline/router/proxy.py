@@ -1,0 +1,307 @@
+"""Gives each request to a backend, and its answer to the client.
+
+Until the first byte of an answer has gone to the client, a request that fails is given to another backend. Refusals of
+what the client asks (4xx) are the client's; a backend that is full (429, 503) is left alone for as long as it asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.types import Receive, Scope, Send
+
+from shardline.config.router import RouterConfig
+from shardline.router.fleet import Backend, Fleet
+from shardline.router.metrics import RouterMetrics
+from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.upstream import Answer, Header, UpstreamError
+from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
+from shardline.server.middleware import REQUEST_ID
+from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+
+_WHOLE_BYTES = 1 << 20
+"""An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
+_BUSY_SECONDS, _MOST_BUSY_SECONDS = 0.25, 10.0
+"""How long a backend that is full is left alone, if it does not say, and at most."""
+_RETRY_SHARE, _RETRY_RESERVE = 0.2, 10.0
+_OF_ONE_CONNECTION = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade",
+    }
+)  # fmt: skip
+_REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
+_NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
+
+
+class RetryBudget:
+    """Retries are at most a fifth of the requests, so that a fleet that fails is not asked for ever more."""
+
+    def __init__(self) -> None:
+        self._left = _RETRY_RESERVE
+
+    def earn(self) -> None:
+        """A request came."""
+        self._left = min(self._left + _RETRY_SHARE, _RETRY_RESERVE)
+
+    def spend(self) -> bool:
+        """Whether a retry may be made; it is made."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request as it goes to backends."""
+
+    method: bytes
+    target: bytes
+    headers: list[Header]
+    body: bytes
+    prompt: Prompt
+    explains: bool
+    """The client asks which backend answered, and why."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a backend said, or that it said nothing, when another one may still do better."""
+
+    backend: Backend
+    problem: str
+    status: int = 0
+    headers: tuple[Header, ...] = ()
+    body: bytes = b""
+    retry_after: float | None = None
+    """Seconds, if the backend is full."""
+
+
+class Proxy:
+    """An ASGI application. Its client's departure cancels it."""
+
+    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._budget = RetryBudget()
+        key = config.backend_api_key
+        self._key = None if key is None else b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            job = self._make_job(scope, await _read_body(receive))
+            if scope["method"] == "POST":
+                await self._generate(job, scope, send)
+            else:
+                await self._look_up(job, scope, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    def _make_job(self, scope: Scope, body: bytes) -> Job:
+        headers, explains = [], False
+        for name, value in scope["headers"]:
+            explains = explains or name == b"x-shardline-route"
+            if name not in _REPLACED and not (self._key and name in (b"authorization", b"x-api-key")):
+                headers.append((name, value))
+        headers.append((b"x-request-id", scope[REQUEST_ID].encode()))
+        if self._key:
+            headers.append((b"authorization", self._key))
+        target: bytes = scope["raw_path"]
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        prompt = read_prompt(body) if scope["method"] == "POST" else Prompt()
+        return Job(scope["method"].encode(), target, headers, body, prompt, explains)
+
+    async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
+        """Give the request to one backend after another, until one answers."""
+        began = time.monotonic()
+        model = job.prompt.model
+        if not self._fleet.serves(model):
+            known = ", ".join(str(entry["id"]) for entry in self._fleet.models()) or "none yet"
+            message = f"The model `{model}` does not exist. The backends serve: {known}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        self._budget.earn()
+        refusals: list[Refusal] = []
+        while len(refusals) <= self._config.retries:
+            tried = [refusal.backend for refusal in refusals]
+            candidates = self._fleet.candidates(model, tried)
+            if not candidates or (refusals and not self._budget.spend()):
+                break
+            backend = self._fleet.choose(job.prompt.text, job.prompt.namespace, candidates)
+            if refusals:
+                self._metrics.retries.inc()
+            else:
+                self._metrics.added.observe(time.monotonic() - began)
+            refusal = await self._try(backend, job, scope, send, len(refusals) + 1)
+            if refusal is None:
+                return
+            refusals.append(refusal)
+        self._metrics.unrouted.inc()
+        await self._refuse(refusals, send)
+
+    async def _look_up(self, job: Job, scope: Scope, send: Send) -> None:
+        """Ask all backends for what one of them may have, such as a stored response; the first that has it answers."""
+        refusals: list[Refusal] = []
+        for backend in self._fleet.candidates("", ()):
+            refusal = await self._try(backend, job, scope, send, len(refusals) + 1, passes_on_404=False)
+            if refusal is None:
+                return
+            refusals.append(refusal)
+        await self._refuse(refusals, send)
+
+    async def _try(
+        self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
+    ) -> Refusal | None:
+        """Give a request to a backend. None: the client has its answer, or as much of it as there was."""
+        with _running(backend, len(job.body)):
+            try:
+                timeout = self._config.answer_timeout
+                answer = await backend.upstream.send(job.method, job.target, job.headers, job.body, timeout)
+            except UpstreamError as error:
+                return self._note_failure(backend, str(error))
+            try:
+                if answer.status in (429, 503) or answer.status >= 500 or (answer.status == 404 and not passes_on_404):
+                    return await self._read_refusal(backend, answer)
+                return await self._relay(backend, answer, job, scope, send, number)
+            except UpstreamError as error:
+                return self._note_failure(backend, str(error))
+            finally:
+                answer.close()
+
+    def _note_failure(self, backend: Backend, problem: str) -> Refusal:
+        backend.breaker.fail(time.monotonic())
+        self._metrics.outcomes.labels(backend.url, "failed").inc()
+        return Refusal(backend, problem)
+
+    async def _read_refusal(self, backend: Backend, answer: Answer) -> Refusal:
+        """What a backend says that cannot answer, and what follows for later requests."""
+        body = await answer.read_all(self._config.connect_timeout, _WHOLE_BYTES)
+        headers = tuple(_passed_on(answer.headers))
+        retry_after: float | None = None
+        outcome = "refused"
+        if answer.status in (429, 503):
+            outcome, retry_after = "busy", _seconds(answer.header(b"retry-after"))
+            backend.busy_until = time.monotonic() + min(retry_after or _BUSY_SECONDS, _MOST_BUSY_SECONDS)
+            retry_after = retry_after or 1.0
+            backend.breaker.succeed()
+        elif answer.status >= 500:
+            outcome = "failed"
+            backend.breaker.fail(time.monotonic())
+        else:
+            backend.breaker.succeed()
+        self._metrics.outcomes.labels(backend.url, outcome).inc()
+        return Refusal(backend, f"it says {answer.status}", answer.status, headers, body, retry_after)
+
+    async def _relay(
+        self, backend: Backend, answer: Answer, job: Job, scope: Scope, send: Send, number: int
+    ) -> Refusal | None:
+        """Send an answer on as it comes. The client gets nothing before the first byte of its body is there.
+
+        Raises:
+            UpstreamError: the backend has failed, and the client has got nothing.
+        """
+        timeout = self._config.answer_timeout
+        is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
+        if is_stream:
+            part = await answer.read(timeout)
+        else:
+            part = await answer.read_all(timeout, _WHOLE_BYTES)
+        headers = _passed_on(answer.headers)
+        if job.explains:
+            headers.append((b"x-shardline-route", self._explain(backend, number)))
+        backend.breaker.succeed()
+        outcome = "ok" if answer.status < 400 else "refused"
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        try:
+            while part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await answer.read(timeout)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except UpstreamError as error:
+            outcome = "cut"
+            backend.breaker.fail(time.monotonic())
+            scope[STREAM_ERROR] = "backend_failed"
+            if is_stream:
+                last = _cut(backend, error)
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            self._metrics.outcomes.labels(backend.url, outcome).inc()
+        return None
+
+    def _explain(self, backend: Backend, number: int) -> bytes:
+        running = " ".join(f"{other.url}={other.num_requests}" for other in self._fleet.backends)
+        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; running: {running}".encode("latin-1")
+
+    async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
+        """The best answer that there is when no backend has answered.
+
+        Raises:
+            ApiError: that answer, where it is the router's own.
+        """
+        if not refusals:
+            states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
+            raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)
+        full = [refusal.retry_after for refusal in refusals if refusal.retry_after is not None]
+        if full and len(full) == len(refusals):
+            raise ApiError(
+                429,
+                f"All {len(full)} backends that were asked are full; try again later.",
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=max(1, round(min(full))),
+            )
+        said = [refusal for refusal in refusals if refusal.status]
+        if said:
+            best = min(said, key=lambda refusal: refusal.status)
+            await send({"type": "http.response.start", "status": best.status, "headers": list(best.headers)})
+            await send({"type": "http.response.body", "body": best.body, "more_body": False})
+            return
+        problems = "; ".join(f"{refusal.backend.url}: {refusal.problem}" for refusal in refusals)
+        raise ApiError(
+            HTTPStatus.BAD_GATEWAY, f"No backend has answered: {problems}.", type=SERVER_ERROR, code="backend_failed"
+        )
+
+
+@contextlib.contextmanager
+def _running(backend: Backend, num_bytes: int) -> Iterator[None]:
+    """The request counts as the backend's load."""
+    backend.breaker.begin(time.monotonic())
+    backend.num_requests += 1
+    backend.num_bytes += num_bytes
+    try:
+        yield
+    finally:
+        backend.breaker.give_up()
+        backend.num_requests -= 1
+        backend.num_bytes -= num_bytes
+
+
+async def _read_body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _passed_on(headers: list[Header]) -> list[Header]:
+    return [(name, value) for name, value in headers if name not in _NOT_PASSED_ON]
+
+
+def _seconds(retry_after: bytes) -> float | None:
+    text = retry_after.decode("latin-1").strip()
+    return float(text) if text.isdecimal() and len(text) < 6 else None
+
+
+def _cut(backend: Backend, error: UpstreamError) -> bytes:
+    """The end of a stream whose backend has failed."""
+    message = f"The backend {backend.url} failed in the middle of the answer: {error}."
+    return make_event(ApiError(502, message, type=SERVER_ERROR, code="backend_failed").body) + DONE_EVENT

@@ -1,0 +1,280 @@
+"""HTTP/1.1 to one backend: connections that are kept, and answers that are read as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+Header = tuple[bytes, bytes]
+
+_PAUSE_BYTES = 256 << 10
+"""Bytes of an answer that wait for the client before the backend is read no further."""
+_MAX_IDLE = 64
+"""Connections that are kept without a request."""
+
+
+class UpstreamError(Exception):
+    """A backend has not answered as it must. The message says how.
+
+    `sent`: it may have begun to run the request. `stale`: it has closed a kept connection, as it may at any time.
+    """
+
+    def __init__(self, message: str, *, sent: bool, stale: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
+        self.stale = stale
+
+
+class Answer:
+    """The answer to one request: its head, and its body piece by piece. Close it, or read it to its end."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.status = connection.status
+        self.headers: list[Header] = connection.headers
+
+    def header(self, name: bytes) -> bytes:
+        """The value of a header, by its name in small letters; empty: there is none."""
+        return next((value for key, value in self.headers if key == name), b"")
+
+    async def read(self, timeout: float) -> bytes:
+        """The next bytes of the body; empty: it is whole.
+
+        Raises:
+            UpstreamError: the backend has failed in the middle, or sends nothing for `timeout` seconds.
+        """
+        return await self._connection.read(timeout)
+
+    async def read_all(self, timeout: float, limit: int) -> bytes:
+        """The whole body, or what is more than `limit` bytes of it."""
+        parts, size = [], 0
+        while size <= limit and (part := await self.read(timeout)):
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Give the connection back if the answer was read to its end, else cut it, so that the backend stops."""
+        self._connection.release()
+
+
+class Upstream:
+    """The connections to one backend. Its methods belong to one event loop."""
+
+    def __init__(self, url: str, connect_timeout: float) -> None:
+        """`url`: scheme, host, port and the beginning of all paths."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host = parts.hostname
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/").encode()
+        self._authority = parts.netloc.encode()
+        self._connect_timeout = connect_timeout
+        self._idle: deque[_Connection] = deque()
+
+    async def send(
+        self, method: bytes, target: bytes, headers: Sequence[Header], body: bytes, timeout: float
+    ) -> Answer:
+        """Send a request, and wait up to `timeout` seconds for the head of the answer.
+
+        Raises:
+            UpstreamError: there is no answer.
+        """
+        lines = [method + b" " + self._prefix + target + b" HTTP/1.1\r\nhost: " + self._authority]
+        lines += [name + b": " + value for name, value in headers]
+        if body or method not in (b"GET", b"HEAD", b"DELETE"):
+            lines.append(b"content-length: %d" % len(body))
+        data = b"\r\n".join([*lines, b"\r\n"]) + body
+        while True:
+            connection, is_kept = self._take(), True
+            if connection is None:
+                connection, is_kept = await self._connect(), False
+            try:
+                return await connection.ask(data, timeout, has_body=method != b"HEAD", is_kept=is_kept)
+            except UpstreamError as error:
+                connection.release()
+                if not error.stale:
+                    raise
+            except BaseException:
+                connection.release()
+                raise
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        while self._idle:
+            self._idle.popleft().close()
+
+    def _take(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_lost:
+                return connection
+        return None
+
+    def keep(self, connection: _Connection) -> None:
+        """Take a connection back whose answer is whole."""
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        opening = loop.create_connection(lambda: _Connection(self), self._host, self._port, ssl=self._tls)
+        try:
+            _, connection = await asyncio.wait_for(opening, self._connect_timeout)
+        except asyncio.TimeoutError:
+            raise UpstreamError(f"no connection in {self._connect_timeout:g} s", sent=False) from None
+        except OSError as error:
+            raise UpstreamError(f"no connection ({error.strerror or error})", sent=False) from None
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One connection. It carries one request at a time."""
+
+    def __init__(self, pool: Upstream) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._parser: httptools.HttpResponseParser
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_lost = False
+        self._reset(has_body=True)
+
+    def _reset(self, *, has_body: bool) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_body = has_body
+        self.status = 0
+        self.headers: list[Header] = []
+        self._parts: deque[bytes] = deque()
+        self._size = 0
+        self._is_paused = False
+        self._has_head = self._is_whole = False
+        self._is_fresh = True
+        """Nothing of the answer has come."""
+        self._problem = ""
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
+
+    def data_received(self, data: bytes) -> None:
+        self._is_fresh = False
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._problem = "what it sends is not HTTP"
+            self._transport.abort()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        if self._has_head and not self._is_whole and not self._problem and self._ends_with_connection:
+            self._is_whole = True
+        self._problem = self._problem or "it has closed the connection"
+        self._wake()
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers = []
+            return
+        self._has_head = True
+        names = {name for name, _ in self.headers}
+        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        if not self._has_body:
+            self._is_whole = True
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._size += len(body)
+        if self._size > _PAUSE_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._has_head:
+            self._is_whole = True
+
+    # What the pool and the answer call.
+
+    async def ask(self, data: bytes, timeout: float, *, has_body: bool, is_kept: bool) -> Answer:
+        """Send a request, and wait for the head of the answer."""
+        self._reset(has_body=has_body)
+        self._transport.write(data)
+        deadline = self._loop.time() + timeout
+        while not self._has_head:
+            if self.is_lost:
+                stale = is_kept and self._is_fresh
+                raise UpstreamError(self._problem, sent=True, stale=stale)
+            await self._wait(deadline, timeout)
+        return Answer(self)
+
+    async def read(self, timeout: float) -> bytes:
+        """See `Answer.read`."""
+        deadline = self._loop.time() + timeout
+        while True:
+            if self._parts:
+                data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                self._size = 0
+                if self._is_paused:
+                    self._is_paused = False
+                    self._transport.resume_reading()
+                return data
+            if self._is_whole:
+                return b""
+            if self.is_lost:
+                raise UpstreamError(self._problem, sent=True)
+            await self._wait(deadline, timeout)
+
+    async def _wait(self, deadline: float, timeout: float) -> None:
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_at(deadline, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+        if self._loop.time() >= deadline:
+            self._problem = f"nothing came for {timeout:g} s"
+            raise UpstreamError(self._problem, sent=True)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def release(self) -> None:
+        """Keep the connection if another request can follow, else close it."""
+        if self._is_reusable:
+            self._pool.keep(self)
+        else:
+            self.close()
+
+    @property
+    def _is_reusable(self) -> bool:
+        is_read = self._is_whole and self._has_body and not self._parts
+        return is_read and not self.is_lost and self._parser.should_keep_alive()
+
+    def close(self) -> None:
+        """Cut the connection."""
+        with contextlib.suppress(AttributeError):  # it was never made
+            self._transport.abort()

@@ -1,0 +1,28 @@
+"""The replica with the least work before the request's first token: its own prompt, and what others already ask for.
+
+A prompt that a replica has seen is no work there, so a conversation stays with its cache until waiting for the replica
+costs more than computing the prompt again elsewhere. Every request that a replica has counts as a chunk of a prompt:
+it takes its share of the steps while the new prompt is computed. One popular prefix therefore spreads over the replicas
+as its load grows, and prompts without a common prefix are spread by load alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.routing.policies.base import Arrival, ReplicaLoad
+
+USES_LOAD = True
+USES_PREFIX = True
+USES_WARM_CHUNKS = True
+
+
+def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+    """See `Policy`. A request that would wait for a place counts as many times as requests wait before it."""
+
+    def work(replica: ReplicaLoad) -> tuple[int, ReplicaLoad]:
+        waiting = max(0, replica.num_requests - replica.max_running + 1)
+        chunks = len(arrival.prefix) - replica.warm_chunks
+        return chunks + replica.num_requests + waiting * (1 + len(arrival.prefix)), replica
+
+    return min(map(work, replicas))[1].number

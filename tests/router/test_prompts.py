@@ -1,0 +1,36 @@
+"""What the router reads of a body."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardline.router.prompts import Prompt, read_prompt
+
+
+def read(**fields) -> Prompt:
+    return read_prompt(json.dumps(fields).encode())
+
+
+def test_a_longer_conversation_begins_like_a_shorter_one() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    short, long = (read(model="m", messages=messages[:count], tools=[{"a": 1}]).text for count in (1, 2))
+    assert long.startswith(short.rstrip(b"]"))
+
+
+def test_models_salts_and_keys_share_nothing() -> None:
+    plain = read(model="m", prompt="a")
+    assert (plain.model, plain.text) == ("m", b"a")
+    others = [read(model="n", prompt="a"), read(model="m", prompt="a", cache_salt="s")]
+    assert len({plain.namespace, *(other.namespace for other in others)}) == 3
+    assert read(model="m", prompt="b", temperature=1.0).namespace == plain.namespace
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\\ud800"}', b"[]", b"5", b'{"a": "\xff"}', b"[" * 100_000])
+def test_what_is_no_request_has_no_prompt(body: bytes) -> None:
+    assert read_prompt(body) == Prompt()
+
+
+def test_token_ids_are_a_prompt() -> None:
+    assert read(prompt=[1, 2, 3]).text == b"[1,2,3]"

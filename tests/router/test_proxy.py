@@ -1,0 +1,379 @@
+"""The router between real clients and backends that fail in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from shardline.config.server import ServerConfig
+from tests.router.backends import Backend, Call, Site, open_site, say_name, stream_words
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with open_site() as made:
+        yield made
+
+
+async def fail(call: Call) -> None:
+    await call.answer(500, {"error": {"message": "broken", "type": "server_error", "param": None, "code": None}})
+
+
+async def cut(call: Call) -> None:
+    call.cut()
+
+
+async def babble(call: Call) -> None:
+    await call.send(b"this is not HTTP\r\n\r\n")
+
+
+async def half_an_answer(call: Call) -> None:
+    await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{")
+    call.cut()
+
+
+async def no_token(call: Call) -> None:
+    await call.begin_stream()
+    call.cut()
+
+
+async def full(call: Call) -> None:
+    await call.answer(429, {"error": {"message": "full"}}, retry_after="7")
+
+
+async def silent(call: Call) -> None:
+    await asyncio.sleep(60.0)
+
+
+async def refuse(call: Call) -> None:
+    await call.answer(400, {"error": {"message": "bad", "type": "x", "param": None, "code": None}})
+
+
+def test_a_request_and_its_answer_go_through(site: Site) -> None:
+    backend = site.add_backend()
+    site.start_router()
+    answer = site.client.post(
+        "/v1/completions?a=b",
+        json={"model": "m", "prompt": "é"},
+        headers={"Authorization": "Bearer key", "X-Request-Id": "r1", "X-Other": "o", "Connection": "keep-alive"},
+    )
+    assert (answer.status_code, answer.json()["prompt"]) == (200, "é")
+    assert answer.headers["x-request-id"] == "r1"
+    [call] = backend.calls
+    assert (call.method, call.path, call.fields) == ("POST", "/v1/completions?a=b", {"model": "m", "prompt": "é"})
+    assert call.headers["authorization"] == "Bearer key"
+    assert call.headers["x-request-id"] == "r1"
+    assert call.headers["x-other"] == "o"
+
+
+def test_a_stream_goes_through_as_it_comes(site: Site) -> None:
+    go_on = asyncio.Event()
+
+    async def wait_between(call: Call) -> None:
+        await call.begin_stream()
+        await call.send_event("one")
+        await go_on.wait()
+        await call.send_event("two")
+        await call.end_stream()
+
+    site.add_backend(wait_between)
+    site.start_router()
+    with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "data: one"
+        site.run(_set(go_on))
+        assert [line for line in lines if line] == ["data: two", "data: [DONE]"]
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+@pytest.mark.parametrize("behave", [fail, cut, babble, half_an_answer, no_token, full])
+def test_what_fails_before_the_first_token_is_given_to_another(site: Site, behave) -> None:
+    bad, good = site.add_backend(behave), site.add_backend()
+    site.start_router(policy="round_robin")
+    for number in range(4):
+        assert site.ask(str(number)).json()["prompt"] == str(number)
+    assert bad.calls
+    assert len(good.calls) == 4
+
+
+def test_a_silent_backend_is_left_after_its_time(site: Site) -> None:
+    site.add_backend(silent)
+    site.add_backend()
+    site.start_router(policy="round_robin", answer_timeout=0.3)
+    assert site.ask().status_code == 200
+    assert site.ask().status_code == 200
+
+
+def test_a_backend_that_always_fails_is_left_alone_for_a_while(site: Site, monkeypatch) -> None:
+    monkeypatch.setattr("shardline.router.breaker._FIRST_SECONDS", 60.0)
+    bad = site.add_backend(fail)
+    site.add_backend()
+    site.start_router(policy="round_robin")
+    for _ in range(20):
+        assert site.ask().status_code == 200
+    assert len(bad.calls) == 3
+    assert "shardline_router:breaker_open" in site.client.get("/metrics").text
+    bad.behave = say_name
+    site.fleet.backends[0].breaker._open_until = time.monotonic()
+    for _ in range(4):
+        site.ask()
+    assert len(bad.calls) > 3
+
+
+def test_refusals_of_the_request_are_the_clients(site: Site) -> None:
+    backends = [site.add_backend(refuse), site.add_backend(refuse)]
+    site.start_router()
+    for _ in range(10):
+        answer = site.ask()
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "bad")
+    assert sum(len(backend.calls) for backend in backends) == 10, "none was tried twice"
+    assert all(backend.breaker.state(0.0) == "closed" for backend in site.fleet.backends)
+
+
+def test_full_backends_are_named_and_left_alone(site: Site) -> None:
+    site.add_backend(full)
+    site.add_backend(full)
+    site.start_router()
+    answer = site.ask()
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "7"
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    site.backends[1].behave = say_name
+    site.fleet.backends[1].busy_until = 0.0
+    site.backends[0].calls.clear()
+    assert site.ask().status_code == 200
+    assert not site.backends[0].calls, "it has asked to be left alone"
+
+
+def test_when_all_fail_the_client_hears_which_and_why(site: Site) -> None:
+    site.add_backend(cut)
+    site.add_backend(cut)
+    site.start_router()
+    answer = site.ask()
+    assert answer.status_code == 502
+    message = answer.json()["error"]["message"]
+    assert all(f"{backend.url}: it has closed the connection" in message for backend in site.backends)
+    site.backends[0].behave = site.backends[1].behave = fail
+    assert site.ask().json()["error"]["message"] == "broken"
+
+
+def test_retries_are_bounded(site: Site) -> None:
+    backends = [site.add_backend(cut) for _ in range(4)]
+    site.start_router(retries=1)
+    site.ask()
+    assert sum(len(backend.calls) for backend in backends) == 2
+
+
+def test_a_stream_that_is_cut_ends_with_an_error(site: Site) -> None:
+    async def cut_later(call: Call) -> None:
+        await call.begin_stream()
+        await call.send_event("one")
+        await asyncio.sleep(0.05)
+        call.cut()
+
+    site.add_backend(cut_later)
+    other = site.add_backend()
+    site.start_router(policy="round_robin")
+    events = [line for line in site.ask(stream=True).text.split("\n\n") if line]
+    assert events[0] == "data: one"
+    error = json.loads(events[1].removeprefix("data: "))["error"]
+    assert error["code"] == "backend_failed"
+    assert site.backends[0].url in error["message"]
+    assert events[2] == "data: [DONE]"
+    assert not other.calls, "a client that has tokens gets no others"
+
+
+def test_a_client_that_leaves_frees_its_backend(site: Site) -> None:
+    async def stream_on(call: Call) -> None:
+        await call.begin_stream()
+        while True:
+            await call.send_event("word")
+            await asyncio.sleep(0.01)
+
+    streaming, waiting = site.add_backend(stream_on), site.add_backend(silent)
+    site.start_router(policy="round_robin")
+    with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
+        next(answer.iter_lines())
+    site.wait_for(lambda: streaming.left == 1)
+    with pytest.raises(httpx.ReadTimeout):
+        site.client.post("/v1/completions", json={"model": "m"}, timeout=0.2)
+    site.wait_for(lambda: waiting.left == 1)
+    site.wait_for(lambda: all(backend.num_requests == 0 for backend in site.fleet.backends))
+
+
+def test_a_slow_client_holds_little(site: Site) -> None:
+    sent = 0
+
+    async def stream_much(call: Call) -> None:
+        nonlocal sent
+        await call.begin_stream()
+        for _ in range(800):
+            await call.send_event("x" * 65536)
+            sent += 65536
+        await call.end_stream()
+
+    site.add_backend(stream_much)
+    site.start_router()
+    with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
+        parts = answer.iter_raw()
+        size = len(next(parts))
+        before = -1
+        while before != sent:
+            before = sent
+            time.sleep(0.3)
+        assert sent < 30 << 20, "the backend waits for the client"
+        size += sum(map(len, parts))
+    assert size > 800 * 65536
+
+
+def test_models_are_merged_and_requests_go_where_their_model_is(site: Site) -> None:
+    first, second = site.add_backend(models=["a", "both"]), site.add_backend(models=["b", "both"])
+    site.start_router()
+    assert [entry["id"] for entry in site.client.get("/v1/models").json()["data"]] == ["a", "both", "b"]
+    for _ in range(3):
+        assert site.ask(model="b").status_code == 200
+    assert (len(first.calls), len(second.calls)) == (0, 3)
+    answer = site.ask(model="c")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "a, both, b" in answer.json()["error"]["message"]
+
+
+def test_backends_come_go_and_drain(site: Site) -> None:
+    first, second = site.add_backend(), site.add_backend(ready=503)
+    site.start_router(policy="round_robin")
+    assert [site.ask().status_code for _ in range(3)] == [200] * 3
+    assert not second.calls
+    second.ready = 200
+    site.wait_for(lambda: site.fleet.backends[1].is_ready)
+    answer = site.client.post("/router/drain", json={"url": first.url})
+    assert [backend["state"] for backend in answer.json()["backends"]] == ["draining", "ready"]
+    first.calls.clear()
+    assert [site.ask().status_code for _ in range(3)] == [200] * 3
+    assert (len(first.calls), len(second.calls)) == (0, 3)
+    site.client.post("/router/remove", json={"url": first.url})
+    third = Backend("b2", stream_words)
+    site.backends.append(third)
+    site.run(third.serve())
+    assert site.client.post("/router/add", json={"url": third.url}).status_code == 200
+    site.wait_for(lambda: site.fleet.backends[1].is_ready)
+    site.ask()
+    site.ask()
+    assert len(third.calls) == 1
+    for url, message in ((third.url, "is there already"), ("ftp://x", "is no URL of a server")):
+        answer = site.client.post("/router/add", json={"url": url})
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    assert site.client.post("/router/drain", json={"url": "http://nowhere"}).status_code == 400
+    assert site.client.post("/router/explode", json={"url": third.url}).status_code == 404
+    assert site.client.post("/router/drain", content=b"[").status_code == 400
+
+
+def test_without_a_backend_the_answer_is_503_at_once(site: Site) -> None:
+    site.start_router()
+    answer = site.ask()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "no_backend"
+    assert site.client.get("/ready").status_code == 503
+    assert site.client.get("/live").status_code == 200
+
+
+def test_a_backend_that_dies_is_left_before_a_request_meets_it(site: Site) -> None:
+    first, _ = site.add_backend(), site.add_backend()
+    site.start_router()
+    assert first.server is not None
+    site.run(_close(first))
+    site.wait_for(lambda: not site.fleet.backends[0].is_ready)
+    assert site.ask().status_code == 200
+    assert "no connection" in site.client.get("/router/status").json()["backends"][0]["problem"]
+
+
+async def _close(backend: Backend) -> None:
+    assert backend.server is not None
+    backend.server.close()
+
+
+def test_keys_guard_the_router_and_open_its_backends(site: Site) -> None:
+    backend = site.add_backend()
+    server = ServerConfig(api_key=("mine",), admin_api_key="root", disable_access_log=True)
+    site.start_router(server, backend_api_key="theirs")
+    assert site.ask().status_code == 401
+    site.client.headers["Authorization"] = "Bearer mine"
+    assert site.ask().status_code == 200
+    assert backend.calls[0].headers["authorization"] == "Bearer theirs"
+    assert site.client.get("/router/status").status_code == 401
+    site.client.headers["Authorization"] = "Bearer root"
+    assert site.client.get("/router/status").json()["backends"][0]["state"] == "ready"
+
+
+def test_a_conversation_stays_where_its_cache_is(site: Site) -> None:
+    backends = [site.add_backend(), site.add_backend(), site.add_backend()]
+    site.start_router()
+    for number in range(6):
+        talk = f"conversation {number} " * 40
+        for turn in range(4):
+            site.ask(talk + "and " * turn)
+    homes: dict[str, set[str]] = {}
+    for backend in backends:
+        for call in backend.calls:
+            homes.setdefault(call.fields["prompt"][:15], set()).add(backend.name)
+    assert all(len(home) == 1 for home in homes.values()), homes
+
+
+def test_a_choice_can_be_explained(site: Site) -> None:
+    backend = site.add_backend()
+    site.start_router()
+    headers = {"x-shardline-route": "1"}
+    answer = site.client.post("/v1/completions", json={"model": "m"}, headers=headers)
+    assert answer.headers["x-shardline-route"].startswith(f"{backend.url}; policy=least_work; attempt=1")
+    assert "x-shardline-route" not in backend.calls[0].headers
+    assert "x-shardline-route" not in site.ask().headers
+
+
+def test_what_one_backend_keeps_is_found(site: Site) -> None:
+    async def not_here(call: Call) -> None:
+        await call.answer(404, {"error": {"message": "unknown", "type": "x", "param": None, "code": None}})
+
+    async def here(call: Call) -> None:
+        await call.answer(200, {"id": "resp_1"})
+
+    site.add_backend(not_here)
+    site.add_backend(here)
+    site.start_router()
+    assert site.client.get("/v1/responses/resp_1").json() == {"id": "resp_1"}
+    site.backends[1].behave = not_here
+    assert site.client.get("/v1/responses/resp_1").status_code == 404
+
+
+def test_kept_connections_that_a_backend_closes_cost_no_request(site: Site) -> None:
+    async def answer_and_close(call: Call) -> None:
+        await say_name(call)
+        call.writer.close()
+
+    site.add_backend(answer_and_close)
+    site.start_router(retries=0)
+    assert [site.ask().status_code for _ in range(20)] == [200] * 20
+
+
+@pytest.mark.parametrize("body", [b"", b"[", b"[1]", b'{"model": 5}', b'{"messages": "\xff"}'])
+def test_bodies_are_the_backends_to_judge(site: Site, body: bytes) -> None:
+    backend = site.add_backend(refuse)
+    site.start_router()
+    assert site.client.post("/v1/chat/completions", content=body).status_code == 400
+    assert backend.calls[0].body == body
+
+
+def test_a_large_body_is_refused(site: Site) -> None:
+    backend = site.add_backend()
+    site.start_router(ServerConfig(max_request_bytes=1000, disable_access_log=True))
+    assert site.ask("x" * 2000).status_code == 413
+    assert not backend.calls
