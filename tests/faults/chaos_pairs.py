@@ -283,6 +283,7 @@ def main() -> int:
     """Cause the pairs that the arguments ask for, and print what happened."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=len(PAIRS), help="so many of all, in random order")
+    parser.add_argument("--first", type=int, default=1, help="number of the first pair; those before ran elsewhere")
     parser.add_argument("--only", default="", help="only pairs whose words contain this, for example 'memory node'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new pair after this time")
@@ -293,6 +294,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
     known = [pair for pair in PAIRS if arguments.only in pair.words]
     pairs = random.Random(arguments.seed).sample(known, min(arguments.pairs, len(known)))
+    pairs = pairs[arguments.first - 1 :]
     if arguments.report and (report := Report.load(arguments.report)).tried >= len(pairs):
         print(f"{arguments.report} has these pairs; without it they are caused again", *report.lines(), sep="\n")
         return 1 if report.wrong else 0
