@@ -85,7 +85,7 @@ def test_stream_has_role_then_content_then_reason_then_usage(client: openai.Open
         assert mine[0].delta.content == ""
         assert all(choice.delta.role is None for choice in mine[1:])
         assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
-        assert mine[-1].delta.content is None
+        assert mine[-1].delta.content == ""
         text = "".join(choice.delta.content or "" for choice in mine)
         assert text == (f"{index}{REPLY}" if index else REPLY)
 
@@ -186,7 +186,13 @@ def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) 
     assert answer["choices"][0]["message"]["content"] == "I say: " + REPLY
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
         events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "I say: " + REPLY
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "I say: " + REPLY
+    last = {"role": "narrator", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    body = {"messages": [*HI, last], "echo": True, "add_generation_prompt": False}
+    message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("narrator", "a\nb" + REPLY)
+    body = {"messages": HI, "echo": True}
+    assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == REPLY
 
 
 def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI) -> None:
@@ -198,7 +204,11 @@ def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI)
 
 def test_what_was_not_asked_for_is_null(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HI}).json()
-    assert (answer["prompt_logprobs"], answer["prompt_token_ids"]) == (None, None)
+    names = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
+    assert [answer[name] for name in names] == [None] * 4
+    assert answer["choices"][0]["token_ids"] is None
+    names = ("refusal", "annotations", "audio", "function_call", "reasoning")
+    assert [answer["choices"][0]["message"][name] for name in names] == [None] * 5
     [choice] = http.post("/v1/completions", json={"prompt": "Hi"}).json()["choices"]
     assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
 

@@ -12,6 +12,7 @@ from tests.text.builders import byte_level_json, tokenizer
 
 TOKENIZER = tokenizer(byte_level_json())
 MODEL = "demo"
+CHAT = {"role": "user", "content": "Hi"}
 
 
 def test_best_of_ranks_the_choices(shared: Running, http: httpx.Client) -> None:
@@ -92,6 +93,14 @@ def test_continuous_usage_counts_up(client: openai.OpenAI) -> None:
     counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
     assert counts == sorted(counts)
     assert counts[-1] == 5
+
+
+def test_no_chunk_has_a_usage_unless_the_last_one_has(http: httpx.Client) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    for path, prompt in (("completions", {"prompt": "Hi"}), ("chat/completions", {"messages": [CHAT]})):
+        answer = http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, "stream": True, "stream_options": options})
+        assert answer.status_code == 200
+        assert "usage" not in answer.text
 
 
 def test_several_prompts_of_every_form(http: httpx.Client) -> None:

@@ -161,9 +161,29 @@ def test_reasoning_can_be_left_out(shared: Running, client: openai.OpenAI) -> No
     body = {"include_reasoning": False}
     message = client.chat.completions.create(model="demo", messages=HI, extra_body=body).choices[0].message
     assert message.content == "Two."
-    assert not hasattr(message, "reasoning")
+    assert message.reasoning is None  # type: ignore[attr-defined]
     parts, _ = stream(client, extra_body=body)
     assert (parts["content"], parts["reasoning"]) == ("Two.", "")
+
+
+def test_left_out_reasoning_is_not_told_by_tokens_either(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "<think>Hm.</think>Two."
+    body = {"include_reasoning": False, "return_token_ids": True}
+    [choice] = client.chat.completions.create(model="demo", messages=HI, logprobs=True, extra_body=body).choices
+    assert (choice.logprobs, choice.token_ids) == (None, None)  # type: ignore[attr-defined]
+    parts, chunks = stream(client, logprobs=True, extra_body=body)
+    assert parts["content"] == "Two."
+    assert not any(choice.logprobs or getattr(choice, "token_ids", None) for c in chunks for choice in c.choices)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_have_empty_content(shared: Running, client: openai.OpenAI, choice: Any) -> None:
+    shared.engine.reply = CALLS[CALLS.index("<") :]
+    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice=choice).choices[0]
+    reason = "tool_calls" if choice == "required" else "stop"
+    assert (answer.message.content, answer.finish_reason) == ("", reason)
+    message, _ = stream(client, tools=TOOLS, tool_choice=choice)
+    assert (message["content"], message["finish_reason"]) == ("", reason)
 
 
 def test_reasoning_before_calls(shared: Running, client: openai.OpenAI) -> None:

@@ -233,7 +233,7 @@ class CompletionWriter:
                     continue
                 writer = writers[prompt_index][choice.index]
                 chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
-                usage = self._usage(generation.outputs) if self._options.continuous_usage_stats else no_usage
+                usage = self._usage(generation.outputs) if self._options.counts_always else no_usage
                 events.append(make_event(self._encode_response([chunk], usage)))
         yield self._write_ending(generation.outputs)
 

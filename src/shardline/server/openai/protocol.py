@@ -128,9 +128,14 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
     """Add a last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """Add the usage so far to every chunk."""
+    """Add the usage so far to every chunk; it needs `include_usage`."""
     include_obfuscation: bool | None = None
     """Accepted, but has no effect."""
+
+    @property
+    def counts_always(self) -> bool:
+        """Whether each chunk has the usage so far. As in vLLM, none has it unless the last one has."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class ResponseFormat(RequestModel):

@@ -15,6 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
 from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
 from shardline.server.service import Service
+from shardline.text.chat_messages import text_content
 from shardline.text.chat_template import Conversation
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 
@@ -60,6 +61,8 @@ class ToolUse:
     parallel: bool
     """Whether it may call more than one."""
     parser: type[ToolParser]
+    is_named: bool = False
+    """Whether the request names the function to call."""
 
     @cached_property
     def offered(self) -> tuple[OfferedFunction, ...]:
@@ -110,6 +113,7 @@ def choose_tools(
         required=choice == "required" or named is not None,
         parallel=parallel and named is None,
         parser=parser,
+        is_named=named is not None,
     )
 
 
@@ -370,13 +374,15 @@ class ChatRequest(ConversationFields, SamplingFields):
         return {**documents, **super().template_variables}
 
     @property
+    def answer_role(self) -> str:
+        """Whose message the answer is: the assistant's, or that of the last message if the answer continues it."""
+        return self.messages[-1].role if self.add_generation_prompt is False else "assistant"
+
+    @property
     def echoed_text(self) -> str:
-        """The text to repeat before the answer: that of the message that it continues, if `echo` asks for it."""
-        content = self.messages[-1].content
-        continues = self.continue_final_message or self.add_generation_prompt is False
-        if not (self.echo and continues) or content is None:
-            return ""
-        return content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        """The text to repeat before the answer: the last message if `echo` asks for it and its role is the answer's."""
+        last = self.messages[-1].for_template()
+        return text_content(last.get("content"), -1) if self.echo and last["role"] == self.answer_role else ""
 
     @property
     def token_limit(self) -> int | None:
