@@ -154,7 +154,12 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"seed": 2**63}, "seed"),
+        ({"watermarking": True}, "watermarking"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
+        ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer_params.prompt_token_ids"),
+        ({"kv_transfer_params": {"prompt_token_ids": [1] * 10_000}}, "kv_transfer_params.prompt_token_ids"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -168,6 +173,31 @@ def test_refuses_with_the_field(http: httpx.Client, change: dict[str, object], p
     answer = http.post("/v1/chat/completions", json={"messages": HI, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_bound_that_is_exceeded_is_named(http: httpx.Client) -> None:
+    for seed, code in ((2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")):
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "seed": seed})
+        assert answer.json()["error"]["code"] == code
+
+
+def test_a_prompt_that_another_server_has_rendered(shared: Running, http: httpx.Client) -> None:
+    ids = TOKENIZER.encode_text("<|user|>Rendered elsewhere")
+    body = {"messages": HI, "kv_transfer_params": {"prompt_token_ids": ids, "do_remote_prefill": True}}
+    answer = http.post("/v1/chat/completions", json={**body, "return_token_ids": True, "return_prompt_text": True})
+    assert answer.json()["prompt_token_ids"] == ids
+    assert answer.json()["prompt_text"] == "<|user|>Rendered elsewhere"
+    assert shared.engine.requests[-1].prompt_token_ids == ids
+    http.post("/v1/chat/completions", json={**body, "echo": True})
+    assert shared.engine.requests[-1].prompt_token_ids != ids
+
+
+def test_the_text_of_the_prompt_is_in_the_first_chunk(http: httpx.Client) -> None:
+    body = {"messages": HI, "return_prompt_text": True, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert events[0]["prompt_text"] == "<|bos|><|user|>Hi<|end|>\n<|assistant|>"
+    assert not any("prompt_text" in event for event in events[1:])
 
 
 def test_other_roles_and_fields_of_messages_are_the_templates_matter(shared: Running, http: httpx.Client) -> None:
@@ -241,6 +271,10 @@ def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> 
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
         {"regex": "a+"},
+        {"guided_regex": "a+"},
+        {"guided_json": schema, "guided_whitespace_pattern": " *"},
+        {"guided_choice": ["a", "b"], "guided_decoding_backend": "outlines"},
+        {"guided_grammar": 'root ::= "a"'},
     ]
     for form in forms:
         assert http.post("/v1/chat/completions", json={"messages": HI, **form}).status_code == 200
@@ -293,6 +327,19 @@ def test_another_template() -> None:
         body = {"messages": HI, "chat_template_kwargs": {"mood": "gay"}}
         answer = http.post("/tokenize", json=body).json()
         assert TOKENIZER.decode(answer["tokens"], skip_special_tokens=False) == "<|eos|>Hi gay"
+
+
+def test_a_request_may_bring_a_template_if_it_is_trusted() -> None:
+    config = ServerConfig(trust_request_chat_template=True)
+    with serve(config) as running, running.http() as http:
+        body = {"messages": HI, "chat_template": "{{ eos_token }}{{ messages[-1].content }} {{ mood }}"}
+        answer = http.post("/tokenize", json={**body, "chat_template_kwargs": {"mood": "gay"}}).json()
+        assert TOKENIZER.decode(answer["tokens"], skip_special_tokens=False) == "<|eos|>Hi gay"
+        answer = http.post("/tokenize", json={"messages": HI})
+        assert "<|user|>Hi" in TOKENIZER.decode(answer.json()["tokens"], skip_special_tokens=False)
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "chat_template": "{% if %}"})
+        assert answer.status_code == 400
+        assert "broken" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_refuses_is_a_400() -> None:

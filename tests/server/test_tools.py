@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.server.openai.chat.request import _warn_of_unknown_format
 from tests.server.conftest import Running, serve
 
 TEMPLATE = (
@@ -221,11 +222,18 @@ def test_refuses_with_the_field(shared: Running, change: dict[str, Any], param: 
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_template_without_a_known_format_is_refused() -> None:
-    with serve(ServerConfig(chat_template="{{ tools }}{{ messages[0].content }}")) as running, running.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": HI, "tools": TOOLS})
-        assert answer.status_code == 400
-        assert "--tool-call-parser" in answer.json()["error"]["message"]
+def test_without_a_known_format_answers_have_calls_only_if_they_must(caplog: pytest.LogCaptureFixture) -> None:
+    with serve(ServerConfig(chat_template="{{ messages[0].content }}")) as running, running.openai() as client:
+        _warn_of_unknown_format.cache_clear()
+        for _ in range(2):
+            running.engine.reply = '{"name": "weather", "parameters": {}}'
+            message = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
+            assert (message.content, message.tool_calls) == (running.engine.reply, None)
+        assert [record.message for record in caplog.records if "--tool-call-parser" in record.message][1:] == []
+        assert "--tool-call-parser" in caplog.text
+        forced = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="required")
+        assert [call.function.name for call in forced.choices[0].message.tool_calls or ()] == ["weather"]
+        assert running.engine.requests[-1].constraints is not None
 
 
 def test_continues_the_final_message(shared: Running, client: openai.OpenAI) -> None:

@@ -47,6 +47,7 @@ class Conversation:
     """What a chat template is given, and how its text becomes a prompt.
 
     `tools`: OpenAI tool definitions. `variables`: other variables of the template, such as enable_thinking.
+    `template`: jinja source of a template for this conversation only; None: the model's.
     `continue_final_message`: the prompt ends within the last message, which the answer continues. `add_special_tokens`:
     the tokenizer adds its special tokens; most templates contain them already.
     """
@@ -57,6 +58,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    template: str | None = None
 
 
 class ChatTemplate:
@@ -141,8 +143,11 @@ class ChatTemplate:
 
     def _encode_render(self, chat: Conversation) -> bytes:
         name = "tool_use" if chat.tools and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self.sources))}")
+        if chat.template is not None:
+            name = "request"
+        elif name not in self.sources:
+            others = f", only {', '.join(sorted(self.sources))}" if self.sources else ""
+            raise ValueError(f"the model has no default chat template{others}")
         values = {
             **self.special_tokens,
             **chat.variables,
@@ -151,7 +156,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
         }
         try:
-            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS))
+            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template))
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 

@@ -71,6 +71,13 @@ class IgnoredFields(RequestModel):
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    session_id: Any = None
+    stream_interval: Any = None
+    mm_payload: Any = None
+    return_mm_kwargs: Any = None
+    routed_experts_prompt_start: Any = None
+    guided_decoding_backend: Any = None
     vllm_xargs: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
@@ -156,7 +163,7 @@ class SamplingFields(IgnoredFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = None
@@ -188,6 +195,7 @@ class SamplingFields(IgnoredFields):
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
     logits_processors: Any = None
+    watermarking: bool | None = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
     """Keep only that many of the prompt's tokens; None or -1: all that the model takes."""
@@ -197,7 +205,11 @@ class SamplingFields(IgnoredFields):
     """Of rendered requests: report where in the prompt's text each token stands."""
     regex: str | None = None
     ebnf: str | None = None
-    """SGLang's names for the regex and the grammar of `structured_outputs`."""
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     min_new_tokens: int | None = None
 
     def check_supported(self) -> None:
@@ -214,19 +226,24 @@ class SamplingFields(IgnoredFields):
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
+        refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")
 
     @property
     def requested_form(self) -> dict[str, Any] | None:
-        """`structured_outputs`, or SGLang's names for it.
+        """`structured_outputs`, or what its other names ask for.
 
         Raises:
             ApiError: 400, several of them are set.
         """
-        forms = [self.structured_outputs, self.regex and {"regex": self.regex}, self.ebnf and {"grammar": self.ebnf}]
-        given = [form for form in forms if isinstance(form, dict)]
-        if len(given) > 1:
-            raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
-        return given[0] if given else None
+        forms = [{key: form} for name, key in _FORM_NAMES.items() if (form := getattr(self, name)) is not None]
+        if self.structured_outputs is not None:
+            forms.append(self.structured_outputs)
+        if len(forms) > 1:
+            names = ", ".join(map(repr, _FORM_NAMES))
+            raise bad_request(f"Set one of 'structured_outputs', {names}.", "structured_outputs")
+        if forms and self.guided_whitespace_pattern is not None:
+            return {**forms[0], "whitespace_pattern": self.guided_whitespace_pattern}
+        return forms[0] if forms else None
 
     @property
     def queueing(self) -> dict[str, Any]:
@@ -283,6 +300,16 @@ def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left",
         raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
     return token_ids[-count:] if side == "left" else token_ids[:count]
 
+
+_FORM_NAMES = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Other names of what `structured_outputs` has: SGLang's, and vLLM's old ones."""
 
 _SAMPLING_NAMES = tuple(
     name

@@ -95,6 +95,7 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     service_tier: msgspec.UnsetType | None = msgspec.UNSET
     kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
@@ -111,6 +112,7 @@ class ChatEnvelope:
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_metrics = bool(body.return_metrics)
+        self._prompt_text = answer_format.prompt if body.return_prompt_text else None
         self._counters = [answer_format.make_counter() for _ in range(body.n or 1)]
 
     @property
@@ -127,17 +129,19 @@ class ChatEnvelope:
             output.prompt_token_ids if self._with_ids else None,
             [output],
             prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else None,
+            prompt_text=self._prompt_text,
             service_tier=None,
             kv_transfer_params=None,
         )
 
     def encode_event(self, outputs: Sequence[RequestOutput], choice: ChatChoice, *, first: bool = False) -> bytes:
-        """An event with what is new of a choice. The `first` one of each choice also has the prompt's ids."""
+        """An event with what is new of a choice. The `first` one of each choice also has the prompt's ids and text."""
         usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
         if self._options.counts_always:
             usage = self._usage(outputs)
+        fields: dict[str, Any] = {"prompt_text": self._prompt_text} if first and self._prompt_text is not None else {}
         prompt_ids = self._prompt_ids(outputs[0]) if first else msgspec.UNSET
-        return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids))
+        return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids, **fields))
 
     def encode_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
         """An event with the usage and the metrics; empty if the request asked for neither."""
