@@ -155,6 +155,7 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"seed": 2**63}, "seed"),
+        ({"messages": [{"role": "user", "content": "x", "colours": [0] * 65_537}]}, "messages"),
         ({"watermarking": True}, "watermarking"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
@@ -204,6 +205,10 @@ def test_other_roles_and_fields_of_messages_are_the_templates_matter(shared: Run
     messages = [{"role": "narrator", "content": "x", "colour": 1}]
     answer = http.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True})
     assert "<|narrator|>x" in TOKENIZER.decode(answer.json()["prompt_token_ids"], skip_special_tokens=False)
+    config = ServerConfig(chat_template="{{ messages[0].colour }}{{ messages[0].content }}")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 2}], "colour": 1}]
+    with serve(config) as running, running.http() as other:
+        assert TOKENIZER.decode(other.post("/tokenize", json={"messages": parts}).json()["tokens"], True) == "1x"
 
 
 def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) -> None:
@@ -295,6 +300,24 @@ def test_a_path_may_end_with_a_slash(http: httpx.Client) -> None:
 def test_the_last_tokens_of_a_prompt_can_be_kept(shared: Running, http: httpx.Client) -> None:
     http.post("/v1/chat/completions", json={"messages": HI, "truncate_prompt_tokens": 3})
     assert len(shared.engine.requests[-1].prompt_token_ids) == 3
+    most = shared.llm.model.max_model_len
+    for body in ({"messages": [{"role": "user", "content": "ab " * most}]}, {"prompt": "ab " * most}):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        assert http.post(path, json={**body, "truncate_prompt_tokens": -1}).status_code == 200
+        assert len(shared.engine.requests[-1].prompt_token_ids) == most - 1
+        error = http.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"maximum context length is {most} tokens" in error["message"]
+
+
+def test_constrained_answers_that_must_not_show_reasoning_have_none() -> None:
+    with serve(ServerConfig(reasoning_parser="qwen3")) as running, running.http() as http:
+        body = {"messages": HI, "structured_outputs": {"regex": "a+"}}
+        for shown in (True, False):
+            path = "/v1/chat/completions/render"
+            rendered = http.post(path, json={**body, "include_reasoning": shown}).json()
+            assert rendered["reasoning_ended"] is not shown
+            assert ("<think>" in rendered["sampling_params"]["structured_outputs"]["grammar"]) is shown
 
 
 @pytest.mark.parametrize(

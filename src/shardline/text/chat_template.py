@@ -42,6 +42,10 @@ MAX_BYTES = 256 << 20
 _SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
 
 
+class PromptTooLong(ValueError):
+    """A rendered prompt certainly has more tokens than are encoded."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a chat template is given, and how its text becomes a prompt.
@@ -197,6 +201,7 @@ def render_and_encode(
         special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
 
     Raises:
+        PromptTooLong: see `max_tokens`.
         ValueError: the messages are malformed, or the template refuses them.
     """
     chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
@@ -243,10 +248,7 @@ def _encode(
         rendered = _cut_after_content(rendered, chat.messages[-1])
     text = rendered if marks is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
-        raise ValueError(
-            f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
-            "the model's maximum length"
-        )
+        raise PromptTooLong(f"The prompt has {len(text)} characters, which are more than {max_tokens} tokens.")
     if marks is None:
         return text, tokenizer.encode_text(text, chat.add_special_tokens)
     return text, tokenizer.special.encode(rendered, marks, chat.add_special_tokens)

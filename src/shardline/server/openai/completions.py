@@ -80,15 +80,20 @@ def list_prompts(value: PromptValue, param: str) -> list[str | list[int]]:
     return list(value)
 
 
-async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-    """The token ids of one prompt.
+async def encode_prompt(
+    service: Service, prompt: str | list[int], add_special_tokens: bool, *, truncates: bool = False
+) -> list[int]:
+    """The token ids of one prompt. `truncates`: some of them are cut off afterwards, so it may be longer.
 
     Raises:
         ApiError: 400, it is certainly too long, or the model has no tokenizer.
     """
     # Many short prompts must not keep other streams waiting.
     await asyncio.sleep(0)
-    return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    limit = service.most_encoded if truncates else None
+    return await service.encode_prompt(prompt, add_special_tokens, max_tokens=limit)
 
 
 _DEFAULT_MAX_TOKENS = 16
@@ -331,8 +336,10 @@ async def _encode_prompts(
     echoes: list[str] = []
     if body.suffix and isinstance(prompts[0], str):
         prompts = [_insertion_prompt(service, prompts[0], body.suffix)]
+    most = service.llm.model.max_model_len - 1
     for prompt in prompts:
-        encoded.append(body.truncate_prompt(await encode_prompt(service, prompt, with_special)))
+        ids = await encode_prompt(service, prompt, with_special, truncates=body.truncate_prompt_tokens is not None)
+        encoded.append(body.truncate_prompt(ids, most))
         if not body.echo:
             echoes.append("")
         elif isinstance(prompt, str):

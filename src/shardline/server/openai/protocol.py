@@ -198,7 +198,7 @@ class SamplingFields(IgnoredFields):
     watermarking: bool | None = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
-    """Keep only that many of the prompt's tokens; None or -1: all that the model takes."""
+    """Keep only that many of the prompt's tokens; -1: as many as leave room for one token of output."""
     truncation_side: Literal["left", "right"] | None = None
     """Where tokens are cut off; None: left, so the prompt's last ones stay."""
     return_token_offsets: bool | None = None
@@ -246,17 +246,26 @@ class SamplingFields(IgnoredFields):
         return forms[0] if forms else None
 
     @property
+    def has_form(self) -> bool:
+        """Whether answers are constrained."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return has_format or self.requested_form is not None
+
+    @property
     def queueing(self) -> dict[str, Any]:
         """The priority and the cache salt, as `Generation.start` takes them."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
 
-    def truncate_prompt(self, token_ids: list[T]) -> list[T]:
+    def truncate_prompt(self, token_ids: list[T], most: int | None = None) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.
+
+        `most`: what -1 leaves; None: all.
 
         Raises:
             ApiError: 400, the number is not positive.
         """
-        return truncate_prompt(token_ids, self.truncate_prompt_tokens, self.truncation_side or "left")
+        count = most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return truncate_prompt(token_ids, count, self.truncation_side or "left")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -275,7 +284,7 @@ class SamplingFields(IgnoredFields):
             raise bad_parameter(str(error)) from error
 
     def check_stream(self, *, with_usage: bool = False) -> StreamOptions:
-        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage.
+        """The stream options; all are off if the request has none. `with_usage`: each chunk of every stream has it.
 
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
@@ -284,8 +293,9 @@ class SamplingFields(IgnoredFields):
             raise bad_request(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
-        options = self.stream_options or StreamOptions()
-        return options.model_copy(update={"include_usage": True}) if with_usage else options
+        if with_usage:
+            return StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return self.stream_options or StreamOptions()
 
 
 def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:

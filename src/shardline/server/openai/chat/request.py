@@ -168,7 +168,9 @@ def _named_function(
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only text is supported; other types are refused."""
+    """A part of a message. Only text is supported; other types are refused. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     type: str
     text: str | None = None
@@ -183,10 +185,10 @@ class ContentPart(RequestModel):
 class ChatMessage(RequestModel):
     """A message of the conversation. It may have all fields of an answer, so that clients can send answers back.
 
-    Other fields are ignored, and other roles are for the chat template to judge, as in vLLM.
+    Other fields and other roles are the chat template's matter, as in vLLM.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -294,9 +296,7 @@ class ConversationFields(RequestModel):
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
-        objects = [
-            (message.tool_calls, message.function_call, message.annotations, message.audio) for message in messages
-        ]
+        objects = [(m.tool_calls, m.function_call, m.annotations, m.audio, m.model_extra or None) for m in messages]
         return [
             (param, [value for values in objects for value in values if value is not None]),
             ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),
