@@ -244,7 +244,9 @@ def test_what_was_not_asked_for_is_null(http: httpx.Client) -> None:
     assert answer["choices"][0]["token_ids"] is None
     names = ("refusal", "annotations", "audio", "function_call", "reasoning")
     assert [answer["choices"][0]["message"][name] for name in names] == [None] * 5
-    [choice] = http.post("/v1/completions", json={"prompt": "Hi"}).json()["choices"]
+    answer = http.post("/v1/completions", json={"prompt": "Hi"}).json()
+    assert (answer["service_tier"], answer["kv_transfer_params"]) == (None, None)
+    [choice] = answer["choices"]
     assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
 
 

@@ -127,6 +127,16 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int],
     assert text == "Say it: " + REPLY
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_stand_for_an_echoed_text(client: openai.OpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {"echo": True, "logprobs": 1, "extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model=MODEL, prompt=[7, 8], max_tokens=100, stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == REPLY
+    assert choices[0].prompt_token_ids == [7, 8]
+    assert len([token for choice in choices for token in choice.logprobs.tokens]) > len(REPLY)
+
+
 def test_stop_string_is_left_out_and_named(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 99, "stop": ["nope", "wör"]}).json()
     [choice] = answer["choices"]
@@ -276,6 +286,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"logprobs": "some"}, "logprobs", "integer"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"1": 1, "x": 1, "y": 1}}, "logit_bias", "'x', 'y'"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
         ({"stop": [""]}, "stop", "must not be empty"),
         ({"best_of": 1, "n": 2}, "best_of", "best_of"),

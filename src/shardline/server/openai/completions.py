@@ -150,15 +150,15 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it, and the last four fields only on request."""
+    """One choice; in a chunk, what is new in it, without the last field. The digests are there only on request."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -177,6 +177,8 @@ class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -213,8 +215,10 @@ class CompletionWriter:
                 if self._body.logprobs is None:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
-                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True, unset=None))
-        return self._encode_response(choices, self._usage(outputs), outputs)
+                whole = self._write_choice(prompt_index, output, choice, delta, writer, first=True)
+                scores = None if self._body.prompt_logprobs is None else output.prompt_logprobs
+                choices.append(msgspec.structs.replace(whole, prompt_logprobs=scores))
+        return self._encode_response(choices, self._usage(outputs), outputs, service_tier=None, kv_transfer_params=None)
 
     def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream."""
@@ -264,9 +268,7 @@ class CompletionWriter:
         writer: CompletionLogprobsWriter,
         *,
         first: bool,
-        unset: msgspec.UnsetType | None = msgspec.UNSET,
     ) -> CompletionChoice:
-        """`unset`: stands for what was not asked for; whole answers have null, as in vLLM."""
         body = self._body
         with_ids = bool(body.return_token_ids)
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
@@ -283,10 +285,9 @@ class CompletionWriter:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if with_ids else unset,
-            prompt_token_ids=output.prompt_token_ids if with_ids and first else unset,
+            token_ids=delta.token_ids if with_ids else None,
+            prompt_token_ids=output.prompt_token_ids if with_ids and first else None,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-            prompt_logprobs=unset if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(
@@ -294,6 +295,7 @@ class CompletionWriter:
         choices: Sequence[CompletionChoice],
         usage: Usage | msgspec.UnsetType | None,
         finished: Sequence[RequestOutput] = (),
+        **fields: Any,
     ) -> bytes:
         return msgspec.json.encode(
             CompletionResponse(
@@ -304,6 +306,7 @@ class CompletionWriter:
                 choices=choices,
                 usage=usage,
                 metrics=answer_metrics(finished) if self._body.return_metrics and finished else msgspec.UNSET,
+                **fields,
             )
         )
 
@@ -340,8 +343,8 @@ async def _encode_prompts(
     for prompt in prompts:
         ids = await encode_prompt(service, prompt, with_special, truncates=body.truncate_prompt_tokens is not None)
         encoded.append(body.truncate_prompt(ids, most))
-        if not body.echo:
-            echoes.append("")
+        if not body.echo or body.return_token_ids:
+            echoes.append("")  # as in vLLM, the ids of the prompt stand for its text
         elif isinstance(prompt, str):
             echoes.append(prompt)
         elif len(prompt) > service.llm.model.max_model_len:

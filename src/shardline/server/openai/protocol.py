@@ -117,6 +117,8 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 
 _TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
+_MAX_NAMED = 16
+"""The most wrong entries that one error names."""
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
 """More than there are tokens in any vocabulary."""
@@ -336,10 +338,12 @@ def bad_parameter(message: str) -> ApiError:
 
 
 def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    for token_id in bias:
-        if not _TOKEN_ID.fullmatch(token_id):
-            message = f"Invalid value for 'logit_bias': its keys must be token ids, and {token_id[:64]!r} is none."
-            raise bad_request(message, "logit_bias")
+    wrong = [token_id for token_id in bias if not _TOKEN_ID.fullmatch(token_id)]
+    if wrong:
+        named = ", ".join(repr(token_id[:64]) for token_id in wrong[:_MAX_NAMED])
+        more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        message = f"Invalid value for 'logit_bias': its keys must be token ids, unlike {named}{more}."
+        raise bad_request(message, "logit_bias")
     return {int(token_id): value for token_id, value in bias.items()}
 
 

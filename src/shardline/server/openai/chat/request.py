@@ -44,7 +44,9 @@ _INLINE_MESSAGES = 256
 
 
 class FunctionDefinition(RequestModel):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema. Unknown fields are ignored, as in vLLM."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
     description: str | None = None
@@ -53,9 +55,11 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool. Only functions are supported."""
+    """A tool. Only functions are supported. Unknown fields are ignored."""
 
-    type: Literal["function"]
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 

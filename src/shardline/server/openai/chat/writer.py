@@ -328,12 +328,12 @@ class ChatWriter:
                 parts.append(
                     self._make_choice(index, delta, delta=chunk)
                     if tokens_unsent
-                    else ChatChoice(index=index, delta=chunk, token_ids=None)
+                    else self._without_tokens(index, chunk)
                 )
                 tokens_unsent = False
         if delta.finish_reason is None:
             return parts
-        parts = parts or [ChatChoice(index=index, delta=ChatDelta(), token_ids=None)]
+        parts = parts or [self._without_tokens(index, ChatDelta())]
         return _with_end(parts, delta, self._finish_reason(delta, parser))
 
     def _finish_reason(self, delta: Delta, parser: AnswerParser) -> str | None:
@@ -380,6 +380,10 @@ class ChatWriter:
             reasoning_content=shown if has_reasoning else msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
         )
+
+    def _without_tokens(self, index: int, delta: ChatDelta) -> ChatChoice:
+        """A part of a chunk whose tokens another part has."""
+        return ChatChoice(index=index, delta=delta, token_ids=[] if self._with_ids else None)
 
     def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
         """A choice with the new tokens and these other fields."""
