@@ -30,7 +30,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 def use_tools(required: bool, parameters: dict[str, Any] = SCHEMA, parser: str = "hermes") -> ToolUse:
     function = FunctionDefinition(name="f", parameters=parameters)
-    return ToolUse([], (function,), required, True, find_tool_parser(parser))
+    return ToolUse((function,), required, True, find_tool_parser(parser))
 
 
 def grammar(

@@ -85,7 +85,7 @@ def test_stream_has_role_then_content_then_reason_then_usage(client: openai.Open
         assert mine[0].delta.content == ""
         assert all(choice.delta.role is None for choice in mine[1:])
         assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
-        assert mine[-1].delta.content is None
+        assert mine[-1].delta.content == ""
         text = "".join(choice.delta.content or "" for choice in mine)
         assert text == (f"{index}{REPLY}" if index else REPLY)
 
@@ -154,7 +154,13 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"seed": 2**63}, "seed"),
+        ({"messages": [{"role": "user", "content": "x", "colours": [0] * 65_537}]}, "messages"),
+        ({"watermarking": True}, "watermarking"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
+        ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer_params.prompt_token_ids"),
+        ({"kv_transfer_params": {"prompt_token_ids": [1] * 10_000}}, "kv_transfer_params.prompt_token_ids"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -170,10 +176,39 @@ def test_refuses_with_the_field(http: httpx.Client, change: dict[str, object], p
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_bound_that_is_exceeded_is_named(http: httpx.Client) -> None:
+    for seed, code in ((2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")):
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "seed": seed})
+        assert answer.json()["error"]["code"] == code
+
+
+def test_a_prompt_that_another_server_has_rendered(shared: Running, http: httpx.Client) -> None:
+    ids = TOKENIZER.encode_text("<|user|>Rendered elsewhere")
+    body = {"messages": HI, "kv_transfer_params": {"prompt_token_ids": ids, "do_remote_prefill": True}}
+    answer = http.post("/v1/chat/completions", json={**body, "return_token_ids": True, "return_prompt_text": True})
+    assert answer.json()["prompt_token_ids"] == ids
+    assert answer.json()["prompt_text"] == "<|user|>Rendered elsewhere"
+    assert shared.engine.requests[-1].prompt_token_ids == ids
+    http.post("/v1/chat/completions", json={**body, "echo": True})
+    assert shared.engine.requests[-1].prompt_token_ids != ids
+
+
+def test_the_text_of_the_prompt_is_in_the_first_chunk(http: httpx.Client) -> None:
+    body = {"messages": HI, "return_prompt_text": True, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert events[0]["prompt_text"] == "<|bos|><|user|>Hi<|end|>\n<|assistant|>"
+    assert not any("prompt_text" in event for event in events[1:])
+
+
 def test_other_roles_and_fields_of_messages_are_the_templates_matter(shared: Running, http: httpx.Client) -> None:
     messages = [{"role": "narrator", "content": "x", "colour": 1}]
     answer = http.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True})
     assert "<|narrator|>x" in TOKENIZER.decode(answer.json()["prompt_token_ids"], skip_special_tokens=False)
+    config = ServerConfig(chat_template="{{ messages[0].colour }}{{ messages[0].content }}")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 2}], "colour": 1}]
+    with serve(config) as running, running.http() as other:
+        assert TOKENIZER.decode(other.post("/tokenize", json={"messages": parts}).json()["tokens"], True) == "1x"
 
 
 def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) -> None:
@@ -186,7 +221,13 @@ def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) 
     assert answer["choices"][0]["message"]["content"] == "I say: " + REPLY
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
         events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "I say: " + REPLY
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "I say: " + REPLY
+    last = {"role": "narrator", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    body = {"messages": [*HI, last], "echo": True, "add_generation_prompt": False}
+    message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("narrator", "a\nb" + REPLY)
+    body = {"messages": HI, "echo": True}
+    assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == REPLY
 
 
 def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI) -> None:
@@ -198,8 +239,14 @@ def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI)
 
 def test_what_was_not_asked_for_is_null(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HI}).json()
-    assert (answer["prompt_logprobs"], answer["prompt_token_ids"]) == (None, None)
-    [choice] = http.post("/v1/completions", json={"prompt": "Hi"}).json()["choices"]
+    names = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
+    assert [answer[name] for name in names] == [None] * 4
+    assert answer["choices"][0]["token_ids"] is None
+    names = ("refusal", "annotations", "audio", "function_call", "reasoning")
+    assert [answer["choices"][0]["message"][name] for name in names] == [None] * 5
+    answer = http.post("/v1/completions", json={"prompt": "Hi"}).json()
+    assert (answer["service_tier"], answer["kv_transfer_params"]) == (None, None)
+    [choice] = answer["choices"]
     assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
 
 
@@ -231,6 +278,10 @@ def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> 
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
         {"regex": "a+"},
+        {"guided_regex": "a+"},
+        {"guided_json": schema, "guided_whitespace_pattern": " *"},
+        {"guided_choice": ["a", "b"], "guided_decoding_backend": "outlines"},
+        {"guided_grammar": 'root ::= "a"'},
     ]
     for form in forms:
         assert http.post("/v1/chat/completions", json={"messages": HI, **form}).status_code == 200
@@ -251,6 +302,24 @@ def test_a_path_may_end_with_a_slash(http: httpx.Client) -> None:
 def test_the_last_tokens_of_a_prompt_can_be_kept(shared: Running, http: httpx.Client) -> None:
     http.post("/v1/chat/completions", json={"messages": HI, "truncate_prompt_tokens": 3})
     assert len(shared.engine.requests[-1].prompt_token_ids) == 3
+    most = shared.llm.model.max_model_len
+    for body in ({"messages": [{"role": "user", "content": "ab " * most}]}, {"prompt": "ab " * most}):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        assert http.post(path, json={**body, "truncate_prompt_tokens": -1}).status_code == 200
+        assert len(shared.engine.requests[-1].prompt_token_ids) == most - 1
+        error = http.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"maximum context length is {most} tokens" in error["message"]
+
+
+def test_constrained_answers_that_must_not_show_reasoning_have_none() -> None:
+    with serve(ServerConfig(reasoning_parser="qwen3")) as running, running.http() as http:
+        body = {"messages": HI, "structured_outputs": {"regex": "a+"}}
+        for shown in (True, False):
+            path = "/v1/chat/completions/render"
+            rendered = http.post(path, json={**body, "include_reasoning": shown}).json()
+            assert rendered["reasoning_ended"] is not shown
+            assert ("<think>" in rendered["sampling_params"]["structured_outputs"]["grammar"]) is shown
 
 
 @pytest.mark.parametrize(
@@ -283,6 +352,19 @@ def test_another_template() -> None:
         body = {"messages": HI, "chat_template_kwargs": {"mood": "gay"}}
         answer = http.post("/tokenize", json=body).json()
         assert TOKENIZER.decode(answer["tokens"], skip_special_tokens=False) == "<|eos|>Hi gay"
+
+
+def test_a_request_may_bring_a_template_if_it_is_trusted() -> None:
+    config = ServerConfig(trust_request_chat_template=True)
+    with serve(config) as running, running.http() as http:
+        body = {"messages": HI, "chat_template": "{{ eos_token }}{{ messages[-1].content }} {{ mood }}"}
+        answer = http.post("/tokenize", json={**body, "chat_template_kwargs": {"mood": "gay"}}).json()
+        assert TOKENIZER.decode(answer["tokens"], skip_special_tokens=False) == "<|eos|>Hi gay"
+        answer = http.post("/tokenize", json={"messages": HI})
+        assert "<|user|>Hi" in TOKENIZER.decode(answer.json()["tokens"], skip_special_tokens=False)
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "chat_template": "{% if %}"})
+        assert answer.status_code == 400
+        assert "broken" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_refuses_is_a_400() -> None:

@@ -12,6 +12,7 @@ from tests.text.builders import byte_level_json, tokenizer
 
 TOKENIZER = tokenizer(byte_level_json())
 MODEL = "demo"
+CHAT = {"role": "user", "content": "Hi"}
 
 
 def test_best_of_ranks_the_choices(shared: Running, http: httpx.Client) -> None:
@@ -94,6 +95,14 @@ def test_continuous_usage_counts_up(client: openai.OpenAI) -> None:
     assert counts[-1] == 5
 
 
+def test_no_chunk_has_a_usage_unless_the_last_one_has(http: httpx.Client) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    for path, prompt in (("completions", {"prompt": "Hi"}), ("chat/completions", {"messages": [CHAT]})):
+        answer = http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, "stream": True, "stream_options": options})
+        assert answer.status_code == 200
+        assert "usage" not in answer.text
+
+
 def test_several_prompts_of_every_form(http: httpx.Client) -> None:
     for prompt in (["a", "b"], [[1, 2], [3]], ["a", "b"]):
         answer = http.post("/v1/completions", json={"prompt": prompt, "n": 2, "max_tokens": 3}).json()
@@ -116,6 +125,16 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int],
     answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
     text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text  # type: ignore[union-attr]
     assert text == "Say it: " + REPLY
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_stand_for_an_echoed_text(client: openai.OpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {"echo": True, "logprobs": 1, "extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model=MODEL, prompt=[7, 8], max_tokens=100, stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == REPLY
+    assert choices[0].prompt_token_ids == [7, 8]
+    assert len([token for choice in choices for token in choice.logprobs.tokens]) > len(REPLY)
 
 
 def test_stop_string_is_left_out_and_named(http: httpx.Client) -> None:
@@ -267,6 +286,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"logprobs": "some"}, "logprobs", "integer"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"1": 1, "x": 1, "y": 1}}, "logit_bias", "'x', 'y'"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
         ({"stop": [""]}, "stop", "must not be empty"),
         ({"best_of": 1, "n": 2}, "best_of", "best_of"),

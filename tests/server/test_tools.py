@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.server.openai.chat.request import _warn_of_unknown_format
 from tests.server.conftest import Running, serve
 
 TEMPLATE = (
@@ -161,9 +162,29 @@ def test_reasoning_can_be_left_out(shared: Running, client: openai.OpenAI) -> No
     body = {"include_reasoning": False}
     message = client.chat.completions.create(model="demo", messages=HI, extra_body=body).choices[0].message
     assert message.content == "Two."
-    assert not hasattr(message, "reasoning")
+    assert message.reasoning is None  # type: ignore[attr-defined]
     parts, _ = stream(client, extra_body=body)
     assert (parts["content"], parts["reasoning"]) == ("Two.", "")
+
+
+def test_left_out_reasoning_is_not_told_by_tokens_either(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "<think>Hm.</think>Two."
+    body = {"include_reasoning": False, "return_token_ids": True}
+    [choice] = client.chat.completions.create(model="demo", messages=HI, logprobs=True, extra_body=body).choices
+    assert (choice.logprobs, choice.token_ids) == (None, None)  # type: ignore[attr-defined]
+    parts, chunks = stream(client, logprobs=True, extra_body=body)
+    assert parts["content"] == "Two."
+    assert not any(choice.logprobs or getattr(choice, "token_ids", None) for c in chunks for choice in c.choices)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_have_empty_content(shared: Running, client: openai.OpenAI, choice: Any) -> None:
+    shared.engine.reply = CALLS[CALLS.index("<") :]
+    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice=choice).choices[0]
+    reason = "tool_calls" if choice == "required" else "stop"
+    assert (answer.message.content, answer.finish_reason) == ("", reason)
+    message, _ = stream(client, tools=TOOLS, tool_choice=choice)
+    assert (message["content"], message["finish_reason"]) == ("", reason)
 
 
 def test_reasoning_before_calls(shared: Running, client: openai.OpenAI) -> None:
@@ -201,11 +222,18 @@ def test_refuses_with_the_field(shared: Running, change: dict[str, Any], param: 
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_template_without_a_known_format_is_refused() -> None:
-    with serve(ServerConfig(chat_template="{{ tools }}{{ messages[0].content }}")) as running, running.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": HI, "tools": TOOLS})
-        assert answer.status_code == 400
-        assert "--tool-call-parser" in answer.json()["error"]["message"]
+def test_without_a_known_format_answers_have_calls_only_if_they_must(caplog: pytest.LogCaptureFixture) -> None:
+    with serve(ServerConfig(chat_template="{{ messages[0].content }}")) as running, running.openai() as client:
+        _warn_of_unknown_format.cache_clear()
+        for _ in range(2):
+            running.engine.reply = '{"name": "weather", "parameters": {}}'
+            message = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
+            assert (message.content, message.tool_calls) == (running.engine.reply, None)
+        assert [record.message for record in caplog.records if "--tool-call-parser" in record.message][1:] == []
+        assert "--tool-call-parser" in caplog.text
+        forced = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="required")
+        assert [call.function.name for call in forced.choices[0].message.tool_calls or ()] == ["weather"]
+        assert running.engine.requests[-1].constraints is not None
 
 
 def test_continues_the_final_message(shared: Running, client: openai.OpenAI) -> None:

@@ -66,6 +66,7 @@ class ServerConfig:
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    trust_request_chat_template: bool = option(False, "a chat request may bring a template of its own (chat_template)")
     default_chat_template_kwargs: str = option(
         "{}", "variables of the chat template, as a JSON object; those of a request come first"
     )

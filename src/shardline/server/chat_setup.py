@@ -62,6 +62,8 @@ def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplat
     template = configured or llm.model.chat_template
     if configured is not None and llm.model.tokenizer is not None:
         configured.special_tokens = llm.model.tokenizer.special_tokens
+    if template is None and config.trust_request_chat_template and llm.model.tokenizer is not None:
+        template = ChatTemplate({}, llm.model.tokenizer.special_tokens)  # it renders the templates of requests
     text = "" if template is None else "\n".join(template.sources.values())
 
     tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser

@@ -29,6 +29,7 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
+_BOUNDS = ("greater_than_equal", "less_than_equal")
 _TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
 _PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
 Path = tuple[str | int, ...]
@@ -174,7 +175,9 @@ def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
             f"Invalid type for '{name}': expected {expected}, but got {got} instead.", name, "invalid_type"
         )
     message = error["msg"]
-    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}.", name, "invalid_value")
+    # Clients of vLLM look for these names of bounds.
+    code = error["type"] if error["type"] in _BOUNDS else "invalid_value"
+    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}.", name, code)
 
 
 def _path(loc: Sequence[str | int], body: Any) -> Path:

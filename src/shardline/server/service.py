@@ -17,13 +17,15 @@ from shardline.server.errors import ApiError, bad_request, draining, engine_dead
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
-from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation, PromptTooLong, render_and_encode_async
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.text.tokenizer import Tokenizer
 
 RETRY_STARTING_SECONDS = 2
+_MAX_ENCODED = 65_536
+"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class Service:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.model.tokenizer
 
+    @property
+    def most_encoded(self) -> int:
+        """The most tokens of a text that is encoded although it is no whole prompt, and the most that are decoded."""
+        return max(_MAX_ENCODED, 4 * self.llm.model.max_model_len)
+
     async def encode_prompt(self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None) -> list[int]:
         """The token ids of a prompt; `max_tokens`: see `ConversationFields.encode_messages`.
 
@@ -127,11 +134,13 @@ class Service:
         if len(text) <= limit:
             return  # it is short: encoding it costs little
         if await asyncio.to_thread(tokenizer.exceeds, text, limit):
-            raise bad_request(
-                f"The prompt has {len(text)} characters, which are more than {limit} tokens, the most that are taken.",
-                "prompt",
-                "context_length_exceeded",
+            raise self._too_long(
+                f"The prompt has {len(text)} characters, which are more than {limit} tokens.", "prompt"
             )
+
+    def _too_long(self, message: str, param: str) -> ApiError:
+        length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
+        return bad_request(f"{length} {message}", param, "context_length_exceeded")
 
     def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`.
@@ -163,6 +172,8 @@ class Service:
             return await render_and_encode_async(
                 template, tokenizer, chat, max_tokens=max_tokens, special_tokens_in_content=in_content
             )
+        except PromptTooLong as error:
+            raise self._too_long(str(error), param) from error
         except ValueError as error:
             raise bad_request(str(error), param) from error
 

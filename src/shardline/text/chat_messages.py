@@ -102,13 +102,15 @@ class Compiled(msgspec.Struct):
 
 
 class Render(msgspec.Struct, tag="render"):
-    """Render a conversation with the template `name`."""
+    """Render a conversation with the template `name`, or with `source` if there is one."""
 
     name: str
     messages: Any
     """OpenAI chat messages."""
     variables: dict[str, Any]
     max_chars: int
+    source: str | None = None
+    """A template of this conversation's own."""
 
 
 def _as_json(value: Any) -> Any:

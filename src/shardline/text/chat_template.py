@@ -42,11 +42,16 @@ MAX_BYTES = 256 << 20
 _SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
 
 
+class PromptTooLong(ValueError):
+    """A rendered prompt certainly has more tokens than are encoded."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a chat template is given, and how its text becomes a prompt.
 
     `tools`: OpenAI tool definitions. `variables`: other variables of the template, such as enable_thinking.
+    `template`: jinja source of a template for this conversation only; None: the model's.
     `continue_final_message`: the prompt ends within the last message, which the answer continues. `add_special_tokens`:
     the tokenizer adds its special tokens; most templates contain them already.
     """
@@ -57,6 +62,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    template: str | None = None
 
 
 class ChatTemplate:
@@ -141,8 +147,11 @@ class ChatTemplate:
 
     def _encode_render(self, chat: Conversation) -> bytes:
         name = "tool_use" if chat.tools and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self.sources))}")
+        if chat.template is not None:
+            name = "request"
+        elif name not in self.sources:
+            others = f", only {', '.join(sorted(self.sources))}" if self.sources else ""
+            raise ValueError(f"the model has no default chat template{others}")
         values = {
             **self.special_tokens,
             **chat.variables,
@@ -151,7 +160,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
         }
         try:
-            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS))
+            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template))
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 
@@ -192,6 +201,7 @@ def render_and_encode(
         special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
 
     Raises:
+        PromptTooLong: see `max_tokens`.
         ValueError: the messages are malformed, or the template refuses them.
     """
     chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
@@ -238,10 +248,7 @@ def _encode(
         rendered = _cut_after_content(rendered, chat.messages[-1])
     text = rendered if marks is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
-        raise ValueError(
-            f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
-            "the model's maximum length"
-        )
+        raise PromptTooLong(f"The prompt has {len(text)} characters, which are more than {max_tokens} tokens.")
     if marks is None:
         return text, tokenizer.encode_text(text, chat.add_special_tokens)
     return text, tokenizer.special.encode(rendered, marks, chat.add_special_tokens)

@@ -178,8 +178,9 @@ class _Templates:
 
     def _render(self, job: Render) -> str:
         values = {**job.variables, "messages": normalize_messages(job.messages)}
+        templates = self._templates if job.source is None else compile_templates({job.name: job.source})
         try:
-            return _render_bounded(self._templates[job.name], values, job.max_chars)
+            return _render_bounded(templates[job.name], values, job.max_chars)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:

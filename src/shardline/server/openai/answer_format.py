@@ -42,6 +42,11 @@ class AnswerFormat:
         """Whether all text is content."""
         return self.tool_use is None and self.reasoning is None
 
+    @property
+    def reasoning_ended(self) -> bool:
+        """Whether an answer has no reasoning, or the prompt has ended it."""
+        return self.reasoning is None or self.reasoning(self.prompt).is_over
+
     @cached_property
     def shown_token_ids(self) -> frozenset[int]:
         """The special tokens whose text the parsers must see."""

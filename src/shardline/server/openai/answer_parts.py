@@ -112,7 +112,7 @@ class CompletionLogprobsWriter:
         self._offset = offset
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The logprobs of the next tokens. The chosen token is always among the top ones."""
+        """The logprobs of the next tokens. The chosen token is the first of the top ones."""
         written = CompletionLogprobs([], [], [], [])
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
             piece = self._pieces[token_id]
@@ -131,11 +131,10 @@ class CompletionLogprobsWriter:
         return self.write(token_ids, [None, *logprobs])
 
     def _top(self, piece: TokenPiece, chosen: TokenLogprobs) -> dict[str, float]:
-        top: dict[str, float] = {}
+        top = {piece.text: max(chosen.logprob, _LOWEST)}
         for token_id, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True):
-            # Two ids may have the same text; the first one is more likely and keeps it.
+            # Two ids may have the same text; the chosen one keeps it, else the more likely one.
             top.setdefault(self._pieces[token_id].text, max(value, _LOWEST))
-        top.setdefault(piece.text, max(chosen.logprob, _LOWEST))
         return top
 
 

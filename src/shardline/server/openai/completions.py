@@ -80,15 +80,20 @@ def list_prompts(value: PromptValue, param: str) -> list[str | list[int]]:
     return list(value)
 
 
-async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-    """The token ids of one prompt.
+async def encode_prompt(
+    service: Service, prompt: str | list[int], add_special_tokens: bool, *, truncates: bool = False
+) -> list[int]:
+    """The token ids of one prompt. `truncates`: some of them are cut off afterwards, so it may be longer.
 
     Raises:
         ApiError: 400, it is certainly too long, or the model has no tokenizer.
     """
     # Many short prompts must not keep other streams waiting.
     await asyncio.sleep(0)
-    return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    limit = service.most_encoded if truncates else None
+    return await service.encode_prompt(prompt, add_special_tokens, max_tokens=limit)
 
 
 _DEFAULT_MAX_TOKENS = 16
@@ -145,15 +150,15 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it, and the last four fields only on request."""
+    """One choice; in a chunk, what is new in it, without the last field. The digests are there only on request."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -172,6 +177,8 @@ class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -208,8 +215,10 @@ class CompletionWriter:
                 if self._body.logprobs is None:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
-                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True, unset=None))
-        return self._encode_response(choices, self._usage(outputs), outputs)
+                whole = self._write_choice(prompt_index, output, choice, delta, writer, first=True)
+                scores = None if self._body.prompt_logprobs is None else output.prompt_logprobs
+                choices.append(msgspec.structs.replace(whole, prompt_logprobs=scores))
+        return self._encode_response(choices, self._usage(outputs), outputs, service_tier=None, kv_transfer_params=None)
 
     def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream."""
@@ -233,7 +242,7 @@ class CompletionWriter:
                     continue
                 writer = writers[prompt_index][choice.index]
                 chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
-                usage = self._usage(generation.outputs) if self._options.continuous_usage_stats else no_usage
+                usage = self._usage(generation.outputs) if self._options.counts_always else no_usage
                 events.append(make_event(self._encode_response([chunk], usage)))
         yield self._write_ending(generation.outputs)
 
@@ -259,9 +268,7 @@ class CompletionWriter:
         writer: CompletionLogprobsWriter,
         *,
         first: bool,
-        unset: msgspec.UnsetType | None = msgspec.UNSET,
     ) -> CompletionChoice:
-        """`unset`: stands for what was not asked for; whole answers have null, as in vLLM."""
         body = self._body
         with_ids = bool(body.return_token_ids)
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
@@ -278,10 +285,9 @@ class CompletionWriter:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if with_ids else unset,
-            prompt_token_ids=output.prompt_token_ids if with_ids and first else unset,
+            token_ids=delta.token_ids if with_ids else None,
+            prompt_token_ids=output.prompt_token_ids if with_ids and first else None,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-            prompt_logprobs=unset if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(
@@ -289,6 +295,7 @@ class CompletionWriter:
         choices: Sequence[CompletionChoice],
         usage: Usage | msgspec.UnsetType | None,
         finished: Sequence[RequestOutput] = (),
+        **fields: Any,
     ) -> bytes:
         return msgspec.json.encode(
             CompletionResponse(
@@ -299,6 +306,7 @@ class CompletionWriter:
                 choices=choices,
                 usage=usage,
                 metrics=answer_metrics(finished) if self._body.return_metrics and finished else msgspec.UNSET,
+                **fields,
             )
         )
 
@@ -331,10 +339,12 @@ async def _encode_prompts(
     echoes: list[str] = []
     if body.suffix and isinstance(prompts[0], str):
         prompts = [_insertion_prompt(service, prompts[0], body.suffix)]
+    most = service.llm.model.max_model_len - 1
     for prompt in prompts:
-        encoded.append(body.truncate_prompt(await encode_prompt(service, prompt, with_special)))
-        if not body.echo:
-            echoes.append("")
+        ids = await encode_prompt(service, prompt, with_special, truncates=body.truncate_prompt_tokens is not None)
+        encoded.append(body.truncate_prompt(ids, most))
+        if not body.echo or body.return_token_ids:
+            echoes.append("")  # as in vLLM, the ids of the prompt stand for its text
         elif isinstance(prompt, str):
             echoes.append(prompt)
         elif len(prompt) > service.llm.model.max_model_len:

@@ -15,9 +15,6 @@ from shardline.server.openai.chat.request import ConversationFields, Messages
 from shardline.server.openai.protocol import RequestModel, TokenIds
 from shardline.server.service import Service
 
-_MAX_TOKENS = 65_536
-"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
-
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     """One name under which the model is served; `root` is the model as it was given."""
@@ -75,6 +72,9 @@ class TokenizeRequest(ConversationFields):
     add_special_tokens: bool | None = None
     """None: as in the generating endpoints, true for `prompt` and false for `messages`."""
     return_token_strs: bool | None = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    """Of images and sounds, which no model here takes."""
 
 
 class DetokenizeRequest(RequestModel):
@@ -107,7 +107,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
-        limit = max(_MAX_TOKENS, 4 * service.llm.model.max_model_len)
+        limit = service.most_encoded
         if body.prompt is not None and body.messages is None:
             ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         elif body.messages is not None and body.prompt is None:
@@ -140,7 +140,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
-        limit = max(_MAX_TOKENS, 4 * service.llm.model.max_model_len)
+        limit = service.most_encoded
         if len(body.tokens) > limit:
             raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
         text = service.decode_tokens(body.tokens, skip_special_tokens=False)

@@ -71,6 +71,13 @@ class IgnoredFields(RequestModel):
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    session_id: Any = None
+    stream_interval: Any = None
+    mm_payload: Any = None
+    return_mm_kwargs: Any = None
+    routed_experts_prompt_start: Any = None
+    guided_decoding_backend: Any = None
     vllm_xargs: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
@@ -110,6 +117,8 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 
 _TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
+_MAX_NAMED = 16
+"""The most wrong entries that one error names."""
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
 """More than there are tokens in any vocabulary."""
@@ -128,9 +137,14 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
     """Add a last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """Add the usage so far to every chunk."""
+    """Add the usage so far to every chunk; it needs `include_usage`."""
     include_obfuscation: bool | None = None
     """Accepted, but has no effect."""
+
+    @property
+    def counts_always(self) -> bool:
+        """Whether each chunk has the usage so far. As in vLLM, none has it unless the last one has."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class ResponseFormat(RequestModel):
@@ -151,7 +165,7 @@ class SamplingFields(IgnoredFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = None
@@ -183,16 +197,21 @@ class SamplingFields(IgnoredFields):
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
     logits_processors: Any = None
+    watermarking: bool | None = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
-    """Keep only that many of the prompt's tokens; None or -1: all that the model takes."""
+    """Keep only that many of the prompt's tokens; -1: as many as leave room for one token of output."""
     truncation_side: Literal["left", "right"] | None = None
     """Where tokens are cut off; None: left, so the prompt's last ones stay."""
     return_token_offsets: bool | None = None
     """Of rendered requests: report where in the prompt's text each token stands."""
     regex: str | None = None
     ebnf: str | None = None
-    """SGLang's names for the regex and the grammar of `structured_outputs`."""
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     min_new_tokens: int | None = None
 
     def check_supported(self) -> None:
@@ -209,32 +228,46 @@ class SamplingFields(IgnoredFields):
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
+        refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")
 
     @property
     def requested_form(self) -> dict[str, Any] | None:
-        """`structured_outputs`, or SGLang's names for it.
+        """`structured_outputs`, or what its other names ask for.
 
         Raises:
             ApiError: 400, several of them are set.
         """
-        forms = [self.structured_outputs, self.regex and {"regex": self.regex}, self.ebnf and {"grammar": self.ebnf}]
-        given = [form for form in forms if isinstance(form, dict)]
-        if len(given) > 1:
-            raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
-        return given[0] if given else None
+        forms = [{key: form} for name, key in _FORM_NAMES.items() if (form := getattr(self, name)) is not None]
+        if self.structured_outputs is not None:
+            forms.append(self.structured_outputs)
+        if len(forms) > 1:
+            names = ", ".join(map(repr, _FORM_NAMES))
+            raise bad_request(f"Set one of 'structured_outputs', {names}.", "structured_outputs")
+        if forms and self.guided_whitespace_pattern is not None:
+            return {**forms[0], "whitespace_pattern": self.guided_whitespace_pattern}
+        return forms[0] if forms else None
+
+    @property
+    def has_form(self) -> bool:
+        """Whether answers are constrained."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return has_format or self.requested_form is not None
 
     @property
     def queueing(self) -> dict[str, Any]:
         """The priority and the cache salt, as `Generation.start` takes them."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
 
-    def truncate_prompt(self, token_ids: list[T]) -> list[T]:
+    def truncate_prompt(self, token_ids: list[T], most: int | None = None) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.
+
+        `most`: what -1 leaves; None: all.
 
         Raises:
             ApiError: 400, the number is not positive.
         """
-        return truncate_prompt(token_ids, self.truncate_prompt_tokens, self.truncation_side or "left")
+        count = most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return truncate_prompt(token_ids, count, self.truncation_side or "left")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -253,7 +286,7 @@ class SamplingFields(IgnoredFields):
             raise bad_parameter(str(error)) from error
 
     def check_stream(self, *, with_usage: bool = False) -> StreamOptions:
-        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage.
+        """The stream options; all are off if the request has none. `with_usage`: each chunk of every stream has it.
 
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
@@ -262,8 +295,9 @@ class SamplingFields(IgnoredFields):
             raise bad_request(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
-        options = self.stream_options or StreamOptions()
-        return options.model_copy(update={"include_usage": True}) if with_usage else options
+        if with_usage:
+            return StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return self.stream_options or StreamOptions()
 
 
 def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:
@@ -278,6 +312,16 @@ def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left",
         raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
     return token_ids[-count:] if side == "left" else token_ids[:count]
 
+
+_FORM_NAMES = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Other names of what `structured_outputs` has: SGLang's, and vLLM's old ones."""
 
 _SAMPLING_NAMES = tuple(
     name
@@ -294,10 +338,12 @@ def bad_parameter(message: str) -> ApiError:
 
 
 def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    for token_id in bias:
-        if not _TOKEN_ID.fullmatch(token_id):
-            message = f"Invalid value for 'logit_bias': its keys must be token ids, and {token_id[:64]!r} is none."
-            raise bad_request(message, "logit_bias")
+    wrong = [token_id for token_id in bias if not _TOKEN_ID.fullmatch(token_id)]
+    if wrong:
+        named = ", ".join(repr(token_id[:64]) for token_id in wrong[:_MAX_NAMED])
+        more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        message = f"Invalid value for 'logit_bias': its keys must be token ids, unlike {named}{more}."
+        raise bad_request(message, "logit_bias")
     return {int(token_id): value for token_id, value in bias.items()}
 
 

@@ -177,7 +177,7 @@ class GenerateWriter:
             for choice in update[1].outputs:
                 part = self._write_choice(sent[choice.index], choice)
                 if part is not None:
-                    usage = usage_of(generation.outputs) if options.continuous_usage_stats else None
+                    usage = usage_of(generation.outputs) if options.counts_always else None
                     body += make_event(self._encode([part], usage, prompt_token_ids=prompt_ids))
                     prompt_ids = None
         if options.include_usage:

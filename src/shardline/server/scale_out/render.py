@@ -83,6 +83,7 @@ def render_routes(service: Service) -> APIRouter:
         params: SamplingParams,
         grammar: str,
         offsets: list[tuple[int, int]] | None,
+        reasoning_ended: bool | None = None,
     ) -> RenderedRequest:
         room = service.llm.model.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -93,8 +94,7 @@ def render_routes(service: Service) -> APIRouter:
             token_offsets=offsets,
             sampling_params=sampling_fields(params, max_tokens, grammar),
             model=model,
-            # The grammar has rules for the reasoning before a constrained answer.
-            reasoning_ended=True if grammar else None,
+            reasoning_ended=reasoning_ended,
             stream=bool(body.stream),
             stream_options=None if options is None else options.model_dump(),
             cache_salt=body.cache_salt,
@@ -107,7 +107,8 @@ def render_routes(service: Service) -> APIRouter:
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
-        return answer(render(body, model, request_id, chat.token_ids, chat.params, chat.grammar, offsets))
+        ended = chat.answer_format.reasoning_ended
+        return answer(render(body, model, request_id, chat.token_ids, chat.params, chat.grammar, offsets, ended))
 
     @router.post("/v1/chat/completions/render", responses=json_answers(RenderedRequest))
     async def render_chat_completion(body: ChatRequest, request: Request) -> Response:

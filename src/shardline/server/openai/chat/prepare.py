@@ -13,6 +13,8 @@ from shardline.server.openai.protocol import ResponseFormat
 from shardline.server.service import Service
 from shardline.text.reasoning_parsers.base import ReasoningParser
 
+_RENDERED_IDS = "kv_transfer_params.prompt_token_ids"
+
 
 @dataclass(frozen=True)
 class PreparedChat:
@@ -90,15 +92,30 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     params = body.sampling_params(
         max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
-    chat = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
+    chat = await _encode(service, body)
     reasoning = service.chat.reasoning_parser
     if body.separate_reasoning is False and reasoning is not None and not reasoning.template_marks:
         reasoning = None
+    if body.include_reasoning is False and body.has_form:
+        reasoning = None  # as in vLLM, a constrained answer that must not show reasoning has none
     return await prepare_answer(
         service,
-        replace(chat, token_ids=body.truncate_prompt(chat.token_ids)),
+        replace(chat, token_ids=body.truncate_prompt(chat.token_ids, service.llm.model.max_model_len - 1)),
         params,
         body.response_format,
         reasoning=reasoning,
         requested_form=body.requested_form,
+        param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )
+
+
+async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
+    """The prompt: what another server has rendered, or the messages."""
+    ids = body.rendered_ids
+    if ids is None:
+        limit = None if body.truncate_prompt_tokens is None else service.most_encoded
+        special = bool(body.add_special_tokens)
+        return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
+    if len(ids) > service.llm.model.max_model_len:
+        return EncodedChat("", ids, None)  # the request is refused below
+    return EncodedChat(service.decode_tokens(ids, skip_special_tokens=False), ids, body.choose_tools(service))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
-from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
+from shardline.server.openai.protocol import RequestModel, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
+from shardline.text.chat_messages import text_content
 from shardline.text.chat_template import Conversation
+from shardline.text.tool_parsers import find_tool_parser
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
+
+logger = logging.getLogger(__name__)
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -27,12 +33,20 @@ MAX_ROLE_CHARS = 64
 MAX_PARTS = 4096
 """The most parts of one message."""
 
+_FORCED_FORMAT = "llama3_json"
+"""JSON that a grammar enforces: any model can write it."""
+
+_RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}
+"""Variables of chat templates that have a field of their own."""
+
 _INLINE_MESSAGES = 256
 """The most messages that are converted on the event loop."""
 
 
 class FunctionDefinition(RequestModel):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema. Unknown fields are ignored, as in vLLM."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
     description: str | None = None
@@ -41,18 +55,18 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool. Only functions are supported."""
+    """A tool. Only functions are supported. Unknown fields are ignored."""
 
-    type: Literal["function"]
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about tools."""
+    """Which functions an answer may call, and how."""
 
-    definitions: list[dict[str, Any]]
-    """All tools, as chat templates take them."""
     callable: tuple[FunctionDefinition, ...]
     """The functions that the answer may call."""
     required: bool
@@ -60,6 +74,8 @@ class ToolUse:
     parallel: bool
     """Whether it may call more than one."""
     parser: type[ToolParser]
+    is_named: bool = False
+    """Whether the request names the function to call."""
 
     @cached_property
     def offered(self) -> tuple[OfferedFunction, ...]:
@@ -71,12 +87,13 @@ class ToolUse:
         return self.parser(self.offered, parallel=self.parallel)
 
 
-def choose_tools(
+def _choose_tools(
     service: Service, tools: Sequence[Tool], choice: str | dict[str, Any] | None, parallel: bool
 ) -> ToolUse | None:
     """What `tools` and `tool_choice` mean together. None: the answer may not call tools.
 
-    The chat template may show no tools to the model; the start of the server warns of that.
+    The chat template may show no tools to the model; the start of the server warns of that. If it is not known how the
+    model writes calls, an answer calls functions only if it must.
 
     Raises:
         ApiError: 400, they do not fit each other or the model.
@@ -97,19 +114,27 @@ def choose_tools(
         return None
     if choice == "none":
         return None
+    required = choice == "required" or named is not None
     parser = service.chat.tool_parser
     if parser is None:
-        raise bad_request(
-            "The form in which this model writes tool calls is not known: start the server with --tool-call-parser.",
-            "tools",
-            "unsupported_parameter",
-        )
+        _warn_of_unknown_format()
+        if not required:
+            return None
+        parser = find_tool_parser(_FORCED_FORMAT)
     return ToolUse(
-        definitions=[tool.model_dump(exclude_none=True) for tool in tools],
         callable=functions if named is None else (named,),
-        required=choice == "required" or named is not None,
+        required=required,
         parallel=parallel and named is None,
         parser=parser,
+        is_named=named is not None,
+    )
+
+
+@functools.cache
+def _warn_of_unknown_format() -> None:
+    logger.warning(
+        "a request offers tools, but how this model writes calls is not known, so its answers have none unless a "
+        "request forces them; name the format by --tool-call-parser"
     )
 
 
@@ -147,7 +172,9 @@ def _named_function(
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only text is supported; other types are refused."""
+    """A part of a message. Only text is supported; other types are refused. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     type: str
     text: str | None = None
@@ -162,10 +189,10 @@ class ContentPart(RequestModel):
 class ChatMessage(RequestModel):
     """A message of the conversation. It may have all fields of an answer, so that clients can send answers back.
 
-    Other fields are ignored, and other roles are for the chat template to judge, as in vLLM.
+    Other fields and other roles are the chat template's matter, as in vLLM.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -208,6 +235,8 @@ class EncodedChat:
 class ConversationFields(RequestModel):
     """The fields that control how messages become a prompt."""
 
+    chat_template: str | None = None
+    """A template of this request's own, in jinja; it needs --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -219,6 +248,14 @@ class ConversationFields(RequestModel):
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
         return dict(self.chat_template_kwargs or {})
+
+    def choose_tools(self, service: Service) -> ToolUse | None:
+        """What the answer may call.
+
+        Raises:
+            ApiError: 400, `tools` and `tool_choice` do not fit each other.
+        """
+        return _choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
 
     async def encode_messages(
         self,
@@ -238,17 +275,24 @@ class ConversationFields(RequestModel):
             ApiError: 400, a field is not supported, or the model's template refuses the messages.
         """
         self._check_options(messages)
+        refuse_if(
+            self.chat_template is not None and not service.config.trust_request_chat_template,
+            "chat_template",
+            "A request may bring a chat template only if the server is started with --trust-request-chat-template.",
+        )
         _check_messages(messages)
         for name, field in self._template_fields(messages, param):
             check_template_values(name, field)
-        tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
+        tool_use = self.choose_tools(service)
+        offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
             await _for_template(messages),
-            None if tool_use is None else tool_use.definitions,
+            [tool.model_dump(exclude_none=True) for tool in offered] or None,
             {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
             add_special_tokens,
+            self.chat_template,
         )
         limit = service.llm.model.max_model_len if max_tokens is None else max_tokens
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
@@ -256,9 +300,7 @@ class ConversationFields(RequestModel):
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
-        objects = [
-            (message.tool_calls, message.function_call, message.annotations, message.audio) for message in messages
-        ]
+        objects = [(m.tool_calls, m.function_call, m.annotations, m.audio, m.model_extra or None) for m in messages]
         return [
             (param, [value for values in objects for value in values if value is not None]),
             ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),
@@ -277,7 +319,7 @@ class ConversationFields(RequestModel):
             "continue_final_message",
             "'continue_final_message' needs a last message of the role 'assistant'.",
         )
-        reserved = {"messages", "tools", "add_generation_prompt"} & (self.chat_template_kwargs or {}).keys()
+        reserved = _RESERVED & (self.chat_template_kwargs or {}).keys()
         if reserved:
             raise bad_request(
                 f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
@@ -310,8 +352,19 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
                 raise bad_request(f"Invalid value for '{name}': every call needs a 'function' with a 'name'.", name)
 
 
+class TransferParams(RequestModel):
+    """What another server hands over with a request. Its other fields are ignored: no KV blocks are moved."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    prompt_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    """The prompt, which the other server has rendered."""
+
+
 class ChatRequest(ConversationFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
+
+    taken_here: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params"})
 
     messages: Messages
     max_tokens: int | None = None
@@ -327,10 +380,11 @@ class ChatRequest(ConversationFields, SamplingFields):
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     moderation: Any = None
-    chat_template: str | None = None
     separate_reasoning: bool | None = None
     """Whether reasoning is split off at all; None: it is, if the server has a parser for it."""
     echo: bool | None = None
+    kv_transfer_params: TransferParams | None = None
+    return_prompt_text: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """For chat templates that show documents to the model."""
 
@@ -356,11 +410,6 @@ class ChatRequest(ConversationFields, SamplingFields):
             "'function_call' is not supported: use 'tool_choice'.",
         )
         refuse_if(self.moderation is not None, "moderation", "Moderation is not supported.")
-        refuse_if(
-            self.chat_template is not None,
-            "chat_template",
-            "A request cannot bring a chat template: start the server with --chat-template.",
-        )
         refuse_if(self.web_search_options is not None, "web_search_options", "Web search is not supported.")
 
     @property
@@ -370,13 +419,20 @@ class ChatRequest(ConversationFields, SamplingFields):
         return {**documents, **super().template_variables}
 
     @property
+    def answer_role(self) -> str:
+        """Whose message the answer is: the assistant's, or that of the last message if the answer continues it."""
+        return self.messages[-1].role if self.add_generation_prompt is False else "assistant"
+
+    @property
     def echoed_text(self) -> str:
-        """The text to repeat before the answer: that of the message that it continues, if `echo` asks for it."""
-        content = self.messages[-1].content
-        continues = self.continue_final_message or self.add_generation_prompt is False
-        if not (self.echo and continues) or content is None:
-            return ""
-        return content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        """The text to repeat before the answer: the last message if `echo` asks for it and its role is the answer's."""
+        last = self.messages[-1].for_template()
+        return text_content(last.get("content"), -1) if self.echo and last["role"] == self.answer_role else ""
+
+    @property
+    def rendered_ids(self) -> list[int] | None:
+        """The prompt that another server has rendered; None: `messages` are to be rendered, as for `echo`."""
+        return None if self.kv_transfer_params is None or self.echo else self.kv_transfer_params.prompt_token_ids
 
     @property
     def token_limit(self) -> int | None:

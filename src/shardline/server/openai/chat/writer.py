@@ -47,10 +47,13 @@ class ToolCall(msgspec.Struct, kw_only=True, frozen=True):
 class AssistantMessage(msgspec.Struct, kw_only=True, frozen=True):
     """The message of a whole answer."""
 
-    role: str = "assistant"
+    role: str
     content: str | None
     refusal: None = None
-    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     """The same as `reasoning`, under the name that older clients know."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
@@ -67,7 +70,7 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice: `message` in a whole answer, `delta` in a chunk, which has the last two fields only on request."""
+    """One choice: `message` in a whole answer, `delta` in a chunk. The digests are there only on request."""
 
     index: int
     message: AssistantMessage | msgspec.UnsetType = msgspec.UNSET
@@ -89,7 +92,10 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[ChatChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
@@ -106,7 +112,13 @@ class ChatEnvelope:
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_metrics = bool(body.return_metrics)
+        self._prompt_text = answer_format.prompt if body.return_prompt_text else None
         self._counters = [answer_format.make_counter() for _ in range(body.n or 1)]
+
+    @property
+    def counts_always(self) -> bool:
+        """Whether each event has the usage so far."""
+        return self._options.counts_always
 
     def encode_whole(self, output: RequestOutput, choices: Sequence[ChatChoice]) -> bytes:
         """The JSON of the whole answer."""
@@ -115,17 +127,21 @@ class ChatEnvelope:
             choices,
             self._usage([output]),
             output.prompt_token_ids if self._with_ids else None,
-            output.prompt_logprobs if self._with_prompt_logprobs else None,
             [output],
+            prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else None,
+            prompt_text=self._prompt_text,
+            service_tier=None,
+            kv_transfer_params=None,
         )
 
     def encode_event(self, outputs: Sequence[RequestOutput], choice: ChatChoice, *, first: bool = False) -> bytes:
-        """An event with what is new of a choice. The `first` one of each choice also has the prompt's ids."""
+        """An event with what is new of a choice. The `first` one of each choice also has the prompt's ids and text."""
         usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
-        if self._options.continuous_usage_stats:
+        if self._options.counts_always:
             usage = self._usage(outputs)
+        fields: dict[str, Any] = {"prompt_text": self._prompt_text} if first and self._prompt_text is not None else {}
         prompt_ids = self._prompt_ids(outputs[0]) if first else msgspec.UNSET
-        return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids))
+        return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids, **fields))
 
     def encode_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
         """An event with the usage and the metrics; empty if the request asked for neither."""
@@ -150,8 +166,8 @@ class ChatEnvelope:
         choices: Sequence[ChatChoice],
         usage: Usage | msgspec.UnsetType | None,
         prompt_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET,
-        prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET,
         finished: Sequence[RequestOutput] = (),
+        **fields: Any,
     ) -> bytes:
         return msgspec.json.encode(
             ChatResponse(
@@ -163,8 +179,8 @@ class ChatEnvelope:
                 choices=choices,
                 usage=usage,
                 prompt_token_ids=prompt_ids,
-                prompt_logprobs=prompt_logprobs,
                 metrics=answer_metrics(finished) if self._with_metrics and finished else msgspec.UNSET,
+                **fields,
             )
         )
 
@@ -190,13 +206,15 @@ class ChatWriter:
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
         self._envelope = ChatEnvelope(service, body, response_id, answer_format)
-        self._with_ids = bool(body.return_token_ids)
-        self._counts_always = body.check_stream().continuous_usage_stats
-        """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
-        self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
+        # Tokens would tell the reasoning that the answer leaves out.
+        hides_tokens = not self._with_reasoning and answer_format.reasoning is not None
+        self._with_ids = bool(body.return_token_ids) and not hides_tokens
+        self._with_logprobs = bool(body.logprobs) and not hides_tokens
+        self._tokens_matter = self._with_ids or self._with_logprobs or bool(body.logits_digest)
         self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
         self._tokenizer = service.llm.model.tokenizer
+        self._role = body.answer_role
         self._echo = body.echoed_text
         self._format = answer_format
         self._num_choices = body.n or 1
@@ -213,11 +231,11 @@ class ChatWriter:
             assert delta is not None
             reason: str | None = delta.finish_reason
             if self._format.is_plain:
-                message = AssistantMessage(content=self._echo + delta.text)
+                message = AssistantMessage(role=self._role, content=self._echo + delta.text)
             else:
                 parser = self._format.make_parser()
                 message = self._parsed_message(parser, delta)
-                reason = _finish_reason(delta, parser)
+                reason = self._finish_reason(delta, parser)
             ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         return self._envelope.encode_whole(output, choices)
@@ -226,10 +244,14 @@ class ChatWriter:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
         parsed = not self._format.is_plain
         sent = [StreamedChoice(self._format.make_parser() if parsed else None) for _ in range(self._num_choices)]
-        only_text = not (self._tokens_matter or self._counts_always)
-        roles = [ChatChoice(index=index, delta=ChatDelta("assistant", self._echo)) for index in range(len(sent))]
+        only_text = not (self._tokens_matter or self._envelope.counts_always)
         outputs, encode_event = generation.outputs, self._envelope.encode_event
-        body = b"".join([encode_event(outputs, role, first=True) for role in roles])
+        begin, echo = ChatDelta(self._role, ""), ChatDelta(content=self._echo)
+        body = b"".join(
+            [encode_event(outputs, ChatChoice(index=index, delta=begin), first=True) for index in range(len(sent))]
+        )
+        if self._echo:
+            body += b"".join([encode_event(outputs, ChatChoice(index=index, delta=echo)) for index in range(len(sent))])
         while (update := (yield body)) is not None:
             body = b""
             for choice in update[1].outputs:
@@ -262,7 +284,7 @@ class ChatWriter:
                 delta = self._chat_delta(answer, parser)
                 if delta is None:
                     return b""
-                return self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta))
+                return self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta, token_ids=None))
             if answer.reasoning:
                 return self._write_reasoning(outputs, index, choice, answer.reasoning)
             if not text:
@@ -284,15 +306,13 @@ class ChatWriter:
 
     def _make_frame(self, outputs: Sequence[RequestOutput], index: int, delta: ChatDelta) -> list[bytes]:
         """What surrounds the texts of an event that has `delta`, in which each text is `_MARK`."""
-        event = self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta))
+        event = self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta, token_ids=None))
         return event.split(b'"' + _MARK.encode() + b'"')
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, and with the finish reason, if the choice ended."""
-        parts = []
-        if delta.text or (self._tokens_matter and delta.token_ids):
-            parts.append(self._make_choice(index, delta, delta=ChatDelta(content=delta.text)))
-        return parts if delta.finish_reason is None else _with_end(parts, index, delta, delta.finish_reason)
+        parts = [self._make_choice(index, delta, delta=ChatDelta(content=delta.text))]
+        return parts if delta.finish_reason is None else _with_end(parts, delta, delta.finish_reason)
 
     def _split_parsed(self, index: int, delta: Delta, parser: AnswerParser) -> list[ChatChoice]:
         """As `_split_delta`, of an answer that is parsed."""
@@ -308,10 +328,19 @@ class ChatWriter:
                 parts.append(
                     self._make_choice(index, delta, delta=chunk)
                     if tokens_unsent
-                    else ChatChoice(index=index, delta=chunk)
+                    else self._without_tokens(index, chunk)
                 )
                 tokens_unsent = False
-        return parts if delta.finish_reason is None else _with_end(parts, index, delta, _finish_reason(delta, parser))
+        if delta.finish_reason is None:
+            return parts
+        parts = parts or [self._without_tokens(index, ChatDelta())]
+        return _with_end(parts, delta, self._finish_reason(delta, parser))
+
+    def _finish_reason(self, delta: Delta, parser: AnswerParser) -> str | None:
+        """An answer that ends by itself and has a call ends because of it, unless the request named the function."""
+        use = self._format.tool_use
+        is_free = use is not None and not use.is_named
+        return "tool_calls" if is_free and delta.finish_reason == "stop" and parser.has_calls else delta.finish_reason
 
     def _chat_delta(self, answer: AnswerDelta, parser: AnswerParser) -> ChatDelta | None:
         """What a chunk adds; None: nothing."""
@@ -341,35 +370,37 @@ class ChatWriter:
             ToolCall(id=parser.new_call_id(), type="function", function=FunctionCall(name=name, arguments=text))
             for name, text in zip(names, arguments, strict=True)
         ]
-        shown = reasoning or None
+        shown, use = reasoning or None, self._format.tool_use
         has_reasoning = self._format.reasoning is not None and self._with_reasoning
+        has_content = bool(self._echo or content or not calls or (use is not None and use.required))
         return AssistantMessage(
-            content=self._echo + content if self._echo or content or not calls else None,
-            reasoning=shown if has_reasoning else msgspec.UNSET,
+            role=self._role,
+            content=self._echo + content if has_content else None,
+            reasoning=shown if has_reasoning else None,
             reasoning_content=shown if has_reasoning else msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
         )
 
+    def _without_tokens(self, index: int, delta: ChatDelta) -> ChatChoice:
+        """A part of a chunk whose tokens another part has."""
+        return ChatChoice(index=index, delta=delta, token_ids=[] if self._with_ids else None)
+
     def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
         """A choice with the new tokens and these other fields."""
+        scores = new.logprobs if self._with_logprobs else None
         return ChatChoice(
             index=index,
-            logprobs=None if new.logprobs is None else chat_logprobs(self._pieces, new.token_ids, new.logprobs),
-            token_ids=new.token_ids if self._with_ids else msgspec.UNSET,
+            logprobs=None if scores is None else chat_logprobs(self._pieces, new.token_ids, scores),
+            token_ids=new.token_ids if self._with_ids else None,
             logits_digests=msgspec.UNSET if new.digests is None else new.digests,
             **fields,
         )
 
 
-def _with_end(parts: list[ChatChoice], index: int, delta: Delta, reason: str | None) -> list[ChatChoice]:
+def _with_end(parts: list[ChatChoice], delta: Delta, reason: str | None) -> list[ChatChoice]:
     """The last chunks of a choice: the finish reason is in the last of them that has content, as in vLLM."""
-    *before, last = parts or [ChatChoice(index=index, delta=ChatDelta())]
+    *before, last = parts
     return [*before, msgspec.structs.replace(last, finish_reason=reason, stop_reason=delta.stop_reason)]
-
-
-def _finish_reason(delta: Delta, parser: AnswerParser) -> str | None:
-    """An answer that ends by itself and has a call ends because of it."""
-    return "tool_calls" if delta.finish_reason == "stop" and parser.has_calls else delta.finish_reason
 
 
 def _call_delta(call: CallDelta, parser: AnswerParser) -> ToolCall:
