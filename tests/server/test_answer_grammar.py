@@ -117,3 +117,19 @@ def test_schemas_that_cannot_be_compiled() -> None:
     assert grammar(use_tools(False, {"not": {}})) == ""
     with pytest.raises(ApiError, match="not"):
         grammar(use_tools(True, {"not": {}}))
+
+
+def test_structural_tags_are_a_form_of_answers() -> None:
+    tag = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    tree = {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag]}
+    older = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+    for given in (older, {"format": tree}):
+        form = ResponseFormat.model_validate({"type": "structural_tag", **given})
+        made = grammar(None, "qwen3", "<think>\n", form)
+        assert accepts(COMPILER, made, '<f>x</think>Hi <f>{"a": 1}</f>!')
+        assert not accepts(COMPILER, made, "x</think>Hi <f>{}</f>")
+    for given in (older, {"format": tree}):
+        made = asyncio.run(make_answer_grammar(None, None, {"structural_tag": given}, CHECKS))
+        assert accepts(COMPILER, made, '<f>{"a": 1}</f>')
+    with pytest.raises(ApiError, match="'format' has the type 'dispatch'"):
+        grammar(form=ResponseFormat(type="structural_tag", format={"type": "dispatch"}))

@@ -122,6 +122,8 @@ def _requested_form(
         form = StructuredOutputsParams(json=described["schema"])
     elif kind == "json_object":
         form = StructuredOutputsParams(json_object=True)
+    elif kind == "structural_tag" and response_format is not None:
+        form = StructuredOutputsParams(structural_tag=response_format.model_dump(exclude_none=True))
     elif kind == "text":
         if structured_outputs is None:
             return None, ""
@@ -131,7 +133,8 @@ def _requested_form(
             raise bad_request(f"Invalid value for 'structured_outputs': {error}.", "structured_outputs") from error
     else:
         raise bad_request(
-            f"Invalid value for '{format_param}.type': '{kind}'; use 'text', 'json_object' or 'json_schema'.",
+            f"Invalid value for '{format_param}.type': '{kind}'; use 'text', 'json_object', 'json_schema' or "
+            "'structural_tag'.",
             f"{format_param}.type",
         )
     if structured_outputs is not None:

@@ -138,6 +138,10 @@ class ResponseFormat(RequestModel):
 
     type: str
     json_schema: dict[str, Any] | None = None
+    # Of the type structural_tag: one of both forms.
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class SamplingFields(IgnoredFields):
