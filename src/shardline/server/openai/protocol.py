@@ -214,6 +214,25 @@ class SamplingFields(IgnoredFields):
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
 
+    def max_reasoning_tokens(self, has_reasoning: bool) -> int | None:
+        """The budget of reasoning; None: there is none. `has_reasoning`: whether the server tells reasoning apart.
+
+        Raises:
+            ApiError: 400, it is no number of tokens, or there is nothing that it could limit.
+        """
+        budget = self.thinking_token_budget
+        if budget is None or budget == -1:
+            return None
+        if type(budget) is not int or budget < 0:
+            message = "'thinking_token_budget' must be a non-negative integer, or -1 for unlimited."
+            raise bad_request(message, "thinking_token_budget")
+        refuse_if(
+            not has_reasoning,
+            "thinking_token_budget",
+            "'thinking_token_budget' needs a server that knows how the model reasons: use --reasoning-parser.",
+        )
+        return budget
+
     @property
     def requested_form(self) -> dict[str, Any] | None:
         """`structured_outputs`, or SGLang's names for it.

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.text.text_reader import Steps, TextReader
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """The most tokens that reasoning may have before it must end."""
+
+    num_tokens: int
+    end: str
+    """The token of the mark that ends reasoning, in Lark."""
 
 
 class ReasoningParser(ABC):
@@ -49,13 +59,21 @@ class ReasoningParser(ABC):
         return prompt.rstrip().endswith(cls.begin)
 
     @classmethod
-    def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
-        """What may stand before an answer, in Lark, and the rules for it. `mark`: spells a mark of the format."""
+    def write_rules(
+        cls, prompt: str, mark: Callable[[str], str], budget: ThinkingBudget | None = None
+    ) -> tuple[str, str]:
+        """What may stand before an answer, in Lark, and the rules for it. `mark`: spells a mark of the format.
+
+        `budget`: how many tokens the reasoning may have; None: any number.
+        """
         if not cls.starts_in_reasoning(prompt) and prompt.rstrip().endswith(cls.end):
             return "", ""
         lazy = "" if mark(cls.end).startswith("<[") else "[lazy]"
-        rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(cls.end)}\nTHOUGHTS: /(.|\\n)*/\n"
-        rules += "SPACE: /[ \\n]{1,4}/\n"
+        rules = f"thoughts{lazy}: THOUGHTS {mark(cls.end)}\n"
+        if budget is not None:
+            limited = f"limited[max_tokens={budget.num_tokens}]: THOUGHTS\n"
+            rules = f"thoughts: limited {budget.end}\n{limited}" if budget.num_tokens else f"thoughts: {budget.end}\n"
+        rules += "reasoning: thoughts SPACE?\nTHOUGHTS: /(.|\\n)*/\nSPACE: /[ \\n]{1,4}/\n"
         if cls.starts_in_reasoning(prompt) or cls.begins_unmarked:
             return "reasoning ", rules
         return "opened? ", f"opened: {mark(cls.begin)} reasoning\n{rules}"

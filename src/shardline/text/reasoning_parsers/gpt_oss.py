@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardline.text import harmony
-from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.reasoning_parsers.base import ReasoningParser, ThinkingBudget
 from shardline.text.text_reader import Steps, copy_value
 
 
@@ -24,8 +24,10 @@ class Parser(ReasoningParser):
         super().__init__(prompt, has_tools=has_tools)
 
     @classmethod
-    def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
-        """Any number of messages that are neither the last one nor a call."""
+    def write_rules(
+        cls, prompt: str, mark: Callable[[str], str], budget: ThinkingBudget | None = None
+    ) -> tuple[str, str]:
+        """Any number of messages that are neither the last one nor a call. A budget has no effect on them."""
         header = harmony.header_of_prompt(prompt)
         if header is not None and header.is_content:
             return "", ""

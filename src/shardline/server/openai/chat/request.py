@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -209,6 +209,8 @@ class ConversationFields(RequestModel):
     """The fields that control how messages become a prompt."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For chat templates that know it; "none" asks them not to think."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -218,7 +220,10 @@ class ConversationFields(RequestModel):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        return dict(self.chat_template_kwargs or {})
+        effort = self.reasoning_effort
+        thinks = effort != "none"
+        asked = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        return {**asked, **(self.chat_template_kwargs or {})}
 
     async def encode_messages(
         self,
@@ -312,6 +317,8 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
 
 class ChatRequest(ConversationFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
+
+    taken_here: ClassVar[frozenset[str]] = frozenset({"reasoning_effort", "thinking_token_budget"})
 
     messages: Messages
     max_tokens: int | None = None
