@@ -12,6 +12,7 @@ from shardline.text.text_reader import Steps, copy_value
 class Parser(ReasoningParser):
     """Reasoning may be several messages. Calls of functions go on to the parser of tool calls, with their marks."""
 
+    other_names = ("openai_gptoss",)
     begin = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
     end = harmony.END
     markers = harmony.MARKERS
