@@ -248,6 +248,9 @@ def test_a_stream_that_fails_says_so() -> None:
     ("change", "param"),
     [
         ({"background": True, "store": False}, "background"),
+        ({"reasoning": {"effort": ["much"]}}, "reasoning.effort"),
+        ({"thinking_token_budget": "much"}, "thinking_token_budget"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{}] * 1025}]}, "tools[0].tools"),
         ({"truncation": "auto", "truncate_prompt_tokens": 3}, "truncation"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),

@@ -134,7 +134,9 @@ def _requested_form(
     elif kind == "json_object":
         form = StructuredOutputsParams(json_object=True)
     elif kind == "structural_tag" and response_format is not None:
-        form = StructuredOutputsParams(structural_tag=response_format.model_dump(exclude_none=True))
+        fields = ("structures", "triggers", "format")
+        given = {name: value for name in fields if (value := getattr(response_format, name)) is not None}
+        form = StructuredOutputsParams(structural_tag=given)
     elif kind == "text":
         if structured_outputs is None:
             return None, ""

@@ -41,6 +41,8 @@ def check_metadata(value: Any) -> Any:
 
 
 MAX_ID_CHARS = 256
+_MAX_BUDGET = 1 << 24
+"""More tokens than any answer has."""
 
 IGNORED_HEADER = "X-Shardline-Ignored"
 
@@ -231,7 +233,7 @@ class SamplingFields(IgnoredFields):
             "thinking_token_budget",
             "'thinking_token_budget' needs a server that knows how the model reasons: use --reasoning-parser.",
         )
-        return budget
+        return min(budget, _MAX_BUDGET)
 
     @property
     def requested_form(self) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -205,11 +205,28 @@ class EncodedChat:
     """None: the answer may not call tools."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def read_effort(value: Any, param: str) -> Effort | None:
+    """An effort of reasoning, or None.
+
+    Raises:
+        ApiError: 400, it is none of those that there are.
+    """
+    for effort in get_args(Effort):
+        if value == effort:
+            return cast("Effort", effort)
+    if value is not None:
+        raise bad_request(f"Invalid value for '{param}': use {', '.join(get_args(Effort))}.", param)
+    return None
+
+
 class ConversationFields(RequestModel):
     """The fields that control how messages become a prompt."""
 
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     """For chat templates that know it; "none" asks them not to think."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

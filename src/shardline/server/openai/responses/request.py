@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -16,6 +17,7 @@ from shardline.server.openai.chat.request import (
     ConversationFields,
     FunctionDefinition,
     Tool,
+    read_effort,
 )
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
 
@@ -293,7 +295,7 @@ class ResponsesRequest(SamplingFields):
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=(self.reasoning or {}).get("effort"),
+            reasoning_effort=read_effort((self.reasoning or {}).get("effort"), "reasoning.effort"),
             continue_final_message=continues or None,
         )
 
@@ -302,11 +304,12 @@ class ResponsesRequest(SamplingFields):
         """By the name that the model calls, the namespace and the name of each function that is in one."""
         return {f.tool.function.name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
 
-    @property
+    @cached_property
     def _functions(self) -> list[_Function]:
         functions = []
         for index, tool in enumerate(self.tools or ()):
             functions += _read_tool(tool, f"tools[{index}]")
+            refuse_if(len(functions) > MAX_TOOLS, "tools", f"The tools have more than {MAX_TOOLS} functions.")
         return functions
 
     def _resolve_choice(self, name: Any) -> Any:
@@ -366,7 +369,8 @@ def _read_tool(tool: dict[str, Any], place: str) -> list[_Function]:
             raise bad_request(f"Missing required parameter: '{place}.name'.", f"{place}.name")
         if not (isinstance(members, list) and all(isinstance(member, dict) for member in members)):
             raise bad_request(f"Invalid value for '{place}.tools': it must be a list of tools.", f"{place}.tools")
-        return [_read_function(member, f"{place}.tools[{i}]", name) for i, member in enumerate(members[:MAX_TOOLS])]
+        refuse_if(len(members) > MAX_TOOLS, f"{place}.tools", f"A namespace may have {MAX_TOOLS} functions.")
+        return [_read_function(member, f"{place}.tools[{i}]", name) for i, member in enumerate(members)]
     return [_read_function(tool, place, None)]
 
 
