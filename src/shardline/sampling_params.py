@@ -11,7 +11,7 @@ import msgspec
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The form that an output must have. Exactly one of the first five is set. Names and meanings are vLLM's.
+    """The form that an output must have. Exactly one of the first six is set. Names and meanings are vLLM's.
 
     Raises:
         ValueError: none of the forms is set, or several are.
@@ -26,6 +26,8 @@ class StructuredOutputsParams(
     """In Lark or GBNF."""
     json_object: bool | None = None
     """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Text with tags that begin parts of a required form, as an object or as its JSON."""
     disable_any_whitespace: bool | None = None
     """True: JSON has no whitespace except one space after each comma and colon. This is the default for schemas. Free
     objects may be indented by default. False: up to 40 characters of whitespace."""
@@ -33,7 +35,7 @@ class StructuredOutputsParams(
     """A regular expression for the whitespace in JSON."""
 
     def __post_init__(self) -> None:
-        names = ("json", "regex", "choice", "grammar", "json_object")
+        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.server.errors import ApiError
@@ -117,3 +118,47 @@ def test_schemas_that_cannot_be_compiled() -> None:
     assert grammar(use_tools(False, {"not": {}})) == ""
     with pytest.raises(ApiError, match="not"):
         grammar(use_tools(True, {"not": {}}))
+
+
+def test_structural_tags_are_a_form_of_answers() -> None:
+    tag = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    tree = {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag]}
+    older = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+    for given in (older, {"format": tree}):
+        form = ResponseFormat.model_validate({"type": "structural_tag", **given})
+        made = grammar(None, "qwen3", "<think>\n", form)
+        assert accepts(COMPILER, made, '<f>x</think>Hi <f>{"a": 1}</f>!')
+        assert not accepts(COMPILER, made, "x</think>Hi <f>{}</f>")
+    for given in (older, {"format": tree}):
+        made = asyncio.run(make_answer_grammar(None, None, {"structural_tag": given}, CHECKS))
+        assert accepts(COMPILER, made, '<f>{"a": 1}</f>')
+    with pytest.raises(ApiError, match="'format' has the type 'dispatch'"):
+        grammar(form=ResponseFormat(type="structural_tag", format={"type": "dispatch"}))
+
+
+def test_reasoning_may_have_a_budget() -> None:
+    backend = tokenizers.Tokenizer.from_file(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    tokenizer, compiler = Tokenizer(backend), GrammarCompiler(backend)
+
+    def allows(prompt: str, text: str, budget: int, form: ResponseFormat | None = None) -> bool:
+        parser = find_reasoning_parser("qwen3")
+        answer = AnswerFormat(tokenizer, prompt, None, parser, budget)
+        matcher = compiler.start_grammar(asyncio.run(make_answer_grammar(answer, form, None, CHECKS)))
+        for token_id in backend.encode(text, add_special_tokens=False).ids:
+            words, _ = matcher.find_allowed()
+            if not words[token_id >> 5] >> (token_id & 31) & 1:
+                return False
+            matcher.append_token(token_id, is_end=False)
+        return matcher.find_allowed()[1]
+
+    for begin, prompt in (("<think>", ""), ("", "<think>")):
+        assert allows(prompt, begin + " one two</think> Hi", 2)
+        assert allows(prompt, begin + " one</think> Hi", 2)
+        assert not allows(prompt, begin + " one two three</think>", 2)
+        assert allows(prompt, begin + "</think>Hi", 0)
+        assert not allows(prompt, begin + " one</think>Hi", 0)
+        assert allows(prompt, begin + ' one</think>{"a": 1}', 2, FORM)
+    assert allows("", "Hi <think> one two three", 2)
+    over = AnswerFormat(tokenizer, "<think></think>", None, find_reasoning_parser("qwen3"), 2)
+    assert asyncio.run(make_answer_grammar(over, None, None, CHECKS)) == ""

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.server.openai.responses.routes import ResponseStore
+from shardline.server.openai.responses.store import ResponseStore
 from tests.server.conftest import Running, serve
 from tests.server.test_tools import CALLS, FOUND, TEMPLATE
 
@@ -143,6 +143,88 @@ def test_a_cut_answer_is_incomplete(shared: Running, client: openai.OpenAI) -> N
     assert events[-1].type == "response.incomplete"
 
 
+def test_functions_of_a_namespace(shared: Running, client: openai.OpenAI) -> None:
+    tools: list[Any] = [{"type": "namespace", "name": "sky", "description": "Above.", "tools": TOOLS}]
+    shared.engine.reply = '<tool_call>\n{"name": "sky__weather", "arguments": {}}\n</tool_call>'
+    answer = client.responses.create(model="demo", input="Hi", tools=tools)
+    [call] = answer.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name) == ("sky", "weather")
+    assert last_prompt(shared).startswith("sky__weather sky__time ")
+    events = list(client.responses.create(model="demo", input="Hi", tools=tools, stream=True))
+    items = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [(item.namespace, item.name) for item in items] == [("sky", "weather")]  # type: ignore[union-attr]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    chosen: Any = {"type": "function", "name": "time"}
+    client.responses.create(model="demo", input=[call.model_dump(), output], tools=tools, tool_choice=chosen)
+    assert "sky__weather={}" in last_prompt(shared)
+    constraints = shared.engine.requests[-1].constraints
+    assert constraints is not None
+    assert "sky__time" in constraints.grammar
+    assert "sky__weather" not in constraints.grammar
+    twice = [*tools, {**tools[0], "name": "sea"}]
+    with pytest.raises(openai.BadRequestError, match="choose one of sky__time, sea__time"):
+        client.responses.create(model="demo", input="Hi", tools=twice, tool_choice=chosen)
+
+
+def test_what_the_model_reads_and_writes_can_be_seen(shared: Running) -> None:
+    shared.engine.reply = "<think>Hm.</think>Hello."
+    with shared.http() as http:
+        body = {"input": "Hi", "enable_response_messages": True, "include_reasoning": False}
+        answer = http.post("/v1/responses", json=body).json()
+    [read], [written] = answer["input_messages"], answer["output_messages"]
+    assert read == {"type": "raw_message_tokens", "message": last_prompt(shared), "tokens": read["tokens"]}
+    assert read["tokens"] == shared.engine.requests[-1].prompt_token_ids
+    assert written["message"] == "<think>Hm.</think>Hello."
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_a_prompt_that_is_too_long_can_be_cut_off(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "Ok."
+    text = "word " * 600 + "end"
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(model="demo", input=text)
+    answer = client.responses.create(model="demo", input=text, truncation="auto", max_output_tokens=9)
+    assert answer.truncation == "auto"
+    assert len(shared.engine.requests[-1].prompt_token_ids) == 503
+    assert last_prompt(shared).endswith("end<|end|><|assistant|>")
+
+
+def test_a_message_that_is_in_progress_goes_on(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "lo."
+    begun: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "incomplete",
+            "content": [{"type": "output_text", "text": "Hel", "annotations": []}],
+        },
+    ]
+    client.responses.create(model="demo", input=begun)
+    assert last_prompt(shared).endswith("<|assistant|>Hel")
+
+
+def test_the_effort_reaches_the_template() -> None:
+    template = "{{ reasoning_effort }} {{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with serve(ServerConfig(chat_template=template)) as running, running.openai() as client:
+        client.responses.create(model="demo", input="Hi", reasoning={"effort": "high"})
+        assert last_prompt(running) == "high TrueHi"
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "Hi"}], reasoning_effort="none"
+        )
+        assert last_prompt(running) == "none FalseHi"
+        client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hi"}],
+            reasoning_effort="low",
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+        assert last_prompt(running) == "low FalseHi"
+
+
 def test_logprobs_belong_to_the_text(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = "<think>Hm.</think>Hello."
     answer = client.responses.create(model="demo", input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
@@ -165,7 +247,13 @@ def test_a_stream_that_fails_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"reasoning": {"effort": ["much"]}}, "reasoning.effort"),
+        ({"thinking_token_budget": "much"}, "thinking_token_budget"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{}] * 1025}]}, "tools[0].tools"),
+        ({"truncation": "auto", "truncate_prompt_tokens": 3}, "truncation"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "unknown"}}, "tool_choice"),

@@ -261,3 +261,33 @@ def test_arguments_are_json(shared: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS)
     for call in answer.choices[0].message.tool_calls or ():
         json.loads(call.function.arguments)
+
+
+def test_hidden_reasoning_stands_before_no_required_form(shared: Running, client: openai.OpenAI) -> None:
+    """A client that sees no reasoning and asks for a form gets the form from the first token on, as in vLLM."""
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"extra_body": {"regex": "a+"}},
+    ]
+    for form in forms:
+        for shown in (True, False):
+            body = {**form.get("extra_body", {}), "include_reasoning": shown}
+            client.chat.completions.create(model="demo", messages=HI, **{**form, "extra_body": body})
+            constraints = shared.engine.requests[-1].constraints
+            assert constraints is not None
+            assert ("thoughts" in constraints.grammar) is shown
+    shared.engine.reply = "<think>Hm.</think>Hello."
+    hidden = client.chat.completions.create(model="demo", messages=HI, extra_body={"include_reasoning": False})
+    assert hidden.choices[0].message.content == "Hello."
+
+
+def test_a_budget_of_reasoning_is_checked(shared: Running, client: openai.OpenAI) -> None:
+    for budget in (-2, 0.5, True, "3"):
+        with pytest.raises(openai.BadRequestError, match="non-negative integer, or -1"):
+            client.chat.completions.create(model="demo", messages=HI, extra_body={"thinking_token_budget": budget})
+    for budget in (-1, 0, 5):
+        answer = client.chat.completions.with_raw_response.create(
+            model="demo", messages=HI, extra_body={"thinking_token_budget": budget}
+        )
+        assert "x-shardline-ignored" not in answer.headers

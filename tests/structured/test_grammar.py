@@ -278,6 +278,22 @@ def test_arguments_as_text_follow_their_schemas(compiler: GrammarCompiler, speci
     assert takes(function="any")
 
 
+def test_arguments_with_names_follow_their_schemas(compiler: GrammarCompiler) -> None:
+    properties: dict[str, Any] = {"a": {"type": "string"}, "b": {"type": "boolean"}, "c": {"type": "array"}}
+    functions = [
+        OfferedFunction("f", {"type": "object", "properties": properties, "required": ["b"]}),
+        OfferedFunction("free", {"type": "object", "properties": properties}),
+        OfferedFunction("any", {"type": "object"}),
+    ]
+    rules = find_tool_parser("pythonic").write_rules(CallRules(functions, True, "", {}))
+    grammar = wrap_grammar(f"start: calls\n{rules}", "")
+    good = ['f(a="x", b=True)', "f(b=False)", "f(b=False, c=[1, 2])", "free()", "free(b=True)", 'free(a="x", c=[])']
+    for call in [*good, "any()", 'any(y=1, z="a")']:
+        assert accepts(compiler, grammar, f"[{call}]"), call
+    for call in ('f(a="x")', "f()", "f(, b=True)", "f(b=true)", 'free(b=True, a="x")', "free(a=1)", "free(d=1)"):
+        assert not accepts(compiler, grammar, f"[{call}]"), call
+
+
 def test_every_format_has_rules() -> None:
     for name in tool_parser_names():
         for special in ({}, dict.fromkeys(find_tool_parser(name).markers, 3)):

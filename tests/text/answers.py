@@ -183,6 +183,64 @@ def seed_oss(calls: list[tuple[str, str]]) -> str:
     return qwen3_coder(calls, "seed:tool_call", "")
 
 
+def mimo(calls: list[tuple[str, str]]) -> str:
+    return qwen3_coder(calls, space="")
+
+
+def longcat(calls: list[tuple[str, str]]) -> str:
+    return hermes(calls).replace("tool_call>", "longcat_tool_call>")
+
+
+def granite_20b_fc(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<function_call> {{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls
+    )
+
+
+def internlm(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<|action_start|><|plugin|>\n{{"name": {json.dumps(name)}, "parameters": {arguments}}}\n<|action_end|>'
+        for name, arguments in calls
+    )
+
+
+def _json_list(calls: list[tuple[str, str]]) -> str:
+    objects = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
+    return f"[{', '.join(objects)}]"
+
+
+def granite(calls: list[tuple[str, str]]) -> str:
+    return f"<|tool_call|>{_json_list(calls)}"
+
+
+def jamba(calls: list[tuple[str, str]]) -> str:
+    return f"<tool_calls>{_json_list(calls)}</tool_calls>"
+
+
+def phi4_mini_json(calls: list[tuple[str, str]]) -> str:
+    return f"functools{_json_list(calls)}"
+
+
+def _python_calls(calls: list[tuple[str, str]]) -> list[str]:
+    return [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(arguments).items())})"
+        for name, arguments in calls
+    ]
+
+
+def pythonic(calls: list[tuple[str, str]]) -> str:
+    return f"[{', '.join(_python_calls(calls))}]"
+
+
+def olmo3(calls: list[tuple[str, str]]) -> str:
+    lines = "\n".join(_python_calls(calls))
+    return f"<function_calls>{lines}</function_calls>"
+
+
+def lfm2(calls: list[tuple[str, str]]) -> str:
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+
+
 WRITERS = {
     "hermes": [hermes],
     "llama3_json": [llama3_json],
@@ -194,4 +252,14 @@ WRITERS = {
     "minimax_m2": [minimax_m2],
     "qwen3_coder": [qwen3_coder],
     "seed_oss": [seed_oss],
+    "mimo": [mimo],
+    "longcat": [longcat],
+    "granite_20b_fc": [granite_20b_fc],
+    "internlm": [internlm],
+    "granite": [granite],
+    "jamba": [jamba],
+    "phi4_mini_json": [phi4_mini_json],
+    "pythonic": [pythonic],
+    "olmo3": [olmo3],
+    "lfm2": [lfm2],
 }

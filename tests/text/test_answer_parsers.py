@@ -17,7 +17,10 @@ from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser, too
 from shardline.text.tool_parsers.tagged import ParameterSchemas
 from tests.text.answers import FUNCTIONS, NAMES, WRITERS, Answer, gpt_oss, hermes, join, parse, seed_oss
 
-TAGGED = ("glm4_moe", "minimax_m2", "qwen3_coder", "seed_oss")
+TAGGED = ("glm4_moe", "mimo", "minimax_m2", "qwen3_coder", "seed_oss")
+LITERAL = ("lfm2", "olmo3", "pythonic")
+WHOLE = ("llama3_json", "pythonic")
+"""Formats in which calls are the whole answer, and have no marks."""
 FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
 in_every_form = pytest.mark.parametrize(("name", "write"), FORMS, ids=[writer.__name__ for _, writer in FORMS])
 
@@ -44,7 +47,9 @@ typed_arguments = st.fixed_dictionaries(
 
 def call_lists(name: str) -> st.SearchStrategy[list[tuple[str, str]]]:
     """Calls that a format can spell."""
-    values = typed_arguments if name in TAGGED else st.dictionaries(st.text(max_size=6), json_values, max_size=3)
+    values = (
+        typed_arguments if name in TAGGED + LITERAL else st.dictionaries(st.text(max_size=6), json_values, max_size=3)
+    )
     arguments = values.map(lambda value: json.dumps(value, ensure_ascii=False))
     return st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3)
 
@@ -72,8 +77,8 @@ def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObje
     for (called, given_arguments), (expected, whole) in zip(answer.calls, calls, strict=False):
         assert called == expected
         assert whole.startswith(given_arguments)
-    # In Llama's format, the beginning of a call looks like any JSON.
-    assert name == "llama3_json" or answer.content == ""
+    # Without marks, the beginning of a call looks like any text.
+    assert name in WHOLE or answer.content == ""
 
 
 @in_every_form
@@ -96,7 +101,7 @@ def test_only_the_first_call_is_reported_without_parallel_calls(name: str, write
     assert parse(write(calls), name, parallel=False).calls == calls[:1]
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "llama3_json"])
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in WHOLE])
 def test_content_stands_before_calls(name: str) -> None:
     write = WRITERS[name][0]
     assert parse("Let me look.\n\n" + write([("f", "{}")]), name) == Answer(content="Let me look.", calls=[("f", "{}")])
@@ -140,6 +145,24 @@ def test_content_stands_before_calls(name: str) -> None:
             [("f", '{"on": true, "x": [1, 2]}')],
         ),
         ("minimax_m2", '<minimax:tool_call><invoke name="f"></minimax:tool_call>', [("f", "{}")]),
+        ("granite", '<tool_call> [{"name": "f", "arguments": {"a": [1]}},\n {"name": "weather"}]', [
+            ("f", '{"a": [1]}'), ("weather", "{}"),
+        ]),
+        ("internlm", '<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|>', [("f", "{}")]),
+        ("phi4_mini_json", 'functools[\n  {"name": "f", "arguments": {"a": 1}}\n]', [("f", '{"a": 1}')]),
+        (
+            "pythonic",
+            "[f(a='it\\'s', b=\"\\\"x\\\"\", c={'d': None, 'e': [True, (1, 2.5)]}), g.h()]",
+            [("f", '{"a": "it\'s", "b": "\\"x\\"", "c": {"d": null, "e": [true, [1, 2.5]]}}'), ("g.h", "{}")],
+        ),
+        (
+            "pythonic",
+            r"[f(a='\\x41\\u00e9\\ud83d\\ude00\\U0001F600\\ud83d', b=07, c=null, d={1: 'x'})]",
+            [("f", '{"a": "Aé\U0001f600\U0001f600\ufffd", "b": "07", "c": null, "d": {"1": "x"}}')],
+        ),
+        ("olmo3", "<function_calls>\nf(on=true)\nweather()\n</function_calls>", [
+            ("f", '{"on": true}'), ("weather", "{}"),
+        ]),
         (
             "qwen3_coder",
             "<function=f>\n<parameter=text>a\n\n</parameter><parameter=count>many</parameter></function></tool_call>",
@@ -175,6 +198,10 @@ def test_llama_json_that_is_no_call_is_content(text: str) -> None:
         ("minimax_m2", "a <minimax:tool_call>no call</minimax:tool_call>"),
         ("qwen3_coder", "<tool_call>no call</tool_call>"),
         ("seed_oss", "<seed:tool_call>no call</seed:tool_call>"),
+        ("granite", "<|tool_call|>no call"),
+        ("jamba", "<tool_calls>no call</tool_calls>"),
+        ("olmo3", "<function_calls>no call</function_calls>"),
+        ("lfm2", "<|tool_call_start|>no call<|tool_call_end|>"),
     ],
 )
 def test_no_markup_reaches_content(name: str, text: str) -> None:
@@ -208,6 +235,26 @@ def test_reasoning_without_marks() -> None:
     assert parse("think</think>\n\nso", reasoning="deepseek_r1") == Answer("think", "so")
     assert parse("no marks", reasoning="deepseek_r1") == Answer("no marks")
     assert parse(" no marks ", reasoning="qwen3") == Answer(content=" no marks ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("ernie45", "abc\n</think>\n\n<response>\ndef\n</response>\n", Answer("abc", "def")),
+        ("ernie45", "abc\n</think>\ndef \n", Answer("abc", "def \n")),
+        ("hunyuan_a13b", "<think>\na\n</think>\n<answer>\nb\n\nc\n</answer>", Answer("a", "b\n\nc")),
+        ("hunyuan_a13b", "<think>\n\n</think>\n<answer>\nb", Answer("", "b")),
+        ("hunyuan_a13b", "<answer>b</answer> c", Answer("", "bc")),
+        ("hunyuan_a13b", " <ans", Answer("", " <ans")),
+        ("granite_thinking_parser", "<think>a</think> <response>b </response>", Answer("a", "b")),
+        ("granite", "Here is my thought process: a Here's my response: b", Answer("a", "b")),
+        ("granite", "Here's my thought process:a\nHere is my response:b", Answer("a", "b")),
+        ("granite", "Here is my answer", Answer("", "Here is my answer")),
+        ("gemma4", "<|channel>thought\na\n<channel|>b", Answer("a", "b")),
+    ],
+)
+def test_reasoning_in_other_marks(name: str, text: str, expected: Answer) -> None:
+    assert parse(text, reasoning=name) == expected
 
 
 HARMONY = (
@@ -291,10 +338,26 @@ def test_texts_become_values_of_their_schemas(schema: Any, text: str, expected: 
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="hermes"):
+    with pytest.raises(ValueError, match=r"hermes.*of the same formats.*deepseek_v31"):
         find_tool_parser("base")
     with pytest.raises(ValueError, match="qwen3"):
         find_reasoning_parser("o1")
+
+
+def test_names_of_vllm() -> None:
+    for name, other in (
+        ("openai", "gpt_oss"),
+        ("glm45", "glm4_moe"),
+        ("qwen3_xml", "qwen3_coder"),
+        ("granite4", "hermes"),
+    ):
+        assert find_tool_parser(name) is find_tool_parser(other)
+    for name, other in (("openai_gptoss", "gpt_oss"), ("glm45", "glm4_moe"), ("olmo3", "deepseek_r1")):
+        assert find_reasoning_parser(name) is find_reasoning_parser(other)
+    names = [name for known in tool_parser_names() for name in (known, *find_tool_parser(known).other_names)]
+    assert len(set(names)) == len(names)
+    names = [name for known in reasoning_parser_names() for name in (known, *find_reasoning_parser(known).other_names)]
+    assert len(set(names)) == len(names)
 
 
 def test_line_breaks_of_values_are_kept_if_the_format_adds_none() -> None:

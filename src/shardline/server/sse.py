@@ -17,8 +17,10 @@ from shardline.server.errors import ApiError, internal_error
 logger = logging.getLogger(__name__)
 
 DONE_EVENT = b"data: [DONE]\n\n"
-_COMMENT = b": still working\n\n"
-_COMMENT_SECONDS = 5.0
+COMMENT = b": still working\n\n"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies such as nginx must not buffer the events."""
+COMMENT_SECONDS = 5.0
 """Silence after which a stream gets a comment: proxies and clients end connections that say nothing for long."""
 
 STREAM_ERROR = "shardline.stream_error"
@@ -76,7 +78,7 @@ class _Comments:
         self._num_bodies = num_bodies
         self._num_seen = 0
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
+        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
         self._sending: asyncio.Task[None] | None = None
 
     def probe_client(self) -> None:
@@ -96,10 +98,10 @@ class _Comments:
         if num_bodies == self._num_seen:
             self.probe_client()
         self._num_seen = num_bodies
-        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
+        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
 
     async def _send_comment(self) -> None:
-        await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
 
 class _Follower:
@@ -212,8 +214,7 @@ class EventStream(Response):
         write_error: Callable[[ApiError], bytes] = _error_event,
         done: bytes = DONE_EVENT,
     ) -> None:
-        # Proxies such as nginx must not buffer the events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        super().__init__(headers={**STREAM_HEADERS, **(headers or {})})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
         self._generation = generation

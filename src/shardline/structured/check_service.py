@@ -11,6 +11,7 @@ import msgspec
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.sandbox.nursery import Service
 from shardline.structured.grammar import check_grammar, load_compiler, schema_grammar, structured_grammar
+from shardline.structured.structural_tags import structural_tag_grammar
 
 PARAMS, GRAMMAR = b"p", b"g"
 TAKEN, REFUSED = b"t", b"r"
@@ -28,7 +29,7 @@ def _serve(body: bytes) -> bytes:
     kind, content = body[:1], body[1:]
     try:
         if kind == PARAMS:
-            grammar = structured_grammar(msgspec.json.decode(content, type=StructuredOutputsParams))
+            grammar = _write_grammar(msgspec.json.decode(content, type=StructuredOutputsParams))
         else:
             grammar = content.decode()
         check_grammar(grammar)
@@ -41,3 +42,9 @@ def _serve(body: bytes) -> bytes:
     except BaseException as error:  # a panic of the compiler is no Exception
         return REFUSED + f"the compiler of grammars fails on it: {error}"[:_MAX_REASON_CHARS].encode()
     return TAKEN + (grammar.encode() if kind == PARAMS else b"")
+
+
+def _write_grammar(params: StructuredOutputsParams) -> str:
+    if params.structural_tag is not None:
+        return structural_tag_grammar(params.structural_tag, params)
+    return structured_grammar(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 
@@ -55,8 +56,7 @@ class GrammarChecks:
         Raises:
             ValueError: it cannot; the message says what it lacks, or which limit the check has hit.
         """
-        parts = [params.json, params.regex, params.choice, params.grammar]
-        if is_larger(parts, _INLINE_CHARS):
+        if is_larger(_sources(params), _INLINE_CHARS):
             return await self._run(await asyncio.to_thread(_encode_params, params))
         return await self._run(_encode_params(params))
 
@@ -123,8 +123,12 @@ def _explain(ended: WorkerEnded) -> bytes:
     return REFUSED + reason.encode()
 
 
+def _sources(params: StructuredOutputsParams) -> list[Any]:
+    return [params.json, params.regex, params.choice, params.grammar, params.structural_tag]
+
+
 def _encode_params(params: StructuredOutputsParams) -> bytes:
-    check_size([params.json, params.regex, params.choice, params.grammar])
+    check_size(_sources(params))
     try:
         return PARAMS + msgspec.json.encode(params)
     except RecursionError:

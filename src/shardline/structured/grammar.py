@@ -52,7 +52,8 @@ def structured_grammar(params: StructuredOutputsParams) -> str:
     """The grammar of a user's parameters. Only a sandbox's worker may call this for a client: see `GrammarChecks`.
 
     Raises:
-        ValueError: the parameters are malformed. (`check_grammar` finds what cannot be compiled.)
+        ValueError: the parameters are malformed. (`check_grammar` finds what cannot be compiled.) For structural tags,
+            see `structural_tags`.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -85,7 +86,7 @@ def schema_grammar(schema: Any, params: StructuredOutputsParams | None = None) -
     Raises:
         ValueError: it is no schema.
     """
-    return _encode([{"name": "json", "json_schema": json_schema(schema, params)}])
+    return encode_grammar([{"name": "json", "json_schema": json_schema(schema, params)}])
 
 
 def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _with_ascii_classes(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def lark_grammar(lark: str) -> str:
     """The grammar of a text in Lark, whose first rule is `start`."""
-    return _encode([{"name": "lark", "lark_grammar": lark}])
+    return encode_grammar([{"name": "lark", "lark_grammar": lark}])
 
 
 def lark_text(text: str) -> str:
@@ -165,7 +166,7 @@ def wrap_grammar(lark: str, grammar: str) -> str:
     parts = json.loads(grammar)["grammars"] if grammar else []
     for part in parts[:1]:
         part["name"] = "answer"
-    return _encode([{"name": "start", "lark_grammar": lark}, *parts])
+    return encode_grammar([{"name": "start", "lark_grammar": lark}, *parts])
 
 
 def check_grammar(grammar: str) -> None:
@@ -246,7 +247,12 @@ def check_size(value: Any) -> None:
         raise ValueError(f"the grammar is too large: at most {MAX_GRAMMAR_CHARS} characters are taken")
 
 
-def _encode(parts: Sequence[Mapping[str, Any]]) -> str:
+def encode_grammar(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The grammar that has these parts; the first one is the start.
+
+    Raises:
+        ValueError: a part is nested too deeply.
+    """
     try:
         return json.dumps({"grammars": list(parts)}, ensure_ascii=False)
     except RecursionError:

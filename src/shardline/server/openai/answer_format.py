@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
 from shardline.structured.grammar import is_larger, lark_text, wrap_grammar
 from shardline.text.answer_parser import AnswerParser, ReasoningCounter
-from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.reasoning_parsers.base import ReasoningParser, ThinkingBudget
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers.base import CallRules
 
@@ -36,6 +37,8 @@ class AnswerFormat:
     """The prompt's text, which may end inside reasoning."""
     tool_use: ToolUse | None = None
     reasoning: type[ReasoningParser] | None = None
+    max_reasoning_tokens: int | None = None
+    """None: any number."""
 
     @property
     def is_plain(self) -> bool:
@@ -65,6 +68,14 @@ class AnswerFormat:
         ids = {mark: self.tokenizer.token_id(mark) for mark in marks}
         special = self.tokenizer.special_token_ids
         return {mark: token_id for mark, token_id in ids.items() if token_id is not None and token_id in special}
+
+    @property
+    def budget(self) -> ThinkingBudget | None:
+        """The limit of reasoning. None: there is none, or the mark that ends reasoning is no single token."""
+        if self.reasoning is None or self.max_reasoning_tokens is None:
+            return None
+        token_id = self.tokenizer.token_id(self.reasoning.end)
+        return None if token_id is None else ThinkingBudget(self.max_reasoning_tokens, f"<[{token_id}]>")
 
     def make_parser(self) -> AnswerParser:
         """A parser for one choice."""
@@ -127,6 +138,10 @@ def _requested_form(
         form = StructuredOutputsParams(json=described["schema"])
     elif kind == "json_object":
         form = StructuredOutputsParams(json_object=True)
+    elif kind == "structural_tag" and response_format is not None:
+        fields = ("structures", "triggers", "format")
+        given = {name: value for name in fields if (value := getattr(response_format, name)) is not None}
+        form = StructuredOutputsParams(structural_tag=given)
     elif kind == "text":
         if structured_outputs is None:
             return None, ""
@@ -136,7 +151,8 @@ def _requested_form(
             raise bad_request(f"Invalid value for 'structured_outputs': {error}.", "structured_outputs") from error
     else:
         raise bad_request(
-            f"Invalid value for '{format_param}.type': '{kind}'; use 'text', 'json_object' or 'json_schema'.",
+            f"Invalid value for '{format_param}.type': '{kind}'; use 'text', 'json_object', 'json_schema' or "
+            "'structural_tag'.",
             f"{format_param}.type",
         )
     if structured_outputs is not None:
@@ -178,14 +194,20 @@ def _whole_grammar(answer_format: AnswerFormat, grammar: str, template: str) -> 
     use = answer_format.tool_use
     rules = before = before_rules = ""
     answer = "@answer" if grammar else ""
+    budget = None
     if answer_format.reasoning is not None:
         position = answer_format.prompt, answer_format.spell_mark
-        before, before_rules = answer_format.reasoning.write_rules(*position)
+        budget = answer_format.budget
+        before, before_rules = answer_format.reasoning.write_rules(*position, budget)
         answer = answer and answer_format.reasoning.content_rule(*position) + answer
     if use is not None:
         special = answer_format.special_marks(use.parser.markers)
         rules = use.parser.write_rules(CallRules(use.offered, use.parallel, template, special))
         answer = "calls" if use.required else f"calls | {answer}" if answer else "auto"
+    if not answer and budget is not None and before:
+        # Text that begins with the first mark would be reasoning without a limit.
+        opening = re.escape(answer_format.reasoning.begin).replace("/", "\\/") if answer_format.reasoning else ""
+        answer, rules = "ANYTHING", f"ANYTHING: /(.|\\n)*/ & ~/{opening}(.|\\n)*/"
     if not answer:
         return ""
     return wrap_grammar(f"start: {before}answer\nanswer: {answer}\n{rules}\n{before_rules}", grammar)

@@ -155,8 +155,8 @@ class Generation:
                     raise bad_request(f"The answer could not be completed: {choice.error}", code="answer_refused")
                 raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
 
-    async def wait_finished(self) -> list[RequestOutput]:
-        """For each prompt, the whole output.
+    async def wait_finished(self, write: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]:
+        """For each prompt, the whole output; `write` is called with each update, as in `listen`.
 
         Raises:
             ApiError: as `observe`.
@@ -168,6 +168,8 @@ class Generation:
                 return
             try:
                 self.observe(index, output)
+                if write is not None:
+                    write(index, output)
             except Exception as error:
                 done.set_exception(error)
             else:

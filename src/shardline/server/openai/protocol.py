@@ -41,6 +41,8 @@ def check_metadata(value: Any) -> Any:
 
 
 MAX_ID_CHARS = 256
+_MAX_BUDGET = 1 << 24
+"""More tokens than any answer has."""
 
 IGNORED_HEADER = "X-Shardline-Ignored"
 
@@ -152,6 +154,10 @@ class ResponseFormat(RequestModel):
 
     type: str
     json_schema: dict[str, Any] | None = None
+    # Of the type structural_tag: one of both forms.
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class SamplingFields(IgnoredFields):
@@ -229,6 +235,25 @@ class SamplingFields(IgnoredFields):
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
         refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")
+
+    def max_reasoning_tokens(self, has_reasoning: bool) -> int | None:
+        """The budget of reasoning; None: there is none. `has_reasoning`: whether the server tells reasoning apart.
+
+        Raises:
+            ApiError: 400, it is no number of tokens, or there is nothing that it could limit.
+        """
+        budget = self.thinking_token_budget
+        if budget is None or budget == -1:
+            return None
+        if type(budget) is not int or budget < 0:
+            message = "'thinking_token_budget' must be a non-negative integer, or -1 for unlimited."
+            raise bad_request(message, "thinking_token_budget")
+        refuse_if(
+            not has_reasoning,
+            "thinking_token_budget",
+            "'thinking_token_budget' needs a server that knows how the model reasons: use --reasoning-parser.",
+        )
+        return min(budget, _MAX_BUDGET)
 
     @property
     def requested_form(self) -> dict[str, Any] | None:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.text.text_reader import Steps, TextReader
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """The most tokens that reasoning may have before it must end."""
+
+    num_tokens: int
+    end: str
+    """The token of the mark that ends reasoning, in Lark."""
 
 
 class ReasoningParser(ABC):
@@ -16,9 +26,14 @@ class ReasoningParser(ABC):
     into pieces.
     """
 
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What the format is called besides its file's name."""
     begin: ClassVar[str]
     end: ClassVar[str]
     """The marks around the reasoning. A prompt may end with the first one, or with both if it forbids reasoning."""
+    other_begins: ClassVar[tuple[str, ...]] = ()
+    other_ends: ClassVar[tuple[str, ...]] = ()
+    """Other spellings of the marks."""
     begins_unmarked: ClassVar[bool] = False
     """Whether an answer begins with reasoning even if the first mark is missing."""
     markers: ClassVar[tuple[str, ...]] = ()
@@ -49,16 +64,30 @@ class ReasoningParser(ABC):
         return prompt.rstrip().endswith(cls.begin)
 
     @classmethod
-    def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
-        """What may stand before an answer, in Lark, and the rules for it. `mark`: spells a mark of the format."""
+    def write_rules(
+        cls, prompt: str, mark: Callable[[str], str], budget: ThinkingBudget | None = None
+    ) -> tuple[str, str]:
+        """What may stand before an answer, in Lark, and the rules for it. `mark`: spells a mark of the format.
+
+        `budget`: how many tokens the reasoning may have; None: any number.
+        """
         if not cls.starts_in_reasoning(prompt) and prompt.rstrip().endswith(cls.end):
             return "", ""
         lazy = "" if mark(cls.end).startswith("<[") else "[lazy]"
-        rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(cls.end)}\nTHOUGHTS: /(.|\\n)*/\n"
-        rules += "SPACE: /[ \\n]{1,4}/\n"
+        rules = f"thoughts{lazy}: THOUGHTS ({' | '.join(mark(end) for end in (cls.end, *cls.other_ends))})\n"
+        if budget is not None:
+            limited = f"limited[max_tokens={budget.num_tokens}]: THOUGHTS\n"
+            rules = f"thoughts: limited {budget.end}\n{limited}" if budget.num_tokens else f"thoughts: {budget.end}\n"
+        rules += "reasoning: thoughts SPACE?\nTHOUGHTS: /(.|\\n)*/\nSPACE: /[ \\n]{1,4}/\n"
         if cls.starts_in_reasoning(prompt) or cls.begins_unmarked:
             return "reasoning ", rules
-        return "opened? ", f"opened: {mark(cls.begin)} reasoning\n{rules}"
+        begins = " | ".join(cls.spell_begin(begin, mark) for begin in (cls.begin, *cls.other_begins))
+        return "opened? ", f"opened: ({begins}) reasoning\n{rules}"
+
+    @classmethod
+    def spell_begin(cls, begin: str, mark: Callable[[str], str]) -> str:
+        """A spelling of the first mark, in Lark."""
+        return mark(begin)
 
     @classmethod
     def content_rule(cls, prompt: str, mark: Callable[[str], str]) -> str:
@@ -81,22 +110,28 @@ class ReasoningParser(ABC):
         return self._take()
 
     def _parse(self) -> Steps[None]:
+        yield from self._read_reasoning()
+        self._rest += self._reader.take()
+
+    def _read_reasoning(self) -> Steps[None]:
+        """Read the reasoning, if there is any, and the space behind it."""
         reader = self._reader
         if self.is_over:
             return
         reader.start_record()
         yield from reader.skip_space()
-        marked = yield from reader.take_literal(self.begin)
+        marked = False
+        for begin in (self.begin, *self.other_begins):
+            marked = marked or (yield from reader.take_literal(begin))
         skipped = reader.take_record()
         if marked or self._is_open:
             self.is_marked = True
             yield from reader.skip_space()
-            if (yield from reader.copy_until((self.end,), self._write_reasoning)):
+            if (yield from reader.copy_until((self.end, *self.other_ends), self._write_reasoning)):
                 yield from reader.skip_space()
         else:
             self._rest += skipped
         self.is_over = True
-        self._rest += reader.take()
 
     def _write_reasoning(self, text: str) -> None:
         text = self._space + text

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardline.text import harmony
-from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.reasoning_parsers.base import ReasoningParser, ThinkingBudget
 from shardline.text.text_reader import Steps, copy_value
 
 
 class Parser(ReasoningParser):
     """Reasoning may be several messages. Calls of functions go on to the parser of tool calls, with their marks."""
 
+    other_names = ("openai_gptoss",)
     begin = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
     end = harmony.END
     markers = harmony.MARKERS
@@ -24,8 +25,10 @@ class Parser(ReasoningParser):
         super().__init__(prompt, has_tools=has_tools)
 
     @classmethod
-    def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
-        """Any number of messages that are neither the last one nor a call."""
+    def write_rules(
+        cls, prompt: str, mark: Callable[[str], str], budget: ThinkingBudget | None = None
+    ) -> tuple[str, str]:
+        """Any number of messages that are neither the last one nor a call. A budget has no effect on them."""
         header = harmony.header_of_prompt(prompt)
         if header is not None and header.is_content:
             return "", ""

@@ -115,6 +115,8 @@ class ToolParser(ABC):
     is no content. Together the deltas do not depend on how the text is cut into pieces.
     """
 
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What the format is called besides its file's name."""
     template_marks: ClassVar[tuple[str, ...]]
     """Texts that all occur in chat templates of this format. Where those of several formats occur, most marks win."""
     markers: ClassVar[tuple[str, ...]]
@@ -269,6 +271,18 @@ class ToolParser(ABC):
             return True
         self._give_up(reader.take_record(), is_markup=not known_names_only)
         return False
+
+    def _read_list(self) -> Steps[None]:
+        """Read calls as objects in a list, whose first bracket has been read."""
+        reader = self._reader
+        while True:
+            yield from reader.skip_space()
+            yield from reader.take_literal(",")
+            yield from reader.skip_space()
+            if (yield from reader.peek()) != "{":
+                yield from reader.take_literal("]")
+                return
+            yield from self._read_call()
 
     def _give_up(self, text: str, *, is_markup: bool) -> None:
         """Write `text`, which is no call, as content, unless it is a call that was cut before its name was whole."""

@@ -13,6 +13,7 @@ _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", 
 class Parser(ToolParser):
     """V3 writes `function<sep>name`, a line break and a code block; V3.1 writes `name<sep>{…}`."""
 
+    other_names = ("deepseek_v31",)
     template_marks = (_FIRST,)
     markers = (_FIRST, _LAST, _BEGIN, _SEPARATOR, _END)
 

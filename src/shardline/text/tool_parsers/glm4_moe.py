@@ -14,6 +14,7 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 class Parser(TaggedParser):
     """An element for each call. GLM-4.5 writes a line break between its parts, GLM-4.7 writes none."""
 
+    other_names = ("glm45", "glm47", "ling3", "poolside_v1")
     template_marks = (_BEGIN, _KEY, _VALUE)
     markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 

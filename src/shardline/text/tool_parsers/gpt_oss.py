@@ -10,6 +10,7 @@ from shardline.text.tool_parsers.base import CallRules, ToolParser
 class Parser(ToolParser):
     """Reads whole answers, and also what the parser of reasoning leaves: calls with their marks, and plain text."""
 
+    other_names = ("openai",)
     template_marks = (harmony.CHANNEL, harmony.CALL)
     markers = harmony.MARKERS
 

@@ -14,6 +14,7 @@ _TAG = "<|python_tag|>"
 class Parser(ToolParser):
     """An answer is a call if it begins with an object whose `name` is an offered function. Other JSON is content."""
 
+    other_names = ("llama4_json",)
     template_marks = ('"parameters"', "ipython")
     markers = (_TAG,)
 

@@ -54,17 +54,6 @@ rest: {rest}
             else:
                 yield from self._read_named_call()
 
-    def _read_list(self) -> Steps[None]:
-        reader = self._reader
-        while True:
-            yield from reader.skip_space()
-            yield from reader.take_literal(",")
-            yield from reader.skip_space()
-            if (yield from reader.peek()) != "{":
-                yield from reader.take_literal("]")
-                return
-            yield from self._read_call()
-
     def _read_named_call(self) -> Steps[None]:
         reader = self._reader
         name: list[str] = []

@@ -16,6 +16,7 @@ _NAME_END = ">"
 class Parser(TaggedParser):
     """Every tag and every value has lines of its own. Some models leave out the outer tag."""
 
+    other_names: ClassVar[tuple[str, ...]] = ("qwen3_xml", "step3p5")
     begin: ClassVar[str] = "<tool_call>"
     end: ClassVar[str] = "</tool_call>"
     template_marks: ClassVar[tuple[str, ...]] = ("<tool_call>", _FUNCTION, _PARAMETER)

@@ -8,6 +8,7 @@ from shardline.text.tool_parsers import qwen3_coder
 class Parser(qwen3_coder.Parser):
     """`<seed:tool_call><function=name><parameter=key>…</parameter></function></seed:tool_call>`."""
 
+    other_names = ()
     begin = "<seed:tool_call>"
     end = "</seed:tool_call>"
     template_marks = ("<seed:tool_call>",)

@@ -55,20 +55,26 @@ async def prepare_answer(
     response_format: ResponseFormat | None,
     *,
     reasoning: type[ReasoningParser] | None,
+    with_reasoning: bool = True,
+    max_reasoning_tokens: int | None = None,
     requested_form: dict[str, Any] | None = None,
     param: str = "messages",
     format_param: str = "response_format",
 ) -> PreparedChat:
     """What the answer to a conversation may be.
 
-    `reasoning`: how reasoning before the answer is read; None: there is none. `requested_form`:
-    `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have the messages and
-    `response_format`.
+    `reasoning`: how reasoning before the answer is read; None: there is none. `with_reasoning`: whether the client sees
+    it; if not, an answer whose form is required begins with that form. `max_reasoning_tokens`: None: any number.
+    `requested_form`: `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have
+    the messages and `response_format`.
 
     Raises:
         ApiError: 400, a schema, or what a tool takes, cannot be used.
     """
-    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning)
+    has_form = requested_form is not None or (response_format is not None and response_format.type != "text")
+    if reasoning is not None and not with_reasoning and not reasoning.template_marks:
+        reasoning = None if has_form or (chat.tool_use is not None and chat.tool_use.required) else reasoning
+    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens)
     grammar = await make_answer_grammar(
         answer_format,
         response_format,
@@ -104,6 +110,8 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         params,
         body.response_format,
         reasoning=reasoning,
+        with_reasoning=body.include_reasoning is not False,
+        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )

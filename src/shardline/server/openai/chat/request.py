@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -232,12 +232,31 @@ class EncodedChat:
     """None: the answer may not call tools."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def read_effort(value: Any, param: str) -> Effort | None:
+    """An effort of reasoning, or None.
+
+    Raises:
+        ApiError: 400, it is none of those that there are.
+    """
+    for effort in get_args(Effort):
+        if value == effort:
+            return cast("Effort", effort)
+    if value is not None:
+        raise bad_request(f"Invalid value for '{param}': use {', '.join(get_args(Effort))}.", param)
+    return None
+
+
 class ConversationFields(RequestModel):
     """The fields that control how messages become a prompt."""
 
     chat_template: str | None = None
     """A template of this request's own, in jinja; it needs --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    """For chat templates that know it; "none" asks them not to think."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -247,7 +266,10 @@ class ConversationFields(RequestModel):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        return dict(self.chat_template_kwargs or {})
+        effort = self.reasoning_effort
+        thinks = effort != "none"
+        asked = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        return {**asked, **(self.chat_template_kwargs or {})}
 
     def choose_tools(self, service: Service) -> ToolUse | None:
         """What the answer may call.
@@ -364,7 +386,7 @@ class TransferParams(RequestModel):
 class ChatRequest(ConversationFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    taken_here: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params"})
+    taken_here: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params", "reasoning_effort", "thinking_token_budget"})
 
     messages: Messages
     max_tokens: int | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
 from shardline.server.openai.chat.request import (
@@ -15,6 +17,7 @@ from shardline.server.openai.chat.request import (
     ConversationFields,
     FunctionDefinition,
     Tool,
+    read_effort,
 )
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
 
@@ -23,6 +26,13 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 _ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 _UNUSED_TOOL_FIELDS = frozenset({"type", "output_schema", "allowed_callers", "defer_loading", "async"})
+_PARTIAL = ("in_progress", "incomplete")
+"""The statuses of a message that the answer continues."""
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name by which the model calls a function of a namespace, as in vLLM."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class InputPart(RequestModel):
@@ -48,7 +58,12 @@ Parts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class InputItem(RequestModel):
-    """An item of the input. It may have all fields of an output item, so that clients can send those back."""
+    """An item of the input. It may have all fields of an output item, so that clients can send those back.
+
+    Other fields are ignored, as in vLLM: clients add some of their own.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     type: str | None = None
     id: str | None = None
@@ -140,7 +155,7 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
             raise bad_request(f"Invalid value for '{place}.role': use {', '.join(_ROLES)}.", f"{place}.role")
         conversation.add_message(item.role, _text(item.content, f"{place}.content"))
     elif item.type == "function_call":
-        name = _require(item.name, f"{place}.name")
+        name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
         arguments = _require(item.arguments, f"{place}.arguments")
         conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
     elif item.type == "function_call_output":
@@ -196,7 +211,7 @@ class TextConfig(RequestModel):
 class ResponsesRequest(SamplingFields):
     """The body of POST /v1/responses."""
 
-    taken_here: ClassVar[frozenset[str]] = frozenset({"store", "metadata"})
+    taken_here: ClassVar[frozenset[str]] = frozenset({"store", "metadata", "thinking_token_budget"})
 
     input: str | Items
     instructions: str | None = None
@@ -213,10 +228,15 @@ class ResponsesRequest(SamplingFields):
     """Accepted, but has no effect: only built-in tools count."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include_reasoning: bool | None = None
+    """Whether the response shows the model's reasoning; None: it does."""
     reasoning: dict[str, Any] | None = None
-    """Accepted, but has no effect; the response repeats it."""
+    """`effort` reaches the chat template; the response repeats all of it."""
+    enable_response_messages: bool | None = None
+    """Whether the response has the prompt and the answer as the model has them."""
     chat_template_kwargs: dict[str, Any] | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: the beginning of a prompt that is too long is cut off."""
     background: bool | None = None
     conversation: Any = None
     context_management: Any = None
@@ -241,12 +261,14 @@ class ResponsesRequest(SamplingFields):
                 f"'{name}' is not supported here: use /v1/chat/completions.",
             )
         refuse_if(
-            bool(self.background), "background", "Responses in the background are not supported: set it to false."
+            bool(self.background) and self.store is False,
+            "background",
+            "background can only be used when `store` is true, so that the response can be fetched.",
         )
         refuse_if(
-            self.truncation not in (None, "disabled"),
+            self.truncation == "auto" and self.truncate_prompt_tokens is not None,
             "truncation",
-            "Only the truncation 'disabled' is supported: send a shorter input.",
+            "'truncation' and 'truncate_prompt_tokens' exclude each other: set one of them.",
         )
         for name in ("conversation", "context_management", "moderation", "access_programs", "image", "prompt"):
             refuse_if(getattr(self, name) is not None, name, f"'{name}' is not supported: leave it out.")
@@ -258,7 +280,7 @@ class ResponsesRequest(SamplingFields):
         Raises:
             ApiError: 400, a tool is not a function.
         """
-        tools = [_read_tool(tool, index) for index, tool in enumerate(self.tools or ())]
+        tools = self._functions
         choice = self.tool_choice
         if isinstance(choice, dict):
             refuse_if(
@@ -266,13 +288,52 @@ class ResponsesRequest(SamplingFields):
                 "tool_choice",
                 "'tool_choice' may be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": \"…\"}.",
             )
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            choice = {"type": "function", "function": {"name": self._resolve_choice(choice.get("name"))}}
+        continues = self._continues_answer
         return ConversationFields(
-            tools=tools or None,
+            tools=[function.tool for function in tools] or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=read_effort((self.reasoning or {}).get("effort"), "reasoning.effort"),
+            continue_final_message=continues or None,
         )
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """By the name that the model calls, the namespace and the name of each function that is in one."""
+        return {f.tool.function.name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
+
+    @cached_property
+    def _functions(self) -> list[_Function]:
+        functions = []
+        for index, tool in enumerate(self.tools or ()):
+            functions += _read_tool(tool, f"tools[{index}]")
+            refuse_if(len(functions) > MAX_TOOLS, "tools", f"The tools have more than {MAX_TOOLS} functions.")
+        return functions
+
+    def _resolve_choice(self, name: Any) -> Any:
+        """The flat name of a function, which may be chosen by its own name if only one namespace has it.
+
+        Raises:
+            ApiError: 400, several have it.
+        """
+        names = [function.tool.function.name for function in self._functions]
+        own = [function.tool.function.name for function in self._functions if function.name == name]
+        if name in names or not own:
+            return name
+        refuse_if(
+            len(own) > 1,
+            "tool_choice",
+            f"Tool choice '{name}' is ambiguous: choose one of {', '.join(own)}.",
+        )
+        return own[0]
+
+    @property
+    def _continues_answer(self) -> bool:
+        """Whether the input ends within a message of the assistant."""
+        last = None if isinstance(self.input, str) else self.input[-1]
+        return last is not None and last.role == "assistant" and last.status in _PARTIAL
 
     @property
     def text_format(self) -> ResponseFormat | None:
@@ -289,17 +350,41 @@ class ResponsesRequest(SamplingFields):
         return (self.top_logprobs or 0) if wanted else None
 
 
-def _read_tool(tool: dict[str, Any], index: int) -> Tool:
+@dataclass(frozen=True)
+class _Function:
+    """A function that the model may call, under its flat name."""
+
+    tool: Tool
+    namespace: str | None
+    name: str
+    """Its own name, without the namespace."""
+
+
+def _read_tool(tool: dict[str, Any], place: str) -> list[_Function]:
+    """The function, or those of a namespace."""
     kind = tool.get("type")
+    if kind == "namespace":
+        name, members = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str):
+            raise bad_request(f"Missing required parameter: '{place}.name'.", f"{place}.name")
+        if not (isinstance(members, list) and all(isinstance(member, dict) for member in members)):
+            raise bad_request(f"Invalid value for '{place}.tools': it must be a list of tools.", f"{place}.tools")
+        refuse_if(len(members) > MAX_TOOLS, f"{place}.tools", f"A namespace may have {MAX_TOOLS} functions.")
+        return [_read_function(member, f"{place}.tools[{i}]", name) for i, member in enumerate(members)]
+    return [_read_function(tool, place, None)]
+
+
+def _read_function(tool: dict[str, Any], place: str, namespace: str | None) -> _Function:
     refuse_if(
-        kind != "function",
-        f"tools[{index}].type",
-        f"Tools of the type {kind!r} are not supported: offer functions.",
+        tool.get("type") != "function",
+        f"{place}.type",
+        f"Tools of the type {tool.get('type')!r} are not supported: offer functions.",
     )
     try:
         function = FunctionDefinition(**{k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS})
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in (f"tools[{index}]", *first["loc"]))
+        name = ".".join(str(part) for part in (place, *first["loc"]))
         raise bad_request(f"Invalid value for '{name}': {first['msg']}.", name, "invalid_value") from error
-    return Tool(type="function", function=function)
+    flat = function.model_copy(update={"name": flat_name(namespace, function.name)})
+    return _Function(Tool(type="function", function=flat), namespace, function.name)

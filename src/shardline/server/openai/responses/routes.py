@@ -1,118 +1,35 @@
-"""POST /v1/responses, and GET and DELETE of the responses that the server keeps."""
+"""POST /v1/responses, the responses that the server keeps, and those that are made in the background."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from shardline.server.answer_schema import json_answers
-from shardline.server.errors import ApiError
+from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
 from shardline.server.openai.chat.request import ChatMessage
+from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
-from shardline.server.openai.responses.writer import OutputItem, ResponseObject, ResponseWriter
+from shardline.server.openai.responses.store import ResponseStore
+from shardline.server.openai.responses.writer import RawMessage, ResponseObject, ResponseWriter
 from shardline.server.service import Service, new_id
-from shardline.server.sse import EventStream
-
-
-@dataclass(eq=False)
-class _Turn:
-    """One turn of a conversation. Continuations share the turns before them."""
-
-    items: bytes
-    parent: _Turn | None
-    num_users: int = 1
-    """The stored response, if it is still there, and the turns that continue this one."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    answer: bytes
-    turn: _Turn
-
-
-class ResponseStore:
-    """Keeps responses in memory; when they have more than `limit` bytes, the least recently used ones go.
-
-    A response that others continue may go or be deleted: its turn remains until the last of them is gone.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self.num_bytes = 0
-        """Bytes of all answers and of all turns that are reachable."""
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add_response(self, response_id: str, answer: bytes, items: bytes, previous_id: str | None) -> None:
-        """Keep `answer`, the response as JSON, and `items`, the JSON of the turn's input and output items.
-
-        If the response `previous_id` is gone meanwhile, or the answer is larger than the store, nothing is kept.
-        """
-        previous = None if previous_id is None else self._entries.get(previous_id)
-        if (previous_id is not None and previous is None) or len(answer) + len(items) > self._limit:
-            return
-        turn = _Turn(items, None if previous is None else previous.turn)
-        if turn.parent is not None:
-            turn.parent.num_users += 1
-        self._entries[response_id] = _Entry(answer, turn)
-        self.num_bytes += len(answer) + len(items)
-        while self.num_bytes > self._limit:
-            self.delete_response(next(iter(self._entries)))
-
-    def find_answer(self, response_id: str) -> bytes | None:
-        """The JSON of a response; None: there is none of this id."""
-        entry = self._touch(response_id)
-        return None if entry is None else entry.answer
-
-    def find_items(self, response_id: str) -> list[bytes] | None:
-        """For each turn up to this response, oldest first, the JSON of its items; None: there is no such response."""
-        entry = self._touch(response_id)
-        if entry is None:
-            return None
-        turns = []
-        turn: _Turn | None = entry.turn
-        while turn is not None:
-            turns.append(turn.items)
-            turn = turn.parent
-        return turns[::-1]
-
-    def delete_response(self, response_id: str) -> bool:
-        """Forget a response; returns whether there was one of this id."""
-        entry = self._entries.pop(response_id, None)
-        if entry is None:
-            return False
-        self.num_bytes -= len(entry.answer)
-        turn: _Turn | None = entry.turn
-        while turn is not None:
-            turn.num_users -= 1
-            if turn.num_users > 0:
-                break
-            self.num_bytes -= len(turn.items)
-            turn = turn.parent
-        return True
-
-    def _touch(self, response_id: str) -> _Entry | None:
-        entry = self._entries.get(response_id)
-        if entry is not None:
-            self._entries.move_to_end(response_id)
-        return entry
-
+from shardline.server.sse import STREAM_HEADERS, EventStream
 
 _STORED_ITEMS = TypeAdapter(list[InputItem])
 _INLINE_ITEMS, _INLINE_BYTES = 256, 64 * 1024
 """The longest conversation that is read on the event loop."""
+_MAX_CUT = 8
+"""The longest prompt whose beginning is cut off, in lengths of the model."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -123,24 +40,59 @@ class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
     deleted: bool = True
 
 
+class InputItems(msgspec.Struct, kw_only=True, frozen=True):
+    """The answer to GET …/input_items."""
+
+    object: str = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 def response_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
     store = ResponseStore(service.config.response_store_limit)
+    running: dict[str, BackgroundRun] = {}
 
     @router.post("/v1/responses", responses=json_answers(ResponseObject, streams=True))
     async def create_response(body: ResponsesRequest) -> Response:
-        """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
+        """Answer a conversation. With `stream`, the answer is sent as server-sent events.
+
+        With `background`, the response is made whether or not the client waits for it.
+        """
+        if body.previous_response_id in running:
+            message = f"Previous response with id '{body.previous_response_id}' has not ended: wait until it has."
+            raise bad_request(message, "previous_response_id")
         chat = await prepare_response(service, body, _earlier_turns(store, body.previous_response_id))
-        response = _begin_response(service, body)
+        response = _begin_response(service, body, chat)
+        own = [_stored_item(item) for item in _own_items(body)]
 
-        def keep(ended: ResponseObject) -> None:
-            if ended.store:
-                items = _encode_turn(_own_items(body), ended.output)
-                store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
+        def keep(ended: ResponseObject) -> bool:
+            items = msgspec.json.encode([*own, *ended.output])
+            previous_id = ended.previous_response_id
+            return ended.store and store.add_response(ended.id, msgspec.json.encode(ended), items, previous_id)
 
-        writer = ResponseWriter(response, chat.answer_format, keep)
+        def end_run(run: BackgroundRun) -> None:
+            ended = running.pop(response.id).response
+            items = msgspec.json.encode([*own, *ended.output])
+            store.end_response(ended.id, msgspec.json.encode(ended), items, run.events)
+
+        writer = ResponseWriter(
+            response,
+            chat.answer_format,
+            None if body.background else keep,
+            with_reasoning=body.include_reasoning is not False,
+            namespaces=body.namespaces,
+        )
         generation = await chat.start(service, response.id, **body.queueing)
+        if body.background:
+            if not keep(response):
+                await generation.aclose()
+                raise bad_request("The input is larger than what the server keeps (--response-store-bytes).", "input")
+            run = running[response.id] = BackgroundRun(writer, generation, streams=bool(body.stream), on_end=end_run)
+            return _follow(run.follow(0)) if body.stream else _json(response)
         if body.stream:
             events, headers = writer.write_events(), body.ignored_headers
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
@@ -148,22 +100,97 @@ def response_routes(service: Service) -> APIRouter:
             [output] = await generation.wait_finished()
             return Response(writer.write_whole(output), headers=body.ignored_headers, media_type="application/json")
 
-    @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject))
-    async def read_response(response_id: str) -> Response:
-        """A response that the server keeps."""
+    @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject, streams=True))
+    async def read_response(response_id: str, stream: bool = False, starting_after: int | None = None) -> Response:
+        """A response that the server keeps.
+
+        With `stream`, the events of a response that was created with `background` and `stream`, from the one after
+        number `starting_after` on.
+        """
+        run = running.get(response_id)
         answer = store.find_answer(response_id)
         if answer is None:
             raise _not_found(response_id)
+        if not stream:
+            return Response(answer, media_type="application/json") if run is None else _json(run.response)
+        events = store.find_events(response_id)
+        if not (events if run is None else run.streams):
+            message = "Only responses that were created with 'background' and 'stream' can be streamed."
+            raise bad_request(message, "stream")
+        start = 0 if starting_after is None else max(0, starting_after + 1)
+        return _follow(_replay(events[start:]) if run is None else run.follow(start))
+
+    @router.get("/v1/responses/{response_id}/input_items", responses=json_answers(InputItems))
+    async def read_input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The items that a response was made from, those of the turns that it continues included."""
+        turns = store.find_items(response_id)
+        if turns is None:
+            raise _not_found(response_id)
+        items = await asyncio.to_thread(_decode_items, turns)
+        items = items[: len(items) - _num_output_items(store.find_answer(response_id) or b"{}")]
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            place = next((index for index, item in enumerate(items) if item.get("id") == after), len(items))
+            items = items[place + 1 :]
+        page = [_listed_item(item) for item in items[:limit]]
+        ids = [item["id"] for item in page]
+        listed = InputItems(
+            data=page,
+            first_id=ids[0] if ids else None,
+            last_id=ids[-1] if ids else None,
+            has_more=len(items) > limit,
+        )
+        return Response(msgspec.json.encode(listed), media_type="application/json")
+
+    @router.post("/v1/responses/{response_id}/cancel", responses=json_answers(ResponseObject))
+    async def cancel_response(response_id: str) -> Response:
+        """End a response that is made in the background. One that has ended stays as it is."""
+        answer = store.find_answer(response_id)
+        if answer is None:
+            raise _not_found(response_id)
+        run = running.get(response_id)
+        if run is not None:
+            await run.cancel()
+            return _json(run.response)
+        if not msgspec.json.decode(answer, type=_Kept).background:
+            raise bad_request("Cannot cancel a synchronous response.", "response_id")
         return Response(answer, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}", responses=json_answers(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
-        """Forget a response."""
+        """Forget a response; one that is made in the background ends."""
+        if response_id in running:
+            await running[response_id].cancel()
         if not store.delete_response(response_id):
             raise _not_found(response_id)
         return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
 
     return router
+
+
+class _Kept(msgspec.Struct):
+    """What is read of a response that is kept."""
+
+    background: bool = False
+    output: list[msgspec.Raw] = []
+
+
+def _json(response: ResponseObject) -> Response:
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+def _follow(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type=EventStream.media_type, headers=STREAM_HEADERS)
+
+
+async def _replay(events: Sequence[bytes]) -> AsyncIterator[bytes]:
+    yield b"".join(events)
 
 
 async def prepare_response(service: Service, body: ResponsesRequest, earlier: Sequence[bytes] = ()) -> PreparedChat:
@@ -178,15 +205,25 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     body.check()
     params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
     messages = await _read_conversation(body.instructions, earlier, _own_items(body))
+    length = service.llm.model.max_model_len
     chat = await body.conversation_fields.encode_messages(
-        service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
+        service,
+        messages,
+        add_special_tokens=bool(body.add_special_tokens),
+        max_tokens=length * _MAX_CUT if body.truncation == "auto" else None,
+        param="input",
     )
+    token_ids = body.truncate_prompt(chat.token_ids)
+    if body.truncation == "auto":
+        token_ids = token_ids[-max(1, length - (body.max_output_tokens or 1)) :]
     return await prepare_answer(
         service,
-        replace(chat, token_ids=body.truncate_prompt(chat.token_ids)),
+        replace(chat, token_ids=token_ids),
         params,
         body.text_format,
         reasoning=service.chat.reasoning_parser,
+        with_reasoning=body.include_reasoning is not False,
+        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
         requested_form=body.requested_form,
         param="input",
         format_param="text.format",
@@ -227,19 +264,42 @@ async def _read_conversation(
     return read() if is_short else await asyncio.to_thread(read)
 
 
-def _encode_turn(own: list[InputItem], output: list[OutputItem]) -> bytes:
-    items = [item.model_dump(exclude_none=True) for item in own]
-    return msgspec.json.encode([*items, *output])
+def _stored_item(item: InputItem) -> dict[str, Any]:
+    """An item as it is kept: it has an id and a type."""
+    kind = item.type or "message"
+    prefix = {"message": "msg_", "reasoning": "rs_"}.get(kind, "fc_")
+    return {"id": new_id(prefix), "type": kind, "status": "completed", **item.model_dump(exclude_none=True)}
 
 
-def _begin_response(service: Service, body: ResponsesRequest) -> ResponseObject:
+def _listed_item(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as clients read it: the content of a message has parts."""
+    content = item.get("content")
+    if item["type"] != "message" or not isinstance(content, str):
+        return item
+    if item["role"] == "assistant":
+        return {**item, "content": [{"type": "output_text", "text": content, "annotations": []}]}
+    return {**item, "content": [{"type": "input_text", "text": content}]}
+
+
+def _decode_items(turns: Sequence[bytes]) -> list[dict[str, Any]]:
+    return [item for turn in turns for item in msgspec.json.decode(turn)]
+
+
+def _num_output_items(answer: bytes) -> int:
+    return len(msgspec.json.decode(answer, type=_Kept).output)
+
+
+def _begin_response(service: Service, body: ResponsesRequest, chat: PreparedChat) -> ResponseObject:
     """The response without its output."""
+    shows = bool(body.enable_response_messages)
     wanted = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return ResponseObject(
         id=new_id("resp_"),
         created_at=int(time.time()),
         model=service.model_names[0],
         system_fingerprint=service.llm.model.fingerprint,
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
@@ -254,7 +314,10 @@ def _begin_response(service: Service, body: ResponsesRequest) -> ResponseObject:
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
+        input_messages=[RawMessage(chat.answer_format.prompt, chat.token_ids)] if shows else msgspec.UNSET,
+        output_messages=[] if shows else msgspec.UNSET,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     id: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     status: Status = "in_progress"
     arguments: str = ""
 
@@ -91,6 +92,13 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class RawMessage(msgspec.Struct, frozen=True, tag_field="type", tag="raw_message_tokens"):
+    """What the model has read, or what it has written."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response. The fields after `usage` repeat the request."""
 
@@ -98,7 +106,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     model: str
@@ -123,6 +131,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: str = "disabled"
     user: str | None
+    input_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
+    output_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, kw_only=True, frozen=True):
@@ -146,10 +156,12 @@ class Event(msgspec.Struct, kw_only=True, frozen=True):
 class ItemWriter:
     """Writes the items of one answer. Every method appends its events, encoded, to `events`."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        """`namespaces`: by the name that the model calls, the namespace and the function's name in it."""
         self.items: list[OutputItem] = []
         self.events: list[bytes] = []
         self._parser = parser
+        self._namespaces = namespaces
         self._encoder = msgspec.json.Encoder()
         self._num_events = 0
         self._open: OutputItem | None = None
@@ -173,7 +185,9 @@ class ItemWriter:
             self._add_text(delta.content, logprobs)
         for call in delta.calls:
             if call.name is not None:
-                self._begin(CallItem(id=new_id("fc_"), call_id=self._parser.new_call_id(), name=call.name))
+                namespace, name = self._namespaces.get(call.name, (msgspec.UNSET, call.name))
+                call_id = self._parser.new_call_id()
+                self._begin(CallItem(id=new_id("fc_"), call_id=call_id, name=name, namespace=namespace))
             if call.arguments:
                 item = self._open
                 assert isinstance(item, CallItem)
@@ -245,17 +259,26 @@ class ResponseWriter:
 
     Args:
         response: the response without output.
-        keep: called with the response when it has ended.
+        keep: called with the response when it has ended, unless it fails.
+        with_reasoning: whether reasoning is shown.
+        namespaces: see `ItemWriter`.
     """
 
     def __init__(
-        self, response: ResponseObject, answer_format: AnswerFormat, keep: Callable[[ResponseObject], None]
+        self,
+        response: ResponseObject,
+        answer_format: AnswerFormat,
+        keep: Callable[[ResponseObject], object] | None,
+        *,
+        with_reasoning: bool = True,
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
-        self._response = response
+        self.response = response
         self._format = answer_format
         self._keep = keep
+        self._with_reasoning = with_reasoning
         self._parser = answer_format.make_parser()
-        self._items = ItemWriter(self._parser)
+        self._items = ItemWriter(self._parser, namespaces)
         self._sent = SentChoice()
         self._counter = answer_format.make_counter()
         self._held: list[ChatLogprob] = []
@@ -269,23 +292,24 @@ class ResponseWriter:
         """The JSON of the whole response."""
         self._add_output(output)
         self._items.take_events()
-        return msgspec.json.encode(self._response)
+        return msgspec.json.encode(self.response)
 
     def write_events(self) -> Events:
         """The events of a stream, in OpenAI's order."""
-        for name in ("created", "in_progress"):
-            self._items.add_event(f"response.{name}", response=self._response)
+        self._items.add_event("response.created", response=self.response)
+        self.response.status = "in_progress"
+        self._items.add_event("response.in_progress", response=self.response)
         while (update := (yield self._items.take_events())) is not None:
             self._add_output(update[1])
-        self._items.add_event(f"response.{self._response.status}", response=self._response)
+        self._items.add_event(f"response.{self.response.status}", response=self.response)
         yield self._items.take_events()
 
     def write_error(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
         self._items.take_events()
-        self._response.status = "failed"
-        self._response.error = {"code": error.code or "server_error", "message": str(error.detail)}
-        self._items.add_event("response.failed", response=self._response)
+        self.response.status = "failed"
+        self.response.error = {"code": error.code or "server_error", "message": str(error.detail)}
+        self._items.add_event("response.failed", response=self.response)
         return self._items.take_events()
 
     def _add_output(self, output: RequestOutput) -> None:
@@ -307,6 +331,8 @@ class ResponseWriter:
         if delta.finish_reason is not None:
             answers.append(self._parser.end_text(cut=delta.finish_reason != "stop"))
         for answer in answers:
+            if not self._with_reasoning:
+                answer.reasoning = ""
             if answer:
                 # Neither are those of calls.
                 logprobs, self._held = self._held, []
@@ -316,7 +342,7 @@ class ResponseWriter:
         return 0 if self._counter is None else self._counter.count_tokens(token_ids)
 
     def _end_response(self, output: RequestOutput, complete: bool) -> None:
-        response = self._response
+        response = self.response
         self._items.end_answer(cut=not complete)
         response.output = self._items.items
         response.status = "completed" if complete else "incomplete"
@@ -332,4 +358,7 @@ class ResponseWriter:
             OutputTokensDetails(self._num_reasoning(token_ids)),
             num_input + num_output,
         )
-        self._keep(response)
+        if response.output_messages is not msgspec.UNSET:
+            response.output_messages = [RawMessage(output.outputs[0].text, token_ids)]
+        if self._keep is not None:
+            self._keep(response)
