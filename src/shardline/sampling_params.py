@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream has: `AsyncLLM.generate` reads it. `LLM` returns whole outputs only."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
 
 
 class StructuredOutputsParams(
@@ -43,8 +55,10 @@ class StructuredOutputsParams(
             raise ValueError("structured_outputs.choice must have texts, none of them empty")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    A value that is set later is checked when a request is made of it.
 
     Raises:
         ValueError: a value is out of its range; the message says which range is allowed.
@@ -78,7 +92,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: Sequence[str] | None = None
     """Texts that the output must not contain, if they would be written with the tokens that encoding them gives."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """No effect: the decoders of generating models write special tokens without spaces between them."""
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    """False: outputs have token ids and no text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    """Keep only that many of the prompt's last tokens; -1: as many as the model takes, None: refuse a longer prompt."""
+    logits_processors: Any = None
+    """Refused: no code of users runs in the engine."""
     logits_digest: bool = False
     """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
 
@@ -119,6 +142,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "allowed_token_ids must not be empty; leave it out to allow all tokens",
         )
         require(all(self.bad_words or ()), "bad_words must not have empty texts")
+        require(
+            self.detokenize or not self.stop_strings,
+            "stop strings are found in the text, so they need detokenize=True; use stop_token_ids",
+        )
+        require(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,
+            f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
+        )
+        require(
+            not self.logits_processors,
+            "logits_processors are not supported: no code of users runs in the engine, whose ranks must agree on every "
+            "token; use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ from typing import Literal
 
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder, split_prompt
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.messages.stats import EngineStats
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -177,16 +177,27 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request."""
+        """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request.
+
+        `params.output_kind` says what each output has.
+        """
         stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        kind, deltas = params.output_kind, Deltas()
         async with aclosing(stream):
             async for output in stream:
-                yield output
+                if kind is RequestOutputKind.DELTA:
+                    yield deltas.take(output)
+                elif kind is RequestOutputKind.CUMULATIVE or output.finished:
+                    yield output
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
         if self._ready is not None:
             self._ready.streams.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix caches that is there now."""
+        self._replicas.reset_prefix_cache()
 
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica; never blocks."""

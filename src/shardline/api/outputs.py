@@ -130,6 +130,35 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         return self.shaped_prompt_logprobs
 
 
+class Deltas:
+    """Cuts the outputs of one request to what is new since the output before."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, int, bool]] = {}
+        """For each choice, the tokens and the characters that it had, and whether it had ended."""
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """The output with its new part only: of choices that have one, or that end with it."""
+        changed = []
+        for choice in output.outputs:
+            before = num_tokens, num_chars, _ = self._sent.get(choice.index, (0, 0, False))
+            now = len(choice.token_ids), len(choice.text), choice.finished()
+            if now == before:
+                continue
+            self._sent[choice.index] = now
+            changed.append(
+                msgspec.structs.replace(
+                    choice,
+                    text=choice.text[num_chars:],
+                    token_ids=choice.token_ids[num_tokens:],
+                    token_logprobs=choice.token_logprobs and choice.token_logprobs[num_tokens:],
+                    digests=choice.digests and choice.digests[num_tokens:],
+                    shaped_logprobs=[],
+                )
+            )
+        return msgspec.structs.replace(output, outputs=changed)
+
+
 @dataclass(frozen=True)
 class Embedding:
     """The vector of one prompt."""

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from shardline.messages.request import Constraints, Request
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
 MAX_CHOICES_PER_REQUEST = 1024
@@ -144,6 +144,8 @@ class RequestBuilder:
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
         output's, which `structured.checks` has written or taken; empty: there is none.
         """
+        if (count := params.truncate_prompt_tokens) is not None:
+            ids = ids[-(self.max_model_len - 1 if count == -1 else count) :]  # -1: the most that leave room for output
         self._check_prompt(ids)
         self._check_params(params)
         if not -(2**63) <= priority < 2**63:
@@ -254,7 +256,16 @@ def _engine_params(params: SamplingParams) -> SamplingParams:
 
     Parameters that cannot be sent must be refused here, where they harm no other request.
     """
-    own = msgspec.structs.replace(params, stop=(), structured_outputs=None, allowed_token_ids=None, bad_words=None)
+    own = msgspec.structs.replace(
+        params,
+        stop=(),
+        structured_outputs=None,
+        allowed_token_ids=None,
+        bad_words=None,
+        truncate_prompt_tokens=None,
+        detokenize=True,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
     try:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:

@@ -282,7 +282,8 @@ def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left",
 _SAMPLING_NAMES = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in SamplingFields.model_fields and name not in ("logit_bias", "structured_outputs")
+    if name in SamplingFields.model_fields
+    and name not in (*IgnoredFields.model_fields, "logit_bias", "structured_outputs", "truncate_prompt_tokens")
 )
 
 
