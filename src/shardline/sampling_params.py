@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 
 class RequestOutputKind(enum.Enum):
@@ -82,7 +86,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
+    """Number of most likely tokens reported in addition to the chosen one; -1: all tokens, None: no log probabilities.
+    """
+    logprob_token_ids: Sequence[int] | None = None
+    """The tokens whose log probabilities are reported beside that of the chosen one, however likely they are; None: the
+    most likely ones. `logprobs` may then be left out."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens. The whole prompt is computed then, even if it is cached."""
     logit_bias: dict[int, float] = {}
@@ -110,6 +118,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             if not holds:
                 raise ValueError(message)
 
+        self._resolve_aliases()
         require(self.n >= 1, f"n must be at least 1, got {self.n}")
         require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
@@ -133,7 +142,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            require(count is None or 0 <= count <= 20, f"{name} must be in [0, 20], got {count}")
+            require(count is None or count >= -1, f"{name} must be at least 0, or -1 for all, got {count}")
         for bias in self.logit_bias.values():
             require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
         require(all(self.stop_strings), "stop strings must not be empty")
@@ -155,6 +164,28 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             "logits_processors are not supported: no code of users runs in the engine, whose ranks must agree on every "
             "token; use logit_bias, allowed_token_ids, bad_words or structured_outputs",
         )
+
+    def _resolve_aliases(self) -> None:
+        """Give what vLLM's callers may write instead of a default its usual form."""
+        for name in ("stop", "stop_token_ids"):
+            if getattr(self, name) is None:
+                setattr(self, name, ())
+        if self.logit_bias is None:
+            self.logit_bias = {}
+        if self.seed == -1:
+            self.seed = None
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):
+                setattr(self, name, 1 if getattr(self, name) else None)
+
+    @classmethod
+    def from_optional(cls, *, max_tokens: int | None = 16, **values: Any) -> SamplingParams:
+        """The same, where None stands for the default of every value but `max_tokens`."""
+        return cls(max_tokens=max_tokens, **{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """A copy that can be changed on its own."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

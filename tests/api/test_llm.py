@@ -148,6 +148,31 @@ def test_parameters_may_be_changed_and_are_checked_later() -> None:
             llm.generate("dog", params, use_tqdm=False)
 
 
+def test_defaults_as_vllm_writes_them() -> None:
+    params = SamplingParams.from_optional(
+        top_p=None, stop=None, logit_bias=None, max_tokens=None, logprobs=True, seed=-1
+    )
+    assert params == SamplingParams(max_tokens=None, logprobs=1)
+    other = params.clone()
+    other.logit_bias[5] = 1.0
+    assert params.logit_bias == {}
+    with pytest.raises(ValueError, match="no code of users runs in the engine"):
+        SamplingParams(logits_processors=[print])
+
+
+def test_enqueued_prompts_run_together() -> None:
+    with make(FakeCluster()) as llm:
+        assert llm.enqueue("dog", SamplingParams(max_tokens=2)) == ["0"]
+        with pytest.raises(ValueError, match="out of vocabulary"):
+            llm.enqueue([[5], [999]])
+        assert llm.enqueue([[5], [6]], priority=[1, 2]) == ["3", "4"]
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [output.request_id for output in outputs] == ["0", "3", "4"]
+        assert llm.wait_for_completion() == []
+        with pytest.raises(ValueError, match="lora_request is not supported"):
+            llm.generate("dog", lora_request=object())  # type: ignore[arg-type]
+
+
 def test_metrics_have_names_of_vllm() -> None:
     with make(FakeCluster(), data_parallel_size=2) as llm:
         llm.generate("dog", use_tqdm=False)

@@ -110,6 +110,11 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
         ([5], {"logit_bias": {-1: 1.0}}, "logit_bias has token id -1"),
         ([5, 5], {"min_tokens": 9, "max_tokens": None}, "min_tokens is 9, but a prompt of 2 tokens leaves room for 8"),
         ([5], {"n": 10**6}, "n must be at most 1024"),
+        ([5], {"logprobs": 21}, "logprobs must be in .0, 20., got 21, which is greater than max allowed: 20"),
+        ([5], {"prompt_logprobs": -1}, "prompt_logprobs must be in .0, 20., got 400"),
+        ([5], {"logprob_token_ids": [400]}, "logprob_token_ids has token id 400"),
+        ([5], {"logprob_token_ids": []}, "must have 1 to 128 token ids"),
+        ([5], {"logprob_token_ids": [1, 2], "logprobs": 1}, "they are 1 and 2"),
         ([5, "x"], {}, "must be a list of integers"),
         ([True], {}, "must be a list of integers"),
         ({"prompt_token_ids": "dog"}, {}, "must be a list of integers"),
@@ -121,6 +126,18 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
 def test_what_is_refused(prompt: Any, params: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         builder().build_request("r", prompt, SamplingParams(**params))
+
+
+def test_numbers_of_logprobs_are_resolved_for_the_engine() -> None:
+    every = builder(max_logprobs=-1)
+    [child] = every.build_request("r", [5], SamplingParams(logprobs=-1, prompt_logprobs=50)).children
+    assert (child.sampling.logprobs, child.sampling.prompt_logprobs) == (400, 50)
+    [child] = every.build_request("r", [5], SamplingParams(logprob_token_ids=[7, 8])).children
+    assert (child.sampling.logprobs, child.sampling.logprob_token_ids) == (0, [7, 8])
+    long = builder(max_logprobs=-1, vocab_size=200_000, max_model_len=1000)
+    long.build_request("r", [5], SamplingParams(logprobs=-1, max_tokens=50))
+    with pytest.raises(ValueError, match="ask for 11800000 log probabilities"):
+        long.build_request("r", [5] * 9, SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=50))
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, RequestOutput, normalized_embedding
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, Prompt, TokensPrompt
+from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.messages.stats import EngineStats
@@ -30,7 +31,7 @@ from shardline.metrics.reader import Metric, read_metrics
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode
 from shardline.text.transformers_tokenizer import TransformersTokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class LLM:
     """An engine for batches of prompts.
 
     The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2, and
-    `structured_outputs_config`, as of `shardline serve`. Several threads may use one LLM; it runs one batch at a time.
-    Use it as a context manager, or call `close`.
+    `structured_outputs_config` and `chat_template` (a file, or the template itself), as of `shardline serve`. Several
+    threads may use one LLM; it runs one batch at a time. Use it as a context manager, or call `close`.
 
     Raises:
         ValueError: the configuration is at fault.
@@ -52,9 +53,11 @@ class LLM:
         self,
         model: str = "demo",
         *,
+        chat_template: str | Path | None = None,
         structured_outputs_config: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self._template_source = None if chat_template is None else read_template(str(chat_template))
         self._disable_any_whitespace = read_structured_outputs_config(structured_outputs_config)
         self._start(EngineConfig.from_options(model=model, **options), None, load_model_text)
 
@@ -68,7 +71,7 @@ class LLM:
     ) -> LLM:
         """As the constructor, with a whole configuration; `connect` and `load_text` are for tests."""
         llm = cls.__new__(cls)
-        llm._disable_any_whitespace = None
+        llm._template_source = llm._disable_any_whitespace = None
         llm._start(config, connect, load_text)
         return llm
 
@@ -83,6 +86,7 @@ class LLM:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
+        self._enqueued: list[PreparedRequest] = []
         self._grammars = GrammarChecks()
         events: Events = queue.SimpleQueue()
         self._events = events
@@ -111,6 +115,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of one or several prompts, in the order of the prompts.
@@ -126,6 +131,7 @@ class LLM:
             RuntimeError: every replica has failed too often. (A choice that was running at several failures has the
                 finish reason "error" and the message as `error`.)
         """
+        _refuse_adapter(lora_request)
         return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)[0]
 
     def generate_timed(
@@ -178,18 +184,53 @@ class LLM:
         priorities: Sequence[int],
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with self._lock:
-            if self._closed:
-                raise EngineDead("this LLM was closed; make a new one")
-            requests = []
-            for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
-                grammar = self._write_grammar(sampling.structured_outputs)
-                number = str(next(self._ids))
-                request = self._builder.build_request(
-                    number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
-                )
-                requests.append(request)
-            with ProgressBar(len(requests), use_tqdm) as progress:
-                return self._runner.run(requests, progress.count_request)
+            return self._run_requests(self._build_requests(batch, params, priorities), use_tqdm)
+
+    def _build_requests(
+        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[PreparedRequest]:
+        if self._closed:
+            raise EngineDead("this LLM was closed; make a new one")
+        requests = []
+        for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
+            grammar = self._write_grammar(sampling.structured_outputs)
+            number = str(next(self._ids))
+            request = self._builder.build_request(
+                number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
+            )
+            requests.append(request)
+        return requests
+
+    def _run_requests(
+        self, requests: Sequence[PreparedRequest], use_tqdm: bool | MakeBar
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        with ProgressBar(len(requests), use_tqdm) as progress:
+            return self._runner.run(requests, progress.count_request)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[str]:
+        """Check prompts as `generate` does and keep them for `wait_for_completion`; returns their request ids.
+
+        Raises:
+            ValueError: a prompt or a parameter is invalid; then none of these prompts was kept.
+        """
+        batch = as_prompts(prompts)
+        params, priorities = _as_params(sampling_params, len(batch)), _as_priorities(priority, len(batch))
+        with self._lock:
+            requests = self._build_requests(batch, params, priorities)
+            self._enqueued += requests
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(self, *, use_tqdm: bool | MakeBar = True) -> list[RequestOutput]:
+        """Run what was enqueued since the last call; returns the outputs in the order of the prompts."""
+        with self._lock:
+            requests, self._enqueued = self._enqueued, []
+            return self._run_requests(requests, use_tqdm)[0]
 
     def _write_grammar(self, form: StructuredOutputsParams | None) -> str:
         """The grammar of outputs; empty: they may be any text."""
@@ -205,7 +246,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | MakeBar = True,
         *,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -216,11 +259,13 @@ class LLM:
         """The answers to one or several conversations, in their order; see `generate`.
 
         `chat_template`: used instead of the model's own; None: that one. `continue_final_message`: the answer continues
-        the last message. `special_tokens_in_content`: whether a special token that a message spells becomes that token.
+        the last message. `chat_template_content_format` has no effect: templates get texts.
+        `special_tokens_in_content`: whether a special token that a message spells becomes that token.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
+        _refuse_adapter(lora_request)
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
         prompts: list[Prompt] = []
@@ -240,7 +285,8 @@ class LLM:
 
     @contextlib.contextmanager
     def _open_template(self, source: str | None) -> Iterator[ChatTemplate]:
-        """The chat template with this source, which is closed afterwards; None: the model's own."""
+        """The chat template with this source, which is closed afterwards; None: the configured one, or the model's."""
+        source = self._template_source if source is None else source
         if source is None:
             if self._text.chat_template is None:
                 raise ValueError(f"{self.config.model.model} has no chat template; give one, or use generate()")
@@ -323,6 +369,11 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
         )
     return list(params)
+
+
+def _refuse_adapter(lora_request: Any) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request is not supported: Shardline serves no LoRA adapters; merge it into the weights")
 
 
 def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:

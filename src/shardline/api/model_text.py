@@ -31,6 +31,7 @@ class ModelText:
             max_model_len=max_model_len,
             eos_token_ids=self.eos_token_ids,
             seeds=random.Random(config.model.seed),
+            max_logprobs=config.model.max_logprobs,
         )
 
 

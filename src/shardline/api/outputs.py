@@ -33,7 +33,8 @@ class Logprob(msgspec.Struct, frozen=True):
 def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
     """The log probabilities at one position by token id: first the token there, then the most likely ones."""
     entries = {token_id: Logprob(chosen.logprob, chosen.rank, decode(token_id))}
-    for rank, (other, value) in enumerate(zip(chosen.top_ids, chosen.top_logprobs, strict=True), 1):
+    ranks = chosen.top_ranks or range(1, len(chosen.top_ids) + 1)
+    for rank, other, value in zip(ranks, chosen.top_ids, chosen.top_logprobs, strict=True):
         if other not in entries:
             entries[other] = Logprob(value, rank, decode(other))
     return entries

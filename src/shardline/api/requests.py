@@ -21,6 +21,11 @@ MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
 """The most characters of all stop strings together: every choice builds its own tables of them."""
 MAX_BAD_WORDS = 256
+MAX_NAMED_LOGPROBS = 128
+"""The most tokens of `logprob_token_ids`, as in vLLM."""
+_FEW_LOGPROBS = 64
+MAX_LOGPROBS = 10_000_000
+"""The most log probabilities that a request may ask for, if it asks for more than a few at each token."""
 MAX_SALT_CHARS = 1024
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
@@ -84,6 +89,7 @@ class RequestBuilder:
         vocab_size: rows of the embedding; every token id is smaller.
         max_model_len: longest prompt and output together, in tokens.
         seeds: generates a seed for each request that sets none.
+        max_logprobs: the most log probabilities at each token; -1: the whole vocabulary.
     """
 
     tokenizer: Tokenizer | None
@@ -91,6 +97,7 @@ class RequestBuilder:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seeds: random.Random
+    max_logprobs: int = 20
 
     def build_request(
         self,
@@ -164,6 +171,7 @@ class RequestBuilder:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+            **self._reports(params, len(ids), room),
         )
         sampling = _engine_params(params)
         constraints = self._make_constraints(params, grammar)
@@ -186,6 +194,46 @@ class RequestBuilder:
             for choice in range(params.n)
         ]
         return PreparedRequest(request_id, text, ids, params, children, shown_token_ids)
+
+    def _reports(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
+        """The numbers of log probabilities at each token, without -1.
+
+        Raises:
+            ValueError: they are more than the model's, or than memory can hold.
+        """
+        counts: dict[str, int | None] = {}
+        total = 0
+        for name, num_tokens in (
+            ("logprobs", params.n * min(params.max_tokens or room, room)),
+            ("prompt_logprobs", num_prompt_tokens),
+        ):
+            count = getattr(params, name)
+            if name == "logprobs" and params.logprob_token_ids is not None:
+                _check_named(params.logprob_token_ids, count)
+                count = 0
+            counts[name] = count = self.count_logprobs(name, count)
+            total += num_tokens * count if count is not None and count > _FEW_LOGPROBS else 0
+        if total > MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs and prompt_logprobs ask for {total} log probabilities, and at most {MAX_LOGPROBS} are "
+                "reported of one request; ask for fewer tokens, or for those of logprob_token_ids"
+            )
+        return counts
+
+    def count_logprobs(self, name: str, count: int | None) -> int | None:
+        """How many log probabilities at each token the parameter `name` asks for; None: none.
+
+        Raises:
+            ValueError: they are more than the engine was started for.
+        """
+        most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
+        count = self.vocab_size if count == -1 else count
+        if count is not None and count > most:
+            raise ValueError(
+                f"{name} must be in [0, {most}], got {count}, which is greater than max allowed: {most} "
+                "(--max-logprobs; -1 is the whole vocabulary)"
+            )
+        return count
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for a prompt that is text.
@@ -243,12 +291,26 @@ class RequestBuilder:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
         ):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+
+
+def _check_named(token_ids: Sequence[int], count: int | None) -> None:
+    """Refuse `logprob_token_ids` that are too many, or not as many as `logprobs`."""
+    if not 1 <= len(token_ids) <= MAX_NAMED_LOGPROBS:
+        raise ValueError(
+            f"logprob_token_ids must have 1 to {MAX_NAMED_LOGPROBS} token ids, got {len(token_ids)}, "
+            f"max allowed: {MAX_NAMED_LOGPROBS}"
+        )
+    if count is not None and count != len(token_ids):
+        raise ValueError(
+            f"logprobs must equal len(logprob_token_ids), or be left out; they are {count} and {len(token_ids)}"
+        )
 
 
 def _engine_params(params: SamplingParams) -> SamplingParams:

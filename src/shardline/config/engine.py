@@ -16,6 +16,7 @@ from shardline.config.fields import option
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes
 from shardline.config.vllm_options import take_keywords
+from shardline.sampling_params import LOGPROBS_MODES
 from shardline.weights.formats import format_names
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,15 @@ class ModelConfig:
         "auto",
         "auto, generate: continue prompts; pooling: embed them, one vector for each",
         choices=("auto", "generate", "pooling"),
+    )
+    max_logprobs: int = option(
+        20, "the most log probabilities that a request may ask for at each token; -1: the whole vocabulary"
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what log probabilities are of; raw: the model's logits, processed: these after penalties, masks, temperature "
+        "and filters; logits: no log probabilities but the logits themselves",
+        choices=LOGPROBS_MODES,
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
@@ -270,7 +280,7 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError(
             "quantization w4a16 is now the format 'packed', which every packed checkpoint gets; leave quantization out"
         )
-    for name in ("dtype", "load_format", "quantization", "runner"):
+    for name in ("dtype", "load_format", "quantization", "runner", "logprobs_mode"):
         f = ModelConfig.__dataclass_fields__[name]
         if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *f.metadata["refused"]):
             raise ValueError(
@@ -285,6 +295,8 @@ def _validate(config: EngineConfig) -> None:
     _check_replica_shares(config)
     if config.scheduler.speculation.num_speculative_tokens and config.embeds:
         raise ValueError("speculative_config drafts tokens, and runner pooling makes none: leave one of them out")
+    if config.model.max_logprobs < -1:
+        raise ValueError(f"max_logprobs must be at least 0, or -1 for all, got {config.model.max_logprobs}")
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")
     length = config.model.max_model_len

@@ -15,6 +15,7 @@ from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
+from shardline.sampling_params import LogprobsMode
 from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
@@ -125,6 +126,7 @@ class Deployment(msgspec.Struct, frozen=True):
     numerics: Numerics
     """Whether floating-point sums may cross ranks."""
     check_finite: bool
+    logprobs_mode: LogprobsMode
     embeds: bool
     """Whether requests get the final hidden state of their last token instead of sampled tokens."""
 

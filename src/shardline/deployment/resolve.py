@@ -32,6 +32,7 @@ from shardline.models.sharding import Numerics, check_expert_parallel, check_ten
 from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
+from shardline.sampling_params import LogprobsMode
 from shardline.weights.base import FormatChoice
 
 _MAPPED_BYTES = 64 << 20
@@ -73,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weight_format=held,
         numerics=cast(Numerics, parallel.numerics),
         check_finite=config.model.check_finite,
+        logprobs_mode=cast(LogprobsMode, config.model.logprobs_mode),
         embeds=config.embeds,
         machine=machine,
         device=layout.device,

@@ -49,13 +49,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
+    """Log probabilities of one token and of others in its place; see `--logprobs-mode` for what they are made of."""
 
     logprob: float
     rank: int
     """Rank of the chosen token by probability; 1: it was the most likely one."""
     top_ids: list[int]
+    """The most likely tokens, or the chosen one and those that the request names."""
     top_logprobs: list[float]
+    top_ranks: list[int] = []
+    """Empty: 1, 2, 3 and so on."""
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -26,6 +26,7 @@ from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
+from shardline.sampling_params import LogprobsMode
 
 
 class PendingStep:
@@ -72,6 +73,7 @@ class Runner:
         sizes: StepSizes,
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
@@ -91,7 +93,7 @@ class Runner:
         self._features: list[Feature] = []
         if stage.lm_head is not None:
             spans = stage.lm_head.spans
-            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device)
+            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
             self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]

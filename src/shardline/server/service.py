@@ -133,6 +133,17 @@ class Service:
                 "context_length_exceeded",
             )
 
+    def check_top_logprobs(self, count: int | None) -> None:
+        """Refuse a `top_logprobs` that the engine was not started for.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self.llm.model.builder.count_logprobs("top_logprobs", count)
+        except ValueError as error:
+            raise bad_request(str(error), "top_logprobs") from error
+
     def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`.
 

@@ -261,6 +261,18 @@ def _cut_after_content(text: str, message: Message) -> str:
     return text[: place + len(shown)] + content[len(content.rstrip()) :]
 
 
+def read_template(source: str) -> str:
+    """The text of a template that is given as a file, or as itself.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        return source if "{" in source else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error
+
+
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """The jinja sources of the chat templates by name; empty if the model has no template.
 

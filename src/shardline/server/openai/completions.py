@@ -121,10 +121,19 @@ class CompletionRequest(SamplingFields):
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
         refuse_if(
+            bool(self.logprob_token_ids) and bool(self.echo) and self.generates_nothing,
+            "logprob_token_ids",
+            "'logprob_token_ids' is not supported when 'echo' is true and no output tokens are generated.",
+        )
+        refuse_if(
             bool(self.suffix) and (bool(self.echo) or not isinstance(self.prompt, str)),
             "suffix",
             "'suffix' needs one prompt that is text, and 'echo' must be false.",
         )
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def generates_nothing(self) -> bool:
@@ -267,7 +276,7 @@ class CompletionWriter:
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
         if first and body.echo and body.logprobs is not None:
             scores = output.prompt_token_logprobs or []
-            count = body.logprobs
+            count = None if body.logprobs == -1 else body.logprobs
             own = [TokenLogprobs(s.logprob, s.rank, s.top_ids[:count], s.top_logprobs[:count]) for s in scores]
             before = CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
             prompt = before.write_prompt(output.prompt_token_ids, own)
@@ -344,14 +353,14 @@ async def _encode_prompts(
     return encoded, echoes
 
 
-def _check_scores(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+def _check_scores(body: CompletionRequest, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Refuse a request whose answer would have too many log probabilities of prompts.
 
     Raises:
         ApiError: 400.
     """
     if (count := body.num_prompt_logprobs) is not None:
-        total = (count + 1) * sum(map(len, prompts))
+        total = (vocab_size if count == -1 else count + 1) * sum(map(len, prompts))
         refuse_if(
             total > MAX_PROMPT_LOGPROBS,
             "prompt",
@@ -395,11 +404,13 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
     if body.ranks_choices:
         assert body.best_of is not None
-        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+        params = msgspec.structs.replace(params, n=body.best_of)
+        if params.logprobs is None and params.logprob_token_ids is None:
+            params.logprobs = 0
     given = list_prompts(body.prompt, "prompt")
     prompts, echoes = await _encode_prompts(service, body, given)
     texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-    _check_scores(body, prompts)
+    _check_scores(body, prompts, service.llm.model.builder.vocab_size)
     grammar = await make_answer_grammar(
         None,
         body.response_format,

@@ -178,6 +178,8 @@ class SamplingFields(IgnoredFields):
     """Of log probabilities: tokens are written as token_id:N, not as their texts."""
     return_metrics: bool | None = None
     """Add to the answer where its time went."""
+    logprob_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    """The tokens whose log probabilities are reported beside that of the chosen one; `logprobs` must be set too."""
     model: str | None = None
     user: str | None = None
     use_beam_search: bool | None = None
@@ -207,8 +209,15 @@ class SamplingFields(IgnoredFields):
             "prompt_logprobs",
             "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
         )
+        if self.logprob_token_ids and not self.reports_logprobs:
+            raise bad_request("When using 'logprob_token_ids', 'logprobs' must be set.", "logprob_token_ids")
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities of the output are asked for, where that is a field of its own."""
+        return True
 
     @property
     def requested_form(self) -> dict[str, Any] | None:
@@ -245,10 +254,14 @@ class SamplingFields(IgnoredFields):
         values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.min_new_tokens is not None:
             values.setdefault("min_tokens", self.min_new_tokens)
+        if not self.logprob_token_ids:
+            values.pop("logprob_token_ids", None)
         if self.logit_bias:
             values["logit_bias"] = _parse_bias(self.logit_bias)
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+            return SamplingParams(
+                max_tokens=max_tokens, logprobs=None if self.logprob_token_ids else logprobs, **values
+            )
         except ValueError as error:
             raise bad_parameter(str(error)) from error
 

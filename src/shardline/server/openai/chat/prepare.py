@@ -87,6 +87,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """
     service.require_model(body.model)
     body.check()
+    service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )

@@ -318,7 +318,7 @@ class ChatRequest(ConversationFields, SamplingFields):
     max_completion_tokens: int | None = None
     # Clients of vLLM send these as text, too.
     logprobs: Annotated[bool, Field(strict=False)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=False)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, strict=False)] | None = None
     include_reasoning: bool | None = None
     """Whether the answer shows the model's reasoning; None: it does."""
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -368,6 +368,10 @@ class ChatRequest(ConversationFields, SamplingFields):
         """The variables of the chat template that the request sets."""
         documents = {} if self.documents is None else {"documents": self.documents}
         return {**documents, **super().template_variables}
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def echoed_text(self) -> str:
