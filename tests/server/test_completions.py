@@ -306,3 +306,16 @@ def test_one_bad_prompt_refuses_the_whole_request_and_frees_the_rest(shared: Run
     answer = http.post("/v1/completions", json={"prompt": [[1, 2], [10**6]], "ignore_eos": True, "max_tokens": 400})
     assert answer.status_code == 400
     assert shared.engine.num_running() == 0
+
+
+def test_beam_search_answers_with_the_likeliest_outputs(http: httpx.Client) -> None:
+    body = {"prompt": ["Hi", "Hi"], "n": 2, "max_tokens": 3, "temperature": 0, "use_beam_search": True, "logprobs": 1}
+    answer = http.post("/v1/completions", json={**body, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    first, second, *others = answer.json()["choices"]
+    assert [choice["index"] for choice in (first, second, *others)] == [0, 1, 2, 3]
+    assert first["text"] != second["text"]
+    assert [choice["text"] for choice in others] == [first["text"], second["text"]]
+    assert sum(first["logprobs"]["token_logprobs"]) >= sum(second["logprobs"]["token_logprobs"])
+    assert first["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 12

@@ -17,10 +17,18 @@ from typing import Any, cast
 import msgspec
 
 from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
+from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
-from shardline.api.outputs import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, RequestOutput, normalized_embedding
+from shardline.api.outputs import (
+    EMBEDDING_PARAMS,
+    CompletionOutput,
+    Embedding,
+    EmbeddingOutput,
+    RequestOutput,
+    normalized_embedding,
+)
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
@@ -28,7 +36,7 @@ from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
-from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
 from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode
@@ -206,6 +214,42 @@ class LLM:
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with ProgressBar(len(requests), use_tqdm) as progress:
             return self._runner.run(requests, progress.count_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | MakeBar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs of each prompt, best first.
+
+        `use_tqdm`: show the progress of every step. `concurrency_limit`: how many prompts are searched for at a time;
+        None: all of them.
+
+        Raises:
+            ValueError: a prompt is invalid, or the beams need more log probabilities than `max_logprobs` allows.
+            RuntimeError: a step has failed.
+        """
+        _refuse_adapter(lora_request)
+        sampling = step_params(params, self.config.model.seed)
+        batch = as_prompts(prompts)
+        with self._lock:
+            checked = self._build_requests(batch, [sampling] * len(batch), [0] * len(batch))
+        searches = [
+            BeamSearch(request.prompt_token_ids, params, self._builder.eos_token_ids, self.max_model_len)
+            for request in checked
+        ]
+
+        def run_step(prompts: Sequence[Prompt]) -> list[CompletionOutput]:
+            outputs, _ = self._run_batch(prompts, [sampling] * len(prompts), use_tqdm, [0] * len(prompts))
+            return [output.outputs[0] for output in outputs]
+
+        each = concurrency_limit or max(1, len(searches))
+        for first in range(0, len(searches), each):
+            run_searches(searches[first : first + each], run_step)
+        return [search.output(self._builder.require_tokenizer()) for search in searches]
 
     def enqueue(
         self,

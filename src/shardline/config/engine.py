@@ -9,19 +9,19 @@ import dataclasses
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes
 from shardline.config.vllm_options import take_keywords
-from shardline.sampling_params import LOGPROBS_MODES
 from shardline.weights.formats import format_names
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_STEP = 86400.0
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 STORED_METHODS = (
     "auto-round",
     "awq",
@@ -83,7 +83,7 @@ class ModelConfig:
         "raw_logprobs",
         "what log probabilities are of; raw: the model's logits, processed: these after penalties, masks, temperature "
         "and filters; logits: no log probabilities but the logits themselves",
-        choices=LOGPROBS_MODES,
+        choices=get_args(LogprobsMode),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")

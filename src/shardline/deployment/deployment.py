@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shardline.config.engine import LogprobsMode
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Host, Machine
@@ -15,7 +16,6 @@ from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
-from shardline.sampling_params import LogprobsMode
 from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]

@@ -9,7 +9,7 @@ from typing import cast
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
-from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import (
@@ -32,7 +32,6 @@ from shardline.models.sharding import Numerics, check_expert_parallel, check_ten
 from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
-from shardline.sampling_params import LogprobsMode
 from shardline.weights.base import FormatChoice
 
 _MAPPED_BYTES = 64 << 20

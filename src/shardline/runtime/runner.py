@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.config.engine import LogprobsMode
 from shardline.messages.step import RankStep, SequenceResult, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
@@ -26,7 +27,6 @@ from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
-from shardline.sampling_params import LogprobsMode
 
 
 class PendingStep:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.config.engine import LogprobsMode
 from shardline.kernels.contract import Kernels
 from shardline.messages.step import SequenceResult
 from shardline.models.partition import Span
@@ -26,7 +27,6 @@ from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
 from shardline.runtime.sampling.reports import Reports, Wanted, processed_logits, read_reports, report, wanted_logprobs
 from shardline.runtime.sequences import WorkerSequence
-from shardline.sampling_params import LogprobsMode
 
 _SCORED_LOGIT_BYTES = 64 << 20
 """Most memory for logits that are only scored."""

@@ -30,6 +30,7 @@ from shardline.server.openai.answer_parts import (
     join_logprobs,
     usage_of,
 )
+from shardline.server.openai.beams import search_beams
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service, new_id
@@ -431,6 +432,17 @@ def completion_routes(service: Service) -> APIRouter:
         completion = await prepare_completion(service, body)
         response_id = new_id("cmpl-")
         writer = CompletionWriter(service, body, response_id, completion.echoes)
+        if body.use_beam_search:
+            found = await search_beams(
+                service,
+                body,
+                completion.prompts,
+                completion.params,
+                request_id=response_id,
+                prompt_param="prompt",
+                grammar=completion.grammar,
+            )
+            return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
         generation = await Generation.start(
             service,
             completion.prompts,

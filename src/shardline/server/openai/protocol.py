@@ -63,7 +63,6 @@ class IgnoredFields(RequestModel):
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     # vLLM
-    length_penalty: Any = None
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
@@ -183,6 +182,9 @@ class SamplingFields(IgnoredFields):
     model: str | None = None
     user: str | None = None
     use_beam_search: bool | None = None
+    """Find the `n` likeliest outputs instead of sampling."""
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
+    """Of beam search, see BeamSearchParams."""
     prompt_logprobs: int | None = None
     logits_processors: Any = None
     lora_path: Any = None
@@ -203,7 +205,6 @@ class SamplingFields(IgnoredFields):
         Raises:
             ApiError: 400.
         """
-        refuse_if(bool(self.use_beam_search), "use_beam_search", "Beam search is not supported: sample 'n' choices.")
         refuse_if(
             self.prompt_logprobs is not None and bool(self.stream),
             "prompt_logprobs",

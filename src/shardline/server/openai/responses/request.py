@@ -234,7 +234,14 @@ class ResponsesRequest(SamplingFields):
         self.check_supported()
         refuse_if(self.n not in (None, 1), "n", "A response has one answer: leave out 'n'.")
         refuse_if(self.response_format is not None, "response_format", "Use 'text.format' instead.")
-        for name in ("return_token_ids", "return_metrics", "logits_digest", "prompt_logprobs", "logprob_token_ids"):
+        for name in (
+            "return_token_ids",
+            "return_metrics",
+            "logits_digest",
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "use_beam_search",
+        ):
             refuse_if(
                 getattr(self, name) not in (None, False),
                 name,
