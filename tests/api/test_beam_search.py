@@ -104,9 +104,8 @@ def test_searches_of_an_llm_have_the_prompt() -> None:
         first, second = llm.beam_search(["the dog", [5, 6]], params, concurrency_limit=1)
         [best] = first.sequences
         assert best.text.startswith("the dog")
-        assert best.cum_logprob == sum(
-            entries[token].logprob for entries, token in zip(best.logprobs, best.tokens[-3:])
-        )
+        steps = zip(best.logprobs, best.tokens[-3:], strict=True)
+        assert best.cum_logprob == sum(entries[token].logprob for entries, token in steps)
         assert second.sequences[0].tokens[:2] == [5, 6]
         with pytest.raises(ValueError, match="max allowed: 20"):
             llm.beam_search("the dog", BeamSearchParams(beam_width=11, max_tokens=3))

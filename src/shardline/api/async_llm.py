@@ -15,7 +15,7 @@ from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder, split_prompt
+from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.messages.stats import EngineStats
@@ -146,7 +146,7 @@ class AsyncLLM:
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
         model = self._require_open()
-        text, ids = split_prompt(prompt)
+        text, ids, embeds = model.builder.split_prompt(prompt)
         if ids is None:
             assert text is not None
             ids = await model.builder.require_tokenizer().encode_text_async(text)
@@ -167,6 +167,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             shown_token_ids=shown_token_ids,
             grammar=grammar,
+            embeds=embeds,
         )
         return model.streams.open(request)
 
@@ -210,7 +211,9 @@ class AsyncLLM:
         """
         model = self._require_open()
         tokenizer = model.builder.require_tokenizer()
-        text, ids = split_prompt(prompt)
+        text, ids, embeds = model.builder.split_prompt(prompt)
+        if embeds is not None:
+            raise ValueError("prompt_embeds are not supported with beam search")
         if ids is None:
             assert text is not None
             ids = await tokenizer.encode_text_async(text)

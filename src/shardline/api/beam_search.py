@@ -152,7 +152,8 @@ class BeamSearch:
 
     def _score(self, beam: Beam) -> float:
         length = len(self._prompt) + len(beam.token_ids) - (beam.finish_reason == "stop")
-        return beam.cumulative_logprob / max(length, 1) ** self._params.length_penalty
+        divisor: float = max(length, 1) ** self._params.length_penalty
+        return beam.cumulative_logprob / divisor
 
 
 def run_searches(

@@ -237,6 +237,8 @@ class LLM:
         batch = as_prompts(prompts)
         with self._lock:
             checked = self._build_requests(batch, [sampling] * len(batch), [0] * len(batch))
+        if any(request.children[0].embeds is not None for request in checked):
+            raise ValueError("prompt_embeds are not supported with beam search")
         searches = [
             BeamSearch(request.prompt_token_ids, params, self._builder.eos_token_ids, self.max_model_len)
             for request in checked

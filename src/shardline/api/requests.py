@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from shardline.messages.request import Constraints, Request
+from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
+from shardline.messages.request import Constraints, PromptEmbeds, Request
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
@@ -27,6 +28,8 @@ _FEW_LOGPROBS = 64
 MAX_LOGPROBS = 10_000_000
 """The most log probabilities that a request may ask for, if it asks for more than a few at each token."""
 MAX_SALT_CHARS = 1024
+_EMBEDS_SALT = "prompt_embeds".ljust(MAX_SALT_CHARS + 1)
+"""Begins the salts of prompts with rows: those of users are shorter, so none of them names the same prefixes."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
@@ -64,7 +67,22 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
 
 
-Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as a tensor [number of tokens, hidden size]; `prompt` is for display only."""
+
+    prompt_embeds: Any
+    prompt: str
+
+
+class MixedPrompt(TypedDict):
+    """Token ids with rows of hidden states in place of some of them."""
+
+    prompt_token_ids: Sequence[int]
+    embeds: PromptEmbeds
+    prompt: str | None
+
+
+Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | MixedPrompt | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,8 @@ class RequestBuilder:
         max_model_len: longest prompt and output together, in tokens.
         seeds: generates a seed for each request that sets none.
         max_logprobs: the most log probabilities at each token; -1: the whole vocabulary.
+        embeds_size: numbers in a row of prompt_embeds; 0: the model takes none.
+        takes_embeds: whether prompts may have such rows.
     """
 
     tokenizer: Tokenizer | None
@@ -98,6 +118,8 @@ class RequestBuilder:
     eos_token_ids: tuple[int, ...]
     seeds: random.Random
     max_logprobs: int = 20
+    embeds_size: int = 0
+    takes_embeds: bool = False
 
     def build_request(
         self,
@@ -118,7 +140,7 @@ class RequestBuilder:
             ContextLengthExceeded: the prompt is longer than the model supports.
             ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
-        text, ids = split_prompt(prompt)
+        text, ids, embeds = self.split_prompt(prompt)
         if ids is None:
             assert text is not None
             ids = self.require_tokenizer().encode_text(text)
@@ -131,7 +153,23 @@ class RequestBuilder:
             cache_salt=cache_salt,
             streamed=streamed,
             grammar=grammar,
+            embeds=embeds,
         )
+
+    def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
+        """The text, the ids and the rows in a prompt; the text or the ids are not None.
+
+        Raises:
+            ValueError: the prompt has none of the known forms, or its tensor is refused.
+        """
+        if not isinstance(prompt, Mapping) or prompt.get("prompt_embeds") is None:
+            embeds = prompt.get("embeds") if isinstance(prompt, Mapping) else None
+            return (*split_prompt(prompt), embeds)
+        if unknown := prompt.keys() - {"prompt_embeds", "prompt", "cache_salt"}:
+            raise ValueError(f"a prompt with prompt_embeds has no {sorted(unknown)[0]!r}")
+        rows = rows_of(prompt["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)
+        ids, embeds = join_parts([rows])
+        return prompt.get("prompt"), ids, embeds
 
     def build_from_ids(
         self,
@@ -145,12 +183,15 @@ class RequestBuilder:
         streamed: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        embeds: PromptEmbeds | None = None,
     ) -> PreparedRequest:
-        """As `build_request`, for an encoded prompt; `text` is for display only.
+        """As `build_request`, for an encoded prompt; `text` is for display only, `embeds` are rows among the ids.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
         output's, which `structured.checks` has written or taken; empty: there is none.
         """
+        if embeds is not None and (params.prompt_logprobs, params.truncate_prompt_tokens) != (None, None):
+            raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
         if (count := params.truncate_prompt_tokens) is not None:
             ids = ids[-(self.max_model_len - 1 if count == -1 else count) :]  # -1: the most that leave room for output
         self._check_prompt(ids)
@@ -159,6 +200,8 @@ class RequestBuilder:
             raise ValueError("priority must fit in 64 bits")
         if len(cache_salt) > MAX_SALT_CHARS:
             raise ValueError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(cache_salt)}")
+        if embeds is not None:
+            cache_salt = _EMBEDS_SALT + embeds_digest(embeds) + cache_salt
         room = self.max_model_len - len(ids)
         if params.min_tokens > room:
             raise ValueError(
@@ -188,6 +231,7 @@ class RequestBuilder:
                 arrival_time=arrival,
                 cache_salt=cache_salt,
                 constraints=constraints,
+                embeds=embeds,
                 # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),
             )
@@ -343,7 +387,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, Mapping):
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "embeds"}
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not unknown and (text is None or isinstance(text, str)):
             if ids is not None:

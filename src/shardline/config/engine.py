@@ -85,6 +85,9 @@ class ModelConfig:
         "and filters; logits: no log probabilities but the logits themselves",
         choices=get_args(LogprobsMode),
     )
+    enable_prompt_embeds: bool = option(
+        False, "prompts may have rows of hidden states (prompt_embeds) in place of tokens"
+    )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
 

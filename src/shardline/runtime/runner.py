@@ -20,6 +20,7 @@ from shardline.runtime.features.digests import Digests
 from shardline.runtime.features.drafts import Drafts, sampled_rows
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
+from shardline.runtime.features.prompt_embeds import PromptRows
 from shardline.runtime.features.scores import Scores
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
@@ -91,6 +92,8 @@ class Runner:
         self._fuses_argmax = stage.lm_head is not None and stage.lm_head.fuses_argmax
         # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
+        if stage.is_first:
+            self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:
             spans = stage.lm_head.spans
             self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)

@@ -15,6 +15,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
+from shardline.api.prompt_embeds import join_parts
+from shardline.api.requests import MixedPrompt
 from shardline.messages.request import TokenLogprobs
 from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
@@ -98,7 +100,9 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: PromptValue
+    prompt: PromptValue | None = None
+    prompt_embeds: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Prompts as tensors [number of tokens, hidden size]: the base64 of what torch.save writes. They come first."""
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -113,6 +117,15 @@ class CompletionRequest(SamplingFields):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         self.check_supported()
+        if self.prompt is None and not self.prompt_embeds:
+            if self.prompt_embeds is None:
+                raise bad_request("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
+            raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        refuse_if(
+            bool(self.prompt_embeds) and self.num_prompt_logprobs is not None,
+            "prompt_embeds",
+            "Log probabilities of the prompt are not compatible with prompt embeds.",
+        )
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
                 raise bad_request("'best_of' must not be smaller than 'n'.", "best_of")
@@ -383,7 +396,7 @@ class PreparedCompletion:
     """A completion request as the engine takes it."""
 
     params: SamplingParams
-    prompts: list[list[int]]
+    prompts: list[list[int] | MixedPrompt]
     echoes: list[str]
     """For each prompt, the text to repeat before the output; empty without `echo`."""
     texts: list[str | None]
@@ -408,10 +421,12 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         params = msgspec.structs.replace(params, n=body.best_of)
         if params.logprobs is None and params.logprob_token_ids is None:
             params.logprobs = 0
-    given = list_prompts(body.prompt, "prompt")
-    prompts, echoes = await _encode_prompts(service, body, given)
-    texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-    _check_scores(body, prompts, service.llm.model.builder.vocab_size)
+    given = [] if body.prompt is None else list_prompts(body.prompt, "prompt")
+    embedded = await _read_embeds(service, body)
+    ids, echoes = await _encode_prompts(service, body, given)
+    echoes = [""] * len(embedded) + echoes
+    texts = [None] * len(embedded) + [prompt if isinstance(prompt, str) else None for prompt in given]
+    _check_scores(body, ids, service.llm.model.builder.vocab_size)
     grammar = await make_answer_grammar(
         None,
         body.response_format,
@@ -419,7 +434,25 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         service.llm.grammars,
         disable_any_whitespace=service.config.disable_any_whitespace,
     )
-    return PreparedCompletion(params, prompts, echoes, texts, grammar)
+    return PreparedCompletion(params, [*embedded, *ids], echoes, texts, grammar)
+
+
+async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedPrompt]:
+    """The prompts that are tensors.
+
+    Raises:
+        ApiError: 400, one cannot be read, or none are taken.
+    """
+    data = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    if len(data) > MAX_PROMPTS:
+        raise bad_request(f"'prompt_embeds' has {len(data)} entries; at most {MAX_PROMPTS} are taken.", "prompt_embeds")
+    prompts: list[MixedPrompt] = []
+    for one in data:
+        ids, embeds = join_parts([await service.read_embeds(one)])
+        if embeds is None:
+            raise bad_request("A tensor of 'prompt_embeds' must have at least one row.", "prompt_embeds")
+        prompts.append({"prompt_token_ids": ids, "embeds": embeds, "prompt": None})
+    return prompts
 
 
 def completion_routes(service: Service) -> APIRouter:

@@ -185,7 +185,7 @@ class SamplingFields(IgnoredFields):
     """Find the `n` likeliest outputs instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
     """Of beam search, see BeamSearchParams."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(strict=False)] | None = None
     logits_processors: Any = None
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None

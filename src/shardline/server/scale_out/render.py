@@ -142,6 +142,8 @@ def render_routes(service: Service) -> APIRouter:
         single = len(completion.prompts) == 1
         rendered = []
         for index, (ids, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
+            refuse_if(not isinstance(ids, list), "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
+            assert isinstance(ids, list)
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)
             request_id = base if single else f"{base}-{index}"
             rendered.append(render(body, body.model, request_id, ids, completion.params, completion.grammar, offsets))
