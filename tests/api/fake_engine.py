@@ -34,7 +34,7 @@ def load_text(config: EngineConfig) -> ModelText:
     tokenizer = builders.tokenizer(builders.byte_level_json())
     assert tokenizer.eos_token_ids == (EOS,)
     template = ChatTemplate(builders.TEMPLATE, tokenizer.special_tokens)
-    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids)
+    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids, 3)
 
 
 class FakeEngineClient:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from shardline.api.requests import ContextLengthExceeded, RequestBuilder
 from shardline.config.engine import EngineConfig
@@ -138,6 +140,27 @@ def test_numbers_of_logprobs_are_resolved_for_the_engine() -> None:
     long.build_request("r", [5], SamplingParams(logprobs=-1, max_tokens=50))
     with pytest.raises(ValueError, match="ask for 11800000 log probabilities"):
         long.build_request("r", [5] * 9, SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=50))
+
+
+def test_prompts_may_be_tensors() -> None:
+    takes = builder(embeds_size=3, takes_embeds=True)
+    for value in (torch.ones(2, 3, dtype=torch.bfloat16), np.ones((1, 2, 3), np.float32)):
+        request = takes.build_request("r", {"prompt_embeds": value}, SamplingParams())
+        [child] = request.children
+        assert child.embeds is not None
+        assert np.frombuffer(child.embeds.rows, np.float32).tolist() == [1.0] * 6
+        assert (child.embeds.places, request.prompt_token_ids) == ([(0, 2)], [0, 0])
+    for prompt, says in (
+        ({"prompt_embeds": torch.ones(2, 4)}, "the shape"),
+        ({"prompt_embeds": torch.ones(2, 3, dtype=torch.int32)}, "floating-point numbers"),
+        ({"prompt_embeds": torch.ones(2, 3), "prompt_token_ids": [5]}, "cannot have 'prompt_token_ids' too"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            takes.build_request("r", prompt, SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--enable-prompt-embeds"):
+        builder(embeds_size=3).build_request("r", {"prompt_embeds": torch.ones(2, 3)}, SamplingParams())
+    with pytest.raises(ValueError, match="takes no prompt_embeds"):
+        builder(takes_embeds=True).build_request("r", {"prompt_embeds": torch.ones(2, 3)}, SamplingParams())
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:

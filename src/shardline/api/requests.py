@@ -162,14 +162,14 @@ class RequestBuilder:
         Raises:
             ValueError: the prompt has none of the known forms, or its tensor is refused.
         """
-        if not isinstance(prompt, Mapping) or prompt.get("prompt_embeds") is None:
-            embeds = prompt.get("embeds") if isinstance(prompt, Mapping) else None
-            return (*split_prompt(prompt), embeds)
-        if unknown := prompt.keys() - {"prompt_embeds", "prompt", "cache_salt"}:
-            raise ValueError(f"a prompt with prompt_embeds has no {sorted(unknown)[0]!r}")
-        rows = rows_of(prompt["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)
-        ids, embeds = join_parts([rows])
-        return prompt.get("prompt"), ids, embeds
+        values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        if values.get("prompt_embeds") is None:
+            text, ids = split_prompt(prompt)
+            return text, ids, values.get("embeds")
+        if unknown := values.keys() - {"prompt_embeds", "prompt"}:
+            raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
+        ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
+        return values.get("prompt"), ids, embeds
 
     def build_from_ids(
         self,

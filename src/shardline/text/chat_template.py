@@ -57,6 +57,9 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    gaps: Sequence[str] = ()
+    """Texts in the messages that nobody could guess, in their order. Each becomes one negative id, -1, -2 and so on,
+    where something else than tokens stands in the prompt."""
 
 
 class ChatTemplate:
@@ -242,9 +245,33 @@ def _encode(
             f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
             "the model's maximum length"
         )
+    if chat.gaps:
+        return _encode_around_gaps(tokenizer, rendered, text, chat, marks)
+    return text, _encode_text(tokenizer, rendered, marks, chat.add_special_tokens)
+
+
+def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
     if marks is None:
-        return text, tokenizer.encode_text(text, chat.add_special_tokens)
-    return text, tokenizer.special.encode(rendered, marks, chat.add_special_tokens)
+        return tokenizer.encode_text(rendered, add_special_tokens)
+    return tokenizer.special.encode(rendered, marks, add_special_tokens)
+
+
+def _encode_around_gaps(
+    tokenizer: Tokenizer, rendered: str, text: str, chat: Conversation, marks: Marks | None
+) -> tuple[str, list[int]]:
+    """As `_encode`, piece by piece: no token reaches over a gap."""
+    ids: list[int] = []
+    for index, gap in enumerate(chat.gaps):
+        piece, found, rendered = rendered.partition(gap)
+        if not found or gap in rendered:
+            raise ValueError("the chat template must show each of prompt_embeds once, in the order of the messages")
+        if piece:
+            ids += _encode_text(tokenizer, piece, marks, chat.add_special_tokens and index == 0)
+        ids.append(-1 - index)
+        text = text.replace(gap, "")
+    if rendered:
+        ids += _encode_text(tokenizer, rendered, marks, False)
+    return text, ids
 
 
 def _cut_after_content(text: str, message: Message) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from shardline.api.prompt_embeds import Rows, join_parts
+from shardline.messages.request import PromptEmbeds
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
 from shardline.server.openai.protocol import RequestModel, SamplingFields, refuse_if
@@ -147,10 +150,12 @@ def _named_function(
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only text is supported; other types are refused."""
+    """A part of a message. Only text and `prompt_embeds` are supported; other types are refused."""
 
     type: str
     text: str | None = None
+    data: str | None = None
+    """Of `prompt_embeds`: the base64 of a tensor, see CompletionRequest."""
     refusal: str | None = None
     cache_control: dict[str, Any] | None = None
     """Accepted, but has no effect: prefixes are cached anyway."""
@@ -203,6 +208,8 @@ class EncodedChat:
     token_ids: list[int]
     tool_use: ToolUse | None
     """None: the answer may not call tools."""
+    embeds: PromptEmbeds | None = None
+    """Rows in place of some tokens; None: there are none."""
 
 
 class ConversationFields(RequestModel):
@@ -241,6 +248,7 @@ class ConversationFields(RequestModel):
         _check_messages(messages)
         for name, field in self._template_fields(messages, param):
             check_template_values(name, field)
+        messages, rows = await _take_embeds(service, messages, param)
         tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
         chat = Conversation(
             await _for_template(messages),
@@ -249,10 +257,14 @@ class ConversationFields(RequestModel):
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
             add_special_tokens,
+            tuple(rows),
         )
         limit = service.llm.model.max_model_len if max_tokens is None else max_tokens
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
-        return EncodedChat(text, ids, tool_use)
+        if not rows:
+            return EncodedChat(text, ids, tool_use)
+        filled, embeds = join_parts([list(rows.values())[-1 - one] if one < 0 else [one] for one in ids])
+        return EncodedChat(text, filled, tool_use, embeds)
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
@@ -285,6 +297,28 @@ class ConversationFields(RequestModel):
             )
 
 
+async def _take_embeds(
+    service: Service, messages: Sequence[ChatMessage], param: str
+) -> tuple[Sequence[ChatMessage], dict[str, Rows]]:
+    """The messages with a text that nobody can guess in place of each `prompt_embeds`, and the rows of each text."""
+    rows: dict[str, Rows] = {}
+
+    async def take(part: ContentPart) -> ContentPart:
+        if part.type != "prompt_embeds":
+            return part
+        assert part.data is not None
+        gap = secrets.token_hex(16)
+        rows[gap] = await service.read_embeds(part.data, param)
+        return ContentPart(type="text", text=gap)
+
+    taken = []
+    for message in messages:
+        if isinstance(message.content, list) and any(part.type == "prompt_embeds" for part in message.content):
+            message = message.model_copy(update={"content": [await take(part) for part in message.content]})
+        taken.append(message)
+    return taken, rows
+
+
 async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as chat templates expect them; many are converted on a thread."""
     if len(messages) <= _INLINE_MESSAGES:
@@ -298,6 +332,11 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
             name = f"messages[{index}].content"
             raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
         for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "prompt_embeds":
+                if part.data is None:
+                    name = f"messages[{index}].content"
+                    raise bad_request(f"A part 'prompt_embeds' of '{name}' needs 'data': the base64 of a tensor.", name)
+                continue
             if part.type not in ("text", "refusal") or (part.text is None and part.refusal is None):
                 raise bad_request(
                     f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",

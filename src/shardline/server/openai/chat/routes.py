@@ -31,7 +31,7 @@ def chat_routes(service: Service) -> APIRouter:
             [found] = await search_beams(
                 service,
                 body,
-                [chat.token_ids],
+                [chat.prompt],
                 chat.params,
                 request_id=response_id,
                 prompt_param=chat.param,
