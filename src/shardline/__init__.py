@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
     from shardline.config.engine import EngineConfig
-    from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+    from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -29,6 +30,7 @@ _HOMES = {
     "CompletionOutput": "shardline.api.outputs",
     "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
+    "BeamSearchParams": "shardline.sampling_params",
     "StructuredOutputsParams": "shardline.sampling_params",
 }
 

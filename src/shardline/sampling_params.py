@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream has: `AsyncLLM.generate` reads it. `LLM` returns whole outputs only."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
 
 
 class StructuredOutputsParams(
@@ -45,8 +58,39 @@ class StructuredOutputsParams(
             raise ValueError("structured_outputs.choice must have texts, none of them empty")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How beam search finds the likeliest outputs. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    beam_width: int
+    """Beams in each step, and outputs at the end."""
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Above 0, a token that is drawn is a candidate beside the most likely ones."""
+    length_penalty: float = 1.0
+    """Scores are log probabilities divided by the length, to this power."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """Refused: a beam is made of requests, and none of them knows the grammar's state."""
+
+    def __post_init__(self) -> None:
+        if self.beam_width < 1 or self.max_tokens < 1:
+            raise ValueError(
+                f"beam_width and max_tokens must be at least 1, got {self.beam_width} and {self.max_tokens}"
+            )
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs are not supported with beam search: sample n choices instead")
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    A value that is set later is checked when a request is made of it.
 
     Raises:
         ValueError: a value is out of its range; the message says which range is allowed.
@@ -70,7 +114,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
+    """Number of most likely tokens reported in addition to the chosen one; -1: all tokens, None: no log probabilities.
+    """
+    logprob_token_ids: Sequence[int] | None = None
+    """The tokens whose log probabilities are reported beside that of the chosen one, however likely they are; None: the
+    most likely ones. `logprobs` may then be left out."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens. The whole prompt is computed then, even if it is cached."""
     logit_bias: dict[int, float] = {}
@@ -80,7 +128,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: Sequence[str] | None = None
     """Texts that the output must not contain, if they would be written with the tokens that encoding them gives."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """No effect: the decoders of generating models write special tokens without spaces between them."""
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    """False: outputs have token ids and no text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    """Keep only that many of the prompt's last tokens; -1: as many as the model takes, None: refuse a longer prompt."""
+    logits_processors: Any = None
+    """Refused: no code of users runs in the engine."""
     logits_digest: bool = False
     """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
 
@@ -89,6 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not holds:
                 raise ValueError(message)
 
+        self._resolve_aliases()
         require(self.n >= 1, f"n must be at least 1, got {self.n}")
         require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
@@ -112,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            require(count is None or 0 <= count <= 20, f"{name} must be in [0, 20], got {count}")
+            require(count is None or count >= -1, f"{name} must be at least 0, or -1 for all, got {count}")
         for bias in self.logit_bias.values():
             require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
         require(all(self.stop_strings), "stop strings must not be empty")
@@ -121,6 +179,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "allowed_token_ids must not be empty; leave it out to allow all tokens",
         )
         require(all(self.bad_words or ()), "bad_words must not have empty texts")
+        require(
+            self.detokenize or not self.stop_strings,
+            "stop strings are found in the text, so they need detokenize=True; use stop_token_ids",
+        )
+        require(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,
+            f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
+        )
+        require(
+            not self.logits_processors,
+            "logits_processors are not supported: no code of users runs in the engine, whose ranks must agree on every "
+            "token; use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+        )
+
+    def _resolve_aliases(self) -> None:
+        """Give what vLLM's callers may write instead of a default its usual form."""
+        for name in ("stop", "stop_token_ids"):
+            if getattr(self, name) is None:
+                setattr(self, name, ())
+        if self.logit_bias is None:
+            self.logit_bias = {}
+        if self.seed == -1:
+            self.seed = None
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):
+                setattr(self, name, 1 if getattr(self, name) else None)
+
+    @classmethod
+    def from_optional(cls, *, max_tokens: int | None = 16, **values: Any) -> SamplingParams:
+        """The same, where None stands for the default of every value but `max_tokens`."""
+        return cls(max_tokens=max_tokens, **{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """A copy that can be changed on its own."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from shardline.api.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
-from shardline.api.requests import Prompt, TextPrompt, TokensPrompt
+from shardline.api.requests import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["CompletionOutput", "EmbeddingOutput", "Logprob", "Prompt", "RequestOutput", "TextPrompt", "TokensPrompt"]
+__all__ = [
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbedsPrompt",
+    "Logprob",
+    "Prompt",
+    "RequestOutput",
+    "TextPrompt",
+    "TokensPrompt",
+]

@@ -34,7 +34,7 @@ def load_text(config: EngineConfig) -> ModelText:
     tokenizer = builders.tokenizer(builders.byte_level_json())
     assert tokenizer.eos_token_ids == (EOS,)
     template = ChatTemplate(builders.TEMPLATE, tokenizer.special_tokens)
-    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids)
+    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids, 3)
 
 
 class FakeEngineClient:
@@ -59,6 +59,7 @@ class FakeEngineClient:
         self.added: list[Request] = []
         self.running: dict[str, tuple[Request, int]] = {}
         self.closed = False
+        self.num_resets = 0
         self._on_message = on_message
         self._next_token, self._tokens_per_step, self._start_error = next_token, tokens_per_step, start_error
         self._changed = threading.Condition()
@@ -88,6 +89,9 @@ class FakeEngineClient:
                 self.running.pop(request_id, None)
             self._confirmed.extend(request_ids)
             self._changed.notify()
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def close(self, timeout: float = 10.0) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ from shardline.api.requests import EngineDead, EngineDraining, QueueFull
 from shardline.api.streams import Inbox
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed
-from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+from shardline.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
 Test = Callable[..., Coroutine[Any, Any, None]]
@@ -84,6 +84,23 @@ async def test_a_stream_grows_one_object() -> None:
         assert output.prompt == "the dog"
         assert output.num_cached_tokens == 16
         assert len(llm.model.streams) == 0
+
+
+@on_loop
+async def test_outputs_of_other_kinds() -> None:
+    async with engine(FakeCluster()) as llm:
+        whole = await last(llm, "the dog", n=2, max_tokens=8, logprobs=0)
+        params = SamplingParams(n=2, max_tokens=8, logprobs=0, output_kind=RequestOutputKind.DELTA)
+        parts = [output async for output in llm.generate("the dog", params)]
+        for choice in whole.outputs:
+            own = [part for output in parts for part in output.outputs if part.index == choice.index]
+            assert "".join(part.text for part in own) == choice.text
+            assert [token for part in own for token in part.token_ids] == choice.token_ids
+            assert [part.finish_reason for part in own if part.finished()] == ["length"]
+            assert [entry for part in own for entry in part.logprobs or []] == choice.logprobs
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        [only] = [output async for output in llm.generate("the dog", params)]
+        assert [choice.text for choice in only.outputs] == [choice.text for choice in whole.outputs]
 
 
 @on_loop

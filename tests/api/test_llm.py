@@ -9,14 +9,16 @@ from array import array
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from shardline.api.batch import BatchRunner
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import EngineDead, Prompt
 from shardline.config.engine import EngineConfig
+from shardline.metrics.reader import Counter, Gauge
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
+from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
 
 def make(cluster: FakeCluster, **options: Any) -> LLM:
@@ -66,13 +68,127 @@ def test_priorities_are_one_for_all_or_one_for_each() -> None:
                 llm.generate(["a", "b"], priority=wrong)
 
 
-def test_the_tokenizer_has_the_names_that_users_know() -> None:
+def test_the_tokenizer_writes_the_prompt_of_a_chat() -> None:
     with make(FakeCluster()) as llm:
-        tokenizer = llm.get_tokenizer()
-        assert tokenizer is not None
-        ids = tokenizer.encode("dog", add_special_tokens=False)
-        assert tokenizer.decode(ids) == "dog"
-        assert set(ids) <= set(tokenizer.get_vocab().values())
+        tokenizer, chat = llm.get_tokenizer(), [{"role": "user", "content": "hi"}]
+        [output] = llm.chat(chat, use_tqdm=False)
+        assert tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids == output.prompt_token_ids
+        assert tokenizer.model_max_length == MAX_MODEL_LEN
+
+
+def test_a_progress_bar_of_ones_own() -> None:
+    totals = []
+
+    def make_bar(**options: Any) -> Any:
+        totals.append(options["total"])
+        return tqdm(disable=True)
+
+    with make(FakeCluster()) as llm:
+        llm.generate(["a", "b"], use_tqdm=make_bar)
+    assert totals == [2]
+
+
+def test_tokens_without_text() -> None:
+    with make(FakeCluster()) as llm:
+        [output] = llm.generate("dog", SamplingParams(detokenize=False, logprobs=1), use_tqdm=False)
+    [choice] = output.outputs
+    assert (choice.text, len(choice.token_ids)) == ("", 16)
+    assert choice.logprobs is not None
+    assert {entry.decoded_token for entries in choice.logprobs for entry in entries.values()} == {None}
+
+
+def test_prompts_are_cut_on_request() -> None:
+    with make(FakeCluster()) as llm:
+        params = [SamplingParams(truncate_prompt_tokens=2), SamplingParams(truncate_prompt_tokens=-1)]
+        cut, fitted = llm.generate([[5, 6, 7], [5] * 100], params, use_tqdm=False)
+    assert cut.prompt_token_ids == [6, 7]
+    assert len(fitted.prompt_token_ids) == MAX_MODEL_LEN - 1
+
+
+def test_a_chat_with_another_template_that_continues_a_message() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "dog"}]
+    with make(FakeCluster()) as llm:
+        template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        [output] = llm.chat(
+            chat, use_tqdm=False, chat_template=template, continue_final_message=True, add_generation_prompt=False
+        )
+        assert output.prompt == "[hi][dog"
+
+
+def test_structured_outputs_config_decides_what_requests_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "_start", lambda *_: None)
+    asked: list[bool | None] = []
+
+    class Grammars:
+        def write_grammar_blocking(self, form: StructuredOutputsParams) -> str:
+            asked.append(form.disable_any_whitespace)
+            return "grammar"
+
+    for config, form in (
+        (None, StructuredOutputsParams(json_object=True)),
+        ({"backend": "xgrammar", "disable_any_whitespace": True}, StructuredOutputsParams(json_object=True)),
+        ('{"disable_any_whitespace": true}', StructuredOutputsParams(json_object=True, disable_any_whitespace=False)),
+    ):
+        llm = LLM(structured_outputs_config=config)
+        llm._grammars = Grammars()  # type: ignore[assignment]
+        llm._write_grammar(form)
+    assert asked == [None, True, False]
+    with pytest.raises(ValueError, match="unknown key 'whitespace'"):
+        LLM(structured_outputs_config={"whitespace": True})
+
+
+def test_parameters_may_be_changed_and_are_checked_later() -> None:
+    with make(FakeCluster()) as llm:
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 3
+        [output] = llm.generate("dog", params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+        params.top_p = 7.0
+        with pytest.raises(ValueError, match="top_p must be in"):
+            llm.generate("dog", params, use_tqdm=False)
+
+
+def test_defaults_as_vllm_writes_them() -> None:
+    params = SamplingParams.from_optional(
+        top_p=None, stop=None, logit_bias=None, max_tokens=None, logprobs=True, seed=-1
+    )
+    assert params == SamplingParams(max_tokens=None, logprobs=1)
+    other = params.clone()
+    other.logit_bias[5] = 1.0
+    assert params.logit_bias == {}
+    with pytest.raises(ValueError, match="no code of users runs in the engine"):
+        SamplingParams(logits_processors=[print])
+
+
+def test_enqueued_prompts_run_together() -> None:
+    with make(FakeCluster()) as llm:
+        assert llm.enqueue("dog", SamplingParams(max_tokens=2)) == ["0"]
+        with pytest.raises(ValueError, match="out of vocabulary"):
+            llm.enqueue([[5], [999]])
+        assert llm.enqueue([[5], [6]], priority=[1, 2]) == ["3", "4"]
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [output.request_id for output in outputs] == ["0", "3", "4"]
+        assert llm.wait_for_completion() == []
+        with pytest.raises(ValueError, match="lora_request is not supported"):
+            llm.generate("dog", lora_request=object())  # type: ignore[arg-type]
+
+
+def test_metrics_have_names_of_vllm() -> None:
+    with make(FakeCluster(), data_parallel_size=2) as llm:
+        llm.generate("dog", use_tqdm=False)
+        metrics = llm.get_metrics()
+    running = [metric for metric in metrics if metric.name == "vllm:num_requests_running"]
+    assert [metric.labels["engine"] for metric in running] == ["0", "1"]
+    assert all(isinstance(metric, Gauge) for metric in running)
+    steps = [metric for metric in metrics if metric.name == "shardline:num_steps"]
+    assert all(isinstance(metric, Counter) for metric in steps)
+
+
+def test_every_replica_forgets_its_prefixes() -> None:
+    cluster = FakeCluster()
+    with make(cluster, data_parallel_size=2) as llm:
+        assert llm.reset_prefix_cache()
+    assert [client.num_resets for client in cluster.clients] == [1, 1]
 
 
 def test_nothing_runs_where_one_prompt_is_bad() -> None:
@@ -86,7 +202,6 @@ def test_nothing_runs_where_one_prompt_is_bad() -> None:
 def test_chat_renders_the_template() -> None:
     with make(FakeCluster()) as llm:
         tokenizer = llm.get_tokenizer()
-        assert tokenizer is not None
         assert tokenizer.bos_token_id is not None
         (output,) = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
         assert output.prompt == "<|bos|><|user|>hi<|end|>\n<|assistant|>"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from shardline.api.requests import ContextLengthExceeded, RequestBuilder
 from shardline.config.engine import EngineConfig
@@ -110,6 +112,11 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
         ([5], {"logit_bias": {-1: 1.0}}, "logit_bias has token id -1"),
         ([5, 5], {"min_tokens": 9, "max_tokens": None}, "min_tokens is 9, but a prompt of 2 tokens leaves room for 8"),
         ([5], {"n": 10**6}, "n must be at most 1024"),
+        ([5], {"logprobs": 21}, "logprobs must be in .0, 20., got 21, which is greater than max allowed: 20"),
+        ([5], {"prompt_logprobs": -1}, "prompt_logprobs must be in .0, 20., got 400"),
+        ([5], {"logprob_token_ids": [400]}, "logprob_token_ids has token id 400"),
+        ([5], {"logprob_token_ids": []}, "must have 1 to 128 token ids"),
+        ([5], {"logprob_token_ids": [1, 2], "logprobs": 1}, "they are 1 and 2"),
         ([5, "x"], {}, "must be a list of integers"),
         ([True], {}, "must be a list of integers"),
         ({"prompt_token_ids": "dog"}, {}, "must be a list of integers"),
@@ -121,6 +128,39 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
 def test_what_is_refused(prompt: Any, params: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         builder().build_request("r", prompt, SamplingParams(**params))
+
+
+def test_numbers_of_logprobs_are_resolved_for_the_engine() -> None:
+    every = builder(max_logprobs=-1)
+    [child] = every.build_request("r", [5], SamplingParams(logprobs=-1, prompt_logprobs=50)).children
+    assert (child.sampling.logprobs, child.sampling.prompt_logprobs) == (400, 50)
+    [child] = every.build_request("r", [5], SamplingParams(logprob_token_ids=[7, 8])).children
+    assert (child.sampling.logprobs, child.sampling.logprob_token_ids) == (0, [7, 8])
+    long = builder(max_logprobs=-1, vocab_size=200_000, max_model_len=1000)
+    long.build_request("r", [5], SamplingParams(logprobs=-1, max_tokens=50))
+    with pytest.raises(ValueError, match="ask for 11800000 log probabilities"):
+        long.build_request("r", [5] * 9, SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=50))
+
+
+def test_prompts_may_be_tensors() -> None:
+    takes = builder(embeds_size=3, takes_embeds=True)
+    for value in (torch.ones(2, 3, dtype=torch.bfloat16), np.ones((1, 2, 3), np.float32)):
+        request = takes.build_request("r", {"prompt_embeds": value}, SamplingParams())
+        [child] = request.children
+        assert child.embeds is not None
+        assert np.frombuffer(child.embeds.rows, np.float32).tolist() == [1.0] * 6
+        assert (child.embeds.places, request.prompt_token_ids) == ([(0, 2)], [0, 0])
+    for prompt, says in (
+        ({"prompt_embeds": torch.ones(2, 4)}, "the shape"),
+        ({"prompt_embeds": torch.ones(2, 3, dtype=torch.int32)}, "floating-point numbers"),
+        ({"prompt_embeds": torch.ones(2, 3), "prompt_token_ids": [5]}, "cannot have 'prompt_token_ids' too"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            takes.build_request("r", prompt, SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--enable-prompt-embeds"):
+        builder(embeds_size=3).build_request("r", {"prompt_embeds": torch.ones(2, 3)}, SamplingParams())
+    with pytest.raises(ValueError, match="takes no prompt_embeds"):
+        builder(takes_embeds=True).build_request("r", {"prompt_embeds": torch.ones(2, 3)}, SamplingParams())
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:

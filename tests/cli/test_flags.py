@@ -96,7 +96,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --no-enable-lora", "--no-enable-lora is not supported yet"),
         ("serve --lora-modules a=b", "--lora-modules is not supported yet"),
         ("serve --enable-sleep-mode", "a server cannot sleep"),
-        ("serve --max-logprobs 21", "--max-logprobs 21 is not supported: at most 20"),
+        ("serve --max-logprobs -2", "max_logprobs must be at least 0, or -1 for all"),
         ("serve --cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: no weights are kept"),
         ("serve --speculative-config {}", 'the method of speculative_config must be "ngram"'),
         ("serve -sc ngram", "speculative_config must be a JSON object like"),

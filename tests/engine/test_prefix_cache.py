@@ -34,6 +34,13 @@ def test_salt_weights_and_secret_set_chains_apart() -> None:
         assert chain(hasher, tokens) != chain(BlockHasher(2, other), tokens)
 
 
+def test_a_reset_sets_chains_apart_in_all_engines_alike() -> None:
+    hasher, tokens = BlockHasher(2, NAMESPACE), [1, 2]
+    reset, again = hasher.successor(), hasher.successor().successor()
+    assert len({*chain(hasher, tokens), *chain(reset, tokens), *chain(again, tokens)}) == 3
+    assert chain(reset, tokens) == chain(BlockHasher(2, NAMESPACE).successor(), tokens)
+
+
 def test_chains_grow_and_take_any_token_and_salt() -> None:
     hasher = BlockHasher(2, NAMESPACE)
     tokens = [2**40, -1, 3, 4, 5, 6]

@@ -205,6 +205,17 @@ def test_the_second_request_skips_the_prefix() -> None:
     engine.check_done()
 
 
+def test_after_a_reset_a_prefix_is_computed_once_more() -> None:
+    engine = Engine(Shape())
+    for name, cached in (("a", 0), ("b", 36), ("c", 0), ("d", 36)):
+        if name == "c":
+            engine.scheduler.kv.reset_prefixes()
+        engine.add(make_request(name, long_prompt(40), 3))
+        engine.run()
+        assert engine.outputs[name][0].num_cached_tokens == cached
+    engine.check_done()
+
+
 def test_generated_tokens_are_cached_too() -> None:
     engine = Engine(Shape())
     first = make_request("a", long_prompt(8), 12, ignore_eos=True)

@@ -284,7 +284,16 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1000}, "n", "less than or equal to 128"),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
+        ({"logprobs": -1}, "logprobs", "greater than max allowed: 20"),
         ({"logprobs": "some"}, "logprobs", "integer"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "'logprobs' must be set"),
+        ({"logprob_token_ids": [10**6], "logprobs": 1}, "logprob_token_ids", "token id 1000000"),
+        ({"logprob_token_ids": [5] * 129, "logprobs": 1}, "logprob_token_ids", "max allowed: 128"),
+        (
+            {"logprob_token_ids": [5], "logprobs": 1, "echo": True, "max_tokens": 0},
+            "logprob_token_ids",
+            "no output tokens are generated",
+        ),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 1, "x": 1, "y": 1}}, "logit_bias", "'x', 'y'"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
@@ -317,3 +326,16 @@ def test_one_bad_prompt_refuses_the_whole_request_and_frees_the_rest(shared: Run
     answer = http.post("/v1/completions", json={"prompt": [[1, 2], [10**6]], "ignore_eos": True, "max_tokens": 400})
     assert answer.status_code == 400
     assert shared.engine.num_running() == 0
+
+
+def test_beam_search_answers_with_the_likeliest_outputs(http: httpx.Client) -> None:
+    body = {"prompt": ["Hi", "Hi"], "n": 2, "max_tokens": 3, "temperature": 0, "use_beam_search": True, "logprobs": 1}
+    answer = http.post("/v1/completions", json={**body, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    first, second, *others = answer.json()["choices"]
+    assert [choice["index"] for choice in (first, second, *others)] == [0, 1, 2, 3]
+    assert first["text"] != second["text"]
+    assert [choice["text"] for choice in others] == [first["text"], second["text"]]
+    assert sum(first["logprobs"]["token_logprobs"]) >= sum(second["logprobs"]["token_logprobs"])
+    assert first["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 12

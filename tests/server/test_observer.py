@@ -12,7 +12,7 @@ import pytest
 
 from shardline.config.server import ServerConfig
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, Preemption, PrefillChunk, RequestMetrics
-from shardline.metrics.server import SHARED_NAMES
+from shardline.metrics.names import SHARED_NAMES
 from shardline.server.observer import RequestLog
 from tests.server.conftest import Running, serve, wait_until
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
+from shardline.api.beam_search import BeamSearch, step_params
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder, split_prompt
+from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.messages.stats import EngineStats
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -144,7 +146,7 @@ class AsyncLLM:
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
         model = self._require_open()
-        text, ids = split_prompt(prompt)
+        text, ids, embeds = model.builder.split_prompt(prompt)
         if ids is None:
             assert text is not None
             ids = await model.builder.require_tokenizer().encode_text_async(text)
@@ -165,6 +167,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             shown_token_ids=shown_token_ids,
             grammar=grammar,
+            embeds=embeds,
         )
         return model.streams.open(request)
 
@@ -177,16 +180,76 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request."""
+        """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request.
+
+        `params.output_kind` says what each output has.
+        """
         stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
-        async with aclosing(stream):
+        kind, deltas = params.output_kind, Deltas()
+        async with contextlib.aclosing(stream):
             async for output in stream:
-                yield output
+                if kind is RequestOutputKind.DELTA:
+                    yield deltas.take(output)
+                elif kind is RequestOutputKind.CUMULATIVE or output.finished:
+                    yield output
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        request_id: str,
+        top_logprobs: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """The likeliest outputs of a prompt as choices, best first; `top_logprobs`: see `BeamSearch.choices`.
+
+        Raises:
+            RuntimeError: a step has failed.
+            ValueError, QueueFull, EngineDead, EngineDraining, EngineRecovering: see `submit`.
+        """
+        model = self._require_open()
+        tokenizer = model.builder.require_tokenizer()
+        text, ids, embeds = model.builder.split_prompt(prompt)
+        if embeds is not None:
+            raise ValueError("prompt_embeds are not supported with beam search")
+        if ids is None:
+            assert text is not None
+            ids = await tokenizer.encode_text_async(text)
+        search = BeamSearch(ids, params, model.builder.eos_token_ids, model.max_model_len)
+        sampling = step_params(params, self.config.model.seed)
+        for step in itertools.count():
+            if step and search.is_over:
+                break
+            async with contextlib.AsyncExitStack() as stack:
+                streams = []
+                for index, beam in enumerate(search.prompts()):
+                    name = f"{request_id}-{step}-{index}"
+                    stream = await self.submit(
+                        beam, sampling, request_id=name, priority=priority, cache_salt=cache_salt
+                    )
+                    streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
+                for stream in streams:
+                    async for _ in stream:
+                        pass
+            search.advance([stream.output.outputs[0] for stream in streams])
+        return RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=search.choices(tokenizer, top_logprobs),
+            decode=tokenizer.token_text,
+        )
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
         if self._ready is not None:
             self._ready.streams.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix caches that is there now."""
+        self._replicas.reset_prefix_cache()
 
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica; never blocks."""

@@ -96,18 +96,24 @@ class BatchRunner:
                 self._replicas.abort_requests(aborted[1])
 
 
-class ProgressBar:
-    """Shows finished requests and tokens per second on stderr; shows nothing unless `enabled`."""
+MakeBar = Callable[..., Any]
+"""Makes a progress bar; it is called as `tqdm.tqdm` is."""
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
+
+class ProgressBar:
+    """Shows finished requests and tokens per second on stderr, or where a given bar shows them."""
+
+    def __init__(self, total: int, shown: bool | MakeBar) -> None:
+        """`shown`: whether anything is shown, or what makes the bar."""
         self._start = time.monotonic()
         self._tokens_in = 0
         self._tokens_out = 0
         self._bar: Any = None
-        if enabled and total:
+        if shown and total:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, postfix=self._rates())
+            make_bar = tqdm if shown is True else shown
+            self._bar = make_bar(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, postfix=self._rates())
 
     def count_request(self, output: RequestOutput) -> None:
         """Count one finished request."""

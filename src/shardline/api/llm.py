@@ -8,25 +8,39 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from shardline.api.batch import BatchRunner, Events, ProgressBar, RequestTimes
+import msgspec
+
+from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
+from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
-from shardline.api.outputs import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, RequestOutput, normalized_embedding
+from shardline.api.outputs import (
+    EMBEDDING_PARAMS,
+    CompletionOutput,
+    Embedding,
+    EmbeddingOutput,
+    RequestOutput,
+    normalized_embedding,
+)
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, Prompt, TokensPrompt
+from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
+from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.messages.stats import EngineStats
-from shardline.sampling_params import SamplingParams
+from shardline.metrics.engine import EngineCollector
+from shardline.metrics.reader import Metric, read_metrics
+from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import Conversation, render_and_encode
-from shardline.text.tokenizer import Tokenizer
+from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode
+from shardline.text.transformers_tokenizer import TransformersTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +48,25 @@ logger = logging.getLogger(__name__)
 class LLM:
     """An engine for batches of prompts.
 
-    The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2. Several threads may use
-    one LLM; it runs one batch at a time. Use it as a context manager, or call `close`.
+    The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2, and
+    `structured_outputs_config` and `chat_template` (a file, or the template itself), as of `shardline serve`. Several
+    threads may use one LLM; it runs one batch at a time. Use it as a context manager, or call `close`.
 
     Raises:
         ValueError: the configuration is at fault.
         RuntimeError: the engine failed.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        chat_template: str | Path | None = None,
+        structured_outputs_config: str | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._template_source = None if chat_template is None else read_template(str(chat_template))
+        self._disable_any_whitespace = read_structured_outputs_config(structured_outputs_config)
         self._start(EngineConfig.from_options(model=model, **options), None, load_model_text)
 
     @classmethod
@@ -55,6 +79,7 @@ class LLM:
     ) -> LLM:
         """As the constructor, with a whole configuration; `connect` and `load_text` are for tests."""
         llm = cls.__new__(cls)
+        llm._template_source = llm._disable_any_whitespace = None
         llm._start(config, connect, load_text)
         return llm
 
@@ -69,6 +94,7 @@ class LLM:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
+        self._enqueued: list[PreparedRequest] = []
         self._grammars = GrammarChecks()
         events: Events = queue.SimpleQueue()
         self._events = events
@@ -96,7 +122,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of one or several prompts, in the order of the prompts.
@@ -104,7 +131,7 @@ class LLM:
         Args:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
             sampling_params: one for all prompts, or one for each; None: SamplingParams().
-            use_tqdm: show progress and tokens per second on stderr.
+            use_tqdm: show progress and tokens per second on stderr; or what makes the bar, as `tqdm.tqdm` does.
             priority: one for all prompts, or one for each; requests with a lower number run first. None: 0.
 
         Raises:
@@ -112,6 +139,7 @@ class LLM:
             RuntimeError: every replica has failed too often. (A choice that was running at several failures has the
                 finish reason "error" and the message as `error`.)
         """
+        _refuse_adapter(lora_request)
         return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)[0]
 
     def generate_timed(
@@ -119,7 +147,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | MakeBar = False,
         priority: int | Sequence[int] | None = None,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
@@ -130,7 +158,7 @@ class LLM:
         return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_tqdm: bool | MakeBar = True
     ) -> list[EmbeddingOutput]:
         """The vectors of one or several prompts, in their order: `outputs.embedding` of each has the length 1.
 
@@ -157,59 +185,187 @@ class LLM:
         ]
 
     def _run_batch(
-        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool, priorities: Sequence[int]
+        self,
+        batch: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool | MakeBar,
+        priorities: Sequence[int],
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with self._lock:
-            if self._closed:
-                raise EngineDead("this LLM was closed; make a new one")
-            requests = []
-            for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
-                form = sampling.structured_outputs
-                grammar = "" if form is None else self._grammars.write_grammar_blocking(form)
-                number = str(next(self._ids))
-                request = self._builder.build_request(
-                    number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
-                )
-                requests.append(request)
-            with ProgressBar(len(requests), enabled=use_tqdm) as progress:
-                return self._runner.run(requests, progress.count_request)
+            return self._run_requests(self._build_requests(batch, params, priorities), use_tqdm)
+
+    def _build_requests(
+        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[PreparedRequest]:
+        if self._closed:
+            raise EngineDead("this LLM was closed; make a new one")
+        requests = []
+        for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
+            grammar = self._write_grammar(sampling.structured_outputs)
+            number = str(next(self._ids))
+            request = self._builder.build_request(
+                number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
+            )
+            requests.append(request)
+        return requests
+
+    def _run_requests(
+        self, requests: Sequence[PreparedRequest], use_tqdm: bool | MakeBar
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        with ProgressBar(len(requests), use_tqdm) as progress:
+            return self._runner.run(requests, progress.count_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | MakeBar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs of each prompt, best first.
+
+        `use_tqdm`: show the progress of every step. `concurrency_limit`: how many prompts are searched for at a time;
+        None: all of them.
+
+        Raises:
+            ValueError: a prompt is invalid, or the beams need more log probabilities than `max_logprobs` allows.
+            RuntimeError: a step has failed.
+        """
+        _refuse_adapter(lora_request)
+        sampling = step_params(params, self.config.model.seed)
+        batch = as_prompts(prompts)
+        with self._lock:
+            checked = self._build_requests(batch, [sampling] * len(batch), [0] * len(batch))
+        if any(request.children[0].embeds is not None for request in checked):
+            raise ValueError("prompt_embeds are not supported with beam search")
+        searches = [
+            BeamSearch(request.prompt_token_ids, params, self._builder.eos_token_ids, self.max_model_len)
+            for request in checked
+        ]
+
+        def run_step(prompts: Sequence[Prompt]) -> list[CompletionOutput]:
+            outputs, _ = self._run_batch(prompts, [sampling] * len(prompts), use_tqdm, [0] * len(prompts))
+            return [output.outputs[0] for output in outputs]
+
+        each = concurrency_limit or max(1, len(searches))
+        for first in range(0, len(searches), each):
+            run_searches(searches[first : first + each], run_step)
+        return [search.output(self._builder.require_tokenizer()) for search in searches]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[str]:
+        """Check prompts as `generate` does and keep them for `wait_for_completion`; returns their request ids.
+
+        Raises:
+            ValueError: a prompt or a parameter is invalid; then none of these prompts was kept.
+        """
+        batch = as_prompts(prompts)
+        params, priorities = _as_params(sampling_params, len(batch)), _as_priorities(priority, len(batch))
+        with self._lock:
+            requests = self._build_requests(batch, params, priorities)
+            self._enqueued += requests
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(self, *, use_tqdm: bool | MakeBar = True) -> list[RequestOutput]:
+        """Run what was enqueued since the last call; returns the outputs in the order of the prompts."""
+        with self._lock:
+            requests, self._enqueued = self._enqueued, []
+            return self._run_requests(requests, use_tqdm)[0]
+
+    def _write_grammar(self, form: StructuredOutputsParams | None) -> str:
+        """The grammar of outputs; empty: they may be any text."""
+        if form is None:
+            return ""
+        if form.disable_any_whitespace is None:
+            form = msgspec.structs.replace(form, disable_any_whitespace=self._disable_any_whitespace)
+        return self._grammars.write_grammar_blocking(form)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
         *,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_content: bool = False,
-        use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one or several conversations, in their order; see `generate`.
 
+        `chat_template`: used instead of the model's own; None: that one. `continue_final_message`: the answer continues
+        the last message. `chat_template_content_format` has no effect: templates get texts.
         `special_tokens_in_content`: whether a special token that a message spells becomes that token.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        template, tokenizer = self._text.chat_template, self._text.tokenizer
-        if template is None or tokenizer is None:
-            raise ValueError(f"{self.config.model.model} has no chat template; use generate()")
+        _refuse_adapter(lora_request)
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
         prompts: list[Prompt] = []
-        for conversation in conversations:
-            chat = Conversation(conversation, tools, chat_template_kwargs or {}, add_generation_prompt)
-            text, ids = render_and_encode(
-                template, tokenizer, chat, special_tokens_in_content=special_tokens_in_content
-            )
-            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
+        with self._open_template(chat_template) as template:
+            for conversation in conversations:
+                chat = Conversation(
+                    conversation, tools, chat_template_kwargs or {}, add_generation_prompt, continue_final_message
+                )
+                text, ids = render_and_encode(
+                    template,
+                    self._builder.require_tokenizer(),
+                    chat,
+                    special_tokens_in_content=special_tokens_in_content,
+                )
+                prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer. None: the model has no tokenizer."""
-        return self._text.tokenizer
+    @contextlib.contextmanager
+    def _open_template(self, source: str | None) -> Iterator[ChatTemplate]:
+        """The chat template with this source, which is closed afterwards; None: the configured one, or the model's."""
+        source = self._template_source if source is None else source
+        if source is None:
+            if self._text.chat_template is None:
+                raise ValueError(f"{self.config.model.model} has no chat template; give one, or use generate()")
+            yield self._text.chat_template
+            return
+        template = ChatTemplate(source, self._builder.require_tokenizer().special_tokens)
+        try:
+            yield template
+        finally:
+            template.close()
+
+    def get_tokenizer(self) -> TransformersTokenizer:
+        """The model's tokenizer, with the methods of transformers' tokenizers.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        return TransformersTokenizer(self._builder.require_tokenizer(), self._text.chat_template, self.max_model_len)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts without parameters are run with. Change it as you like: each call makes another one."""
+        return SamplingParams()
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later prompts find nothing in the prefix cache that is there now. Returns True: it cannot fail."""
+        with self._lock:
+            self._replicas.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """The counters and gauges of the engines, with vLLM's names where they mean the same."""
+        collector = EngineCollector(self.config.model.model, self.stats, dict)
+        return read_metrics(collector.collect())
 
     @property
     def vocab_size(self) -> int:
@@ -259,6 +415,11 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
         )
     return list(params)
+
+
+def _refuse_adapter(lora_request: Any) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request is not supported: Shardline serves no LoRA adapters; merge it into the weights")
 
 
 def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:

@@ -22,6 +22,8 @@ class ModelText:
     chat_template: ChatTemplate | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    embeds_size: int = 0
+    """Numbers in a row of `prompt_embeds`; 0: the model takes none."""
 
     def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
         """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
@@ -31,6 +33,9 @@ class ModelText:
             max_model_len=max_model_len,
             eos_token_ids=self.eos_token_ids,
             seeds=random.Random(config.model.seed),
+            max_logprobs=config.model.max_logprobs,
+            embeds_size=self.embeds_size,
+            takes_embeds=config.model.enable_prompt_embeds,
         )
 
 
@@ -47,10 +52,13 @@ def load_model_text(config: EngineConfig) -> ModelText:
     files = resolve_model(model.model, model.revision, weights=False, load_format=model.load_format)
     source = files.text_source if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
     tokenizer = Tokenizer.from_folder(source)
+    spec = decoder_spec(files.config)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_folder(source, tokenizer.special_tokens if tokenizer is not None else None),
-        vocab_size=decoder_spec(files.config).vocab_size,
+        vocab_size=spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *tokenizer_eos_ids))),
+        # Layers that read token ids themselves have nothing to read.
+        embeds_size=0 if spec.token_input is not None else spec.hidden_size,
     )

@@ -170,6 +170,8 @@ class RequestState:
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
+        if not params.detokenize:
+            tokenizer = None
         self.request = request
         decode: Decode = decode_nothing if tokenizer is None else tokenizer.token_text
         self.output = RequestOutput(

@@ -33,7 +33,8 @@ class Logprob(msgspec.Struct, frozen=True):
 def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
     """The log probabilities at one position by token id: first the token there, then the most likely ones."""
     entries = {token_id: Logprob(chosen.logprob, chosen.rank, decode(token_id))}
-    for rank, (other, value) in enumerate(zip(chosen.top_ids, chosen.top_logprobs, strict=True), 1):
+    ranks = chosen.top_ranks or range(1, len(chosen.top_ids) + 1)
+    for rank, other, value in zip(ranks, chosen.top_ids, chosen.top_logprobs, strict=True):
         if other not in entries:
             entries[other] = Logprob(value, rank, decode(other))
     return entries
@@ -128,6 +129,35 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             shaped = (logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)
             self.shaped_prompt_logprobs = [None, *shaped]
         return self.shaped_prompt_logprobs
+
+
+class Deltas:
+    """Cuts the outputs of one request to what is new since the output before."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, int, bool]] = {}
+        """For each choice, the tokens and the characters that it had, and whether it had ended."""
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """The output with its new part only: of choices that have one, or that end with it."""
+        changed = []
+        for choice in output.outputs:
+            before = num_tokens, num_chars, _ = self._sent.get(choice.index, (0, 0, False))
+            now = len(choice.token_ids), len(choice.text), choice.finished()
+            if now == before:
+                continue
+            self._sent[choice.index] = now
+            changed.append(
+                msgspec.structs.replace(
+                    choice,
+                    text=choice.text[num_chars:],
+                    token_ids=choice.token_ids[num_tokens:],
+                    token_logprobs=choice.token_logprobs and choice.token_logprobs[num_tokens:],
+                    digests=choice.digests and choice.digests[num_tokens:],
+                    shaped_logprobs=[],
+                )
+            )
+        return msgspec.structs.replace(output, outputs=changed)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,14 @@ class Replicas:
         if bounded and self.num_waiting() >= limit:
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
         self._placement.place([RunningChoice(child) for child in children])
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix caches that is there now."""
+        for index, replica in enumerate(self._replicas):
+            self._placement.forget_prefixes(index)
+            if not replica.failed:
+                with contextlib.suppress(OSError):  # it has just failed
+                    replica.client.reset_prefix_cache()
 
     def handle_event(self, index: int, event: EngineEvent) -> Sequence[SequenceOutput]:
         """Apply an event of replica `index` and return its outputs.
@@ -263,6 +272,10 @@ class Placement:
         for choice in lost:
             del self._replica_of[choice.request.request_id]
         return lost, self.quarantine.lose_replica(index)
+
+    def forget_prefixes(self, index: int) -> None:
+        """Note that nothing is left in the prefix cache of a replica."""
+        self._router.forget_replica(index)
 
     def let_wait(self, choices: Sequence[RunningChoice]) -> None:
         """Let choices wait that are nowhere."""

@@ -10,8 +10,9 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from shardline.messages.request import Constraints, Request
-from shardline.sampling_params import SamplingParams
+from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
+from shardline.messages.request import Constraints, PromptEmbeds, Request
+from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
 MAX_CHOICES_PER_REQUEST = 1024
@@ -21,7 +22,14 @@ MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
 """The most characters of all stop strings together: every choice builds its own tables of them."""
 MAX_BAD_WORDS = 256
+MAX_NAMED_LOGPROBS = 128
+"""The most tokens of `logprob_token_ids`, as in vLLM."""
+_FEW_LOGPROBS = 64
+MAX_LOGPROBS = 10_000_000
+"""The most log probabilities that a request may ask for, if it asks for more than a few at each token."""
 MAX_SALT_CHARS = 1024
+_EMBEDS_SALT = "prompt_embeds".ljust(MAX_SALT_CHARS + 1)
+"""Begins the salts of prompts with rows: those of users are shorter, so none of them names the same prefixes."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
@@ -59,7 +67,22 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
 
 
-Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as a tensor [number of tokens, hidden size]; `prompt` is for display only."""
+
+    prompt_embeds: Any
+    prompt: str
+
+
+class MixedPrompt(TypedDict):
+    """Token ids with rows of hidden states in place of some of them."""
+
+    prompt_token_ids: Sequence[int]
+    embeds: PromptEmbeds
+    prompt: str | None
+
+
+Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | MixedPrompt | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,9 @@ class RequestBuilder:
         vocab_size: rows of the embedding; every token id is smaller.
         max_model_len: longest prompt and output together, in tokens.
         seeds: generates a seed for each request that sets none.
+        max_logprobs: the most log probabilities at each token; -1: the whole vocabulary.
+        embeds_size: numbers in a row of prompt_embeds; 0: the model takes none.
+        takes_embeds: whether prompts may have such rows.
     """
 
     tokenizer: Tokenizer | None
@@ -91,6 +117,9 @@ class RequestBuilder:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seeds: random.Random
+    max_logprobs: int = 20
+    embeds_size: int = 0
+    takes_embeds: bool = False
 
     def build_request(
         self,
@@ -111,7 +140,7 @@ class RequestBuilder:
             ContextLengthExceeded: the prompt is longer than the model supports.
             ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
-        text, ids = split_prompt(prompt)
+        text, ids, embeds = self.split_prompt(prompt)
         if ids is None:
             assert text is not None
             ids = self.require_tokenizer().encode_text(text)
@@ -124,7 +153,23 @@ class RequestBuilder:
             cache_salt=cache_salt,
             streamed=streamed,
             grammar=grammar,
+            embeds=embeds,
         )
+
+    def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
+        """The text, the ids and the rows in a prompt; the text or the ids are not None.
+
+        Raises:
+            ValueError: the prompt has none of the known forms, or its tensor is refused.
+        """
+        values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        if values.get("prompt_embeds") is None:
+            text, ids = split_prompt(prompt)
+            return text, ids, values.get("embeds")
+        if unknown := values.keys() - {"prompt_embeds", "prompt"}:
+            raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
+        ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
+        return values.get("prompt"), ids, embeds
 
     def build_from_ids(
         self,
@@ -138,18 +183,25 @@ class RequestBuilder:
         streamed: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        embeds: PromptEmbeds | None = None,
     ) -> PreparedRequest:
-        """As `build_request`, for an encoded prompt; `text` is for display only.
+        """As `build_request`, for an encoded prompt; `text` is for display only, `embeds` are rows among the ids.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
         output's, which `structured.checks` has written or taken; empty: there is none.
         """
+        if embeds is not None and (params.prompt_logprobs, params.truncate_prompt_tokens) != (None, None):
+            raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
+        if (count := params.truncate_prompt_tokens) is not None:
+            ids = ids[-(self.max_model_len - 1 if count == -1 else count) :]  # -1: the most that leave room for output
         self._check_prompt(ids)
         self._check_params(params)
         if not -(2**63) <= priority < 2**63:
             raise ValueError("priority must fit in 64 bits")
         if len(cache_salt) > MAX_SALT_CHARS:
             raise ValueError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(cache_salt)}")
+        if embeds is not None:
+            cache_salt = _EMBEDS_SALT + embeds_digest(embeds) + cache_salt
         room = self.max_model_len - len(ids)
         if params.min_tokens > room:
             raise ValueError(
@@ -162,6 +214,7 @@ class RequestBuilder:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+            **self._reports(params, len(ids), room),
         )
         sampling = _engine_params(params)
         constraints = self._make_constraints(params, grammar)
@@ -178,12 +231,53 @@ class RequestBuilder:
                 arrival_time=arrival,
                 cache_salt=cache_salt,
                 constraints=constraints,
+                embeds=embeds,
                 # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),
             )
             for choice in range(params.n)
         ]
         return PreparedRequest(request_id, text, ids, params, children, shown_token_ids)
+
+    def _reports(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
+        """The numbers of log probabilities at each token, without -1.
+
+        Raises:
+            ValueError: they are more than the model's, or than memory can hold.
+        """
+        counts: dict[str, int | None] = {}
+        total = 0
+        for name, num_tokens in (
+            ("logprobs", params.n * min(params.max_tokens or room, room)),
+            ("prompt_logprobs", num_prompt_tokens),
+        ):
+            count = getattr(params, name)
+            if name == "logprobs" and params.logprob_token_ids is not None:
+                _check_named(params.logprob_token_ids, count)
+                count = 0
+            counts[name] = count = self.count_logprobs(name, count)
+            total += num_tokens * count if count is not None and count > _FEW_LOGPROBS else 0
+        if total > MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs and prompt_logprobs ask for {total} log probabilities, and at most {MAX_LOGPROBS} are "
+                "reported of one request; ask for fewer tokens, or for those of logprob_token_ids"
+            )
+        return counts
+
+    def count_logprobs(self, name: str, count: int | None) -> int | None:
+        """How many log probabilities at each token the parameter `name` asks for; None: none.
+
+        Raises:
+            ValueError: they are more than the engine was started for.
+        """
+        most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
+        count = self.vocab_size if count == -1 else count
+        if count is not None and count > most:
+            raise ValueError(
+                f"{name} must be in [0, {most}], got {count}, which is greater than max allowed: {most} "
+                "(--max-logprobs; -1 is the whole vocabulary)"
+            )
+        return count
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for a prompt that is text.
@@ -241,6 +335,7 @@ class RequestBuilder:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
         ):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
@@ -249,12 +344,34 @@ class RequestBuilder:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
 
 
+def _check_named(token_ids: Sequence[int], count: int | None) -> None:
+    """Refuse `logprob_token_ids` that are too many, or not as many as `logprobs`."""
+    if not 1 <= len(token_ids) <= MAX_NAMED_LOGPROBS:
+        raise ValueError(
+            f"logprob_token_ids must have 1 to {MAX_NAMED_LOGPROBS} token ids, got {len(token_ids)}, "
+            f"max allowed: {MAX_NAMED_LOGPROBS}"
+        )
+    if count is not None and count != len(token_ids):
+        raise ValueError(
+            f"logprobs must equal len(logprob_token_ids), or be left out; they are {count} and {len(token_ids)}"
+        )
+
+
 def _engine_params(params: SamplingParams) -> SamplingParams:
     """`params` as the engine will decode them, without what the front finds (stop strings) or translates (constraints).
 
     Parameters that cannot be sent must be refused here, where they harm no other request.
     """
-    own = msgspec.structs.replace(params, stop=(), structured_outputs=None, allowed_token_ids=None, bad_words=None)
+    own = msgspec.structs.replace(
+        params,
+        stop=(),
+        structured_outputs=None,
+        allowed_token_ids=None,
+        bad_words=None,
+        truncate_prompt_tokens=None,
+        detokenize=True,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
     try:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
@@ -270,7 +387,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, Mapping):
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "embeds"}
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not unknown and (text is None or isinstance(text, str)):
             if ids is not None:

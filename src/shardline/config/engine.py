@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
@@ -21,6 +21,7 @@ from shardline.weights.formats import format_names
 logger = logging.getLogger(__name__)
 
 _LONGEST_STEP = 86400.0
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 STORED_METHODS = (
     "auto-round",
     "awq",
@@ -74,6 +75,18 @@ class ModelConfig:
         "auto",
         "auto, generate: continue prompts; pooling: embed them, one vector for each",
         choices=("auto", "generate", "pooling"),
+    )
+    max_logprobs: int = option(
+        20, "the most log probabilities that a request may ask for at each token; -1: the whole vocabulary"
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what log probabilities are of; raw: the model's logits, processed: these after penalties, masks, temperature "
+        "and filters; logits: no log probabilities but the logits themselves",
+        choices=get_args(LogprobsMode),
+    )
+    enable_prompt_embeds: bool = option(
+        False, "prompts may have rows of hidden states (prompt_embeds) in place of tokens"
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
@@ -271,7 +284,7 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError(
             "quantization w4a16 is now the format 'packed', which every packed checkpoint gets; leave quantization out"
         )
-    for name in ("dtype", "load_format", "quantization", "runner"):
+    for name in ("dtype", "load_format", "quantization", "runner", "logprobs_mode"):
         f = ModelConfig.__dataclass_fields__[name]
         if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *f.metadata["refused"]):
             raise ValueError(
@@ -286,6 +299,8 @@ def _validate(config: EngineConfig) -> None:
     _check_replica_shares(config)
     if config.scheduler.speculation.num_speculative_tokens and config.embeds:
         raise ValueError("speculative_config drafts tokens, and runner pooling makes none: leave one of them out")
+    if config.model.max_logprobs < -1:
+        raise ValueError(f"max_logprobs must be at least 0, or -1 for all, got {config.model.max_logprobs}")
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")
     length = config.model.max_model_len

@@ -11,15 +11,12 @@ from typing import Any
 
 from shardline import env
 from shardline.config.fields import option
+from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.config.units import parse_bytes
 from shardline.config.vllm_variables import check_vllm_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-
-
-_VLLM_KEYS = ("backend", "disable_fallback", "disable_additional_properties", "reasoning_parser", "enable_in_reasoning")
-"""Keys of --structured-outputs-config that set nothing here: there is one follower of grammars."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +106,7 @@ class ServerConfig:
         Raises:
             ValueError: `structured_outputs_config` is malformed.
         """
-        if self.structured_outputs_config is None:
-            return None
-        try:
-            given = json.loads(self.structured_outputs_config)
-        except ValueError:
-            given = None
-        key = "disable_any_whitespace"
-        if not isinstance(given, dict) or not isinstance(given.get(key), bool | None):
-            raise ValueError(
-                f"""structured_outputs_config must be '{{"{key}": true}}' or the same with false, got """
-                f"{self.structured_outputs_config!r}"
-            )
-        if unknown := sorted(set(given) - {key, *_VLLM_KEYS}):
-            raise ValueError(f"structured_outputs_config has the unknown key {unknown[0]!r}; known: {key}")
-        return given.get(key)
+        return read_structured_outputs_config(self.structured_outputs_config)
 
     @cached_property
     def template_variables(self) -> dict[str, Any]:

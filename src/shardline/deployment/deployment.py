@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shardline.config.engine import LogprobsMode
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Host, Machine
@@ -125,6 +126,7 @@ class Deployment(msgspec.Struct, frozen=True):
     numerics: Numerics
     """Whether floating-point sums may cross ranks."""
     check_finite: bool
+    logprobs_mode: LogprobsMode
     embeds: bool
     """Whether requests get the final hidden state of their last token instead of sampled tokens."""
 

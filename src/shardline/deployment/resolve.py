@@ -9,7 +9,7 @@ from typing import cast
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
-from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import (
@@ -73,6 +73,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weight_format=held,
         numerics=cast(Numerics, parallel.numerics),
         check_finite=config.model.check_finite,
+        logprobs_mode=cast(LogprobsMode, config.model.logprobs_mode),
         embeds=config.embeds,
         machine=machine,
         device=layout.device,

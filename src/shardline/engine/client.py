@@ -26,6 +26,7 @@ from shardline.messages.engine import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
+    ResetPrefixCache,
     StopEngine,
 )
 from shardline.messages.request import Request
@@ -113,6 +114,10 @@ class EngineClient:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; outputs that have already been sent may still arrive."""
         self._outbox.put(encode_message(AbortRequests(list(request_ids))))
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests that are added from now on find nothing in the prefix cache that is there now."""
+        self._outbox.put(encode_message(ResetPrefixCache()))
 
     def control(self, command: Command) -> Future[tuple[bytes, ...]]:
         """Have all ranks execute a command between two steps. The result is what each rank's handler returns, encoded.

@@ -69,6 +69,11 @@ class Engine:
             scheduler.abort_requests(request_ids)
         self._masks.forget_finished()
 
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache that is there now."""
+        for scheduler in self._schedulers:
+            scheduler.kv.reset_prefixes()
+
     def close(self) -> None:
         """End the processes that compute masks. The executor stays."""
         self._masks.close()

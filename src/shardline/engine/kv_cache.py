@@ -36,6 +36,10 @@ class BlockHasher:
         self._block_size = block_size
         self._namespace = namespace
 
+    def successor(self) -> BlockHasher:
+        """A hasher whose hashes are unlike all of this one's."""
+        return BlockHasher(self._block_size, blake2b(b"reset", key=self._namespace).digest())
+
     def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
         """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
         if len(hashes) >= num_blocks:
@@ -138,6 +142,14 @@ class KVCache:
     def add_tier(self, tier: Tier) -> None:
         """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached."""
         self.traffic = BlockTraffic(self.pool, tier)
+
+    def reset_prefixes(self) -> None:
+        """Let later sequences find nothing that is published now. It stays until its blocks are handed out again.
+
+        The next namespace follows from this one, so engines that share content and are all reset share it again.
+        """
+        if self._hasher is not None:
+            self._hasher = self._hasher.successor()
 
     def new_state(self) -> KVState:
         """The state of a sequence that holds nothing."""

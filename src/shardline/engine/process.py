@@ -29,6 +29,7 @@ from shardline.messages.engine import (
     EngineOutputs,
     EngineReady,
     FrontMessage,
+    ResetPrefixCache,
     StartEngine,
     StopEngine,
 )
@@ -200,6 +201,8 @@ class EngineProcess:
                 # The gauges must show the blocks that came back even if no step follows.
                 outputs = self._outbox.take_outputs()
                 self._channel.send(EngineOutputs(outputs, engine.stats(), message.request_ids))
+            elif isinstance(message, ResetPrefixCache):
+                engine.reset_prefix_cache()
             elif isinstance(message, StopEngine):
                 self._stopping = True
         return changed

@@ -35,11 +35,15 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: later requests find nothing in the prefix cache that is there now."""
+
+
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: end now."""
 
 
-FrontMessage = StartEngine | AddRequests | AbortRequests | Control | StopEngine
+FrontMessage = StartEngine | AddRequests | AbortRequests | ResetPrefixCache | Control | StopEngine
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,15 @@ class Constraints(msgspec.Struct, frozen=True, array_like=True):
     """Sequences of tokens that the output must not contain."""
 
 
+class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that stand in a prompt in place of the embedding's; the token ids at their places mean nothing."""
+
+    rows: bytes
+    """[num_rows, hidden_size] float32, one after another."""
+    places: list[tuple[int, int]]
+    """The first position and the number of rows of each run, in their order."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice of one user request, as the engine sees it: token ids only.
 
@@ -44,18 +53,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     constraints: Constraints | None = None
+    embeds: PromptEmbeds | None = None
     streamed: bool = True
     """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
+    """Log probabilities of one token and of others in its place; see `--logprobs-mode` for what they are made of."""
 
     logprob: float
     rank: int
     """Rank of the chosen token by probability; 1: it was the most likely one."""
     top_ids: list[int]
+    """The most likely tokens, or the chosen one and those that the request names."""
     top_logprobs: list[float]
+    top_ranks: list[int] = []
+    """Empty: 1, 2, 3 and so on."""
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

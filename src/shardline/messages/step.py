@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.messages.request import Constraints, TokenLogprobs
+from shardline.messages.request import Constraints, PromptEmbeds, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 
 
@@ -22,6 +22,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     eos_token_ids: tuple[int, ...]
     constraints: Constraints | None = None
     """Without the grammar, which the engine follows."""
+    embeds: PromptEmbeds | None = None
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
+from shardline.metrics.names import OWN, SHARED_NAMES, VLLM
 
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -31,23 +32,6 @@ _REQUEST_SECONDS = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _PARAMS_N = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
-OWN = "shardline:"
-VLLM = "vllm:"
-
-SHARED_NAMES = frozenset(
-    {
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
-        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_cached", "cache_config_info",
-        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-        "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-        "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
-        "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
-        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-    }
-)  # fmt: skip
-"""Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""
 
 
 class ServerMetrics:

@@ -166,7 +166,7 @@ class DecoderStage:
         self.lm_head = LMHead(loader) if last and not stage.embeds else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
         self._embedding = TokenEmbedding(loader, tied) if embeds_tokens(spec, layers) else None
-        self._is_first = layers.start == 0
+        self.is_first = layers.start == 0
         self._token_inputs: TokenInputs | None = None
         if spec.token_input is not None:
             assert self._embedding is not None
@@ -186,13 +186,13 @@ class DecoderStage:
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
         assert self._embedding is not None
-        return self._embedding(step.token_ids, step.rows.positions)
+        return self._embedding(step.token_ids, step.rows.positions, step.given)
 
     def add_inputs(self, step: StepInput, hidden: Tensor) -> StepInput:
         """The step with all that the layers read beside `hidden`, the stage's input [T, H]."""
         if self._token_inputs is None:
             return step
-        return self._token_inputs.add_to(step, hidden if self._is_first else None)
+        return self._token_inputs.add_to(step, hidden if self.is_first else None)
 
     def keep_memory(self, max_seqs: int) -> None:
         """Allocate the memory that decode steps of up to `max_seqs` sequences share."""

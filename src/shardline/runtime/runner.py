@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.config.engine import LogprobsMode
 from shardline.messages.step import RankStep, SequenceResult, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
@@ -19,6 +20,7 @@ from shardline.runtime.features.digests import Digests
 from shardline.runtime.features.drafts import Drafts, sampled_rows
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
+from shardline.runtime.features.prompt_embeds import PromptRows
 from shardline.runtime.features.scores import Scores
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
@@ -72,6 +74,7 @@ class Runner:
         sizes: StepSizes,
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
@@ -89,9 +92,11 @@ class Runner:
         self._fuses_argmax = stage.lm_head is not None and stage.lm_head.fuses_argmax
         # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
+        if stage.is_first:
+            self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:
             spans = stage.lm_head.spans
-            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device)
+            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
             self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]

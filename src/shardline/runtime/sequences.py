@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardline.messages.step import SequenceStart, SequenceStep
+from shardline.runtime.step import GivenRows
 from shardline.sampling_params import SamplingParams
 
 NO_TOKEN = torch.iinfo(torch.int64).max
@@ -58,6 +59,8 @@ class WorkerSequence:
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; counted only if the sequence has penalties."""
+    given: GivenRows | None = None
+    """The rows that its prompt has in place of embedded tokens, on the first stage; None: it has none."""
     mask: NextTokens | None = None
     """The constraints on its tokens; None: it has none, or this rank does not sample."""
     num_pending: int = 0

@@ -11,6 +11,15 @@ from torch import Tensor
 from shardline.runtime.sampling.inputs import SamplingInput
 
 
+class GivenRows(NamedTuple):
+    """Rows of hidden states that stand in place of those of the embedding."""
+
+    places: Tensor
+    """[num_given] int64: which rows of a step, or positions of a sequence, in ascending order."""
+    rows: Tensor
+    """[num_given, hidden_size]"""
+
+
 class ScoredRows(NamedTuple):
     """Which rows tell how likely the prompt's next token was, and which are really sampled; indices are those of
     the narrowed table."""
@@ -100,5 +109,7 @@ class StepInput:
     sampling: SamplingInput | None = None
     """The sampler's input on a device. None if nothing is sampled, and on the host, where the sampler reads its
     plan."""
+    given: GivenRows | None = None
+    """What the first stage puts in place of embedded tokens. None: nothing."""
     is_replayable: bool = False
     """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""

@@ -86,6 +86,7 @@ class Worker:
             self._sizes,
             self._finite_checker,
             self._expert_load,
+            deployment.logprobs_mode,
         )
         return RankReport(
             rank=place.rank,

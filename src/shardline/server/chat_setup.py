@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.config.server import ServerConfig
-from shardline.text.chat_template import ChatTemplate
+from shardline.text.chat_template import ChatTemplate, read_template
 from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser
@@ -48,11 +47,7 @@ def check_chat_config(config: ServerConfig) -> ChatTemplate | None:
     if source is None:
         return None
     try:
-        return ChatTemplate(source if "{" in source else Path(source).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--chat-template: cannot read {source!r} ({error}); give a file, or the template itself"
-        ) from error
+        return ChatTemplate(read_template(source))
     except ValueError as error:
         raise ValueError(f"--chat-template: {error}") from error
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardline.api.prompt_embeds import Rows, decode_rows
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
@@ -141,6 +142,28 @@ class Service:
     def _too_long(self, message: str, param: str) -> ApiError:
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
+    def check_top_logprobs(self, count: int | None) -> None:
+        """Refuse a `top_logprobs` that the engine was not started for.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self.llm.model.builder.count_logprobs("top_logprobs", count)
+        except ValueError as error:
+            raise bad_request(str(error), "top_logprobs") from error
+
+    async def read_embeds(self, data: str, param: str = "prompt_embeds") -> Rows:
+        """The rows of hidden states that a client sends as base64.
+
+        Raises:
+            ApiError: 400, they cannot be read, or the server takes none.
+        """
+        builder = self.llm.model.builder
+        try:
+            return await asyncio.to_thread(decode_rows, data, builder.embeds_size, enabled=builder.takes_embeds)
+        except ValueError as error:
+            raise bad_request(str(error), param) from error
 
     def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`.

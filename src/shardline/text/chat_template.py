@@ -63,6 +63,9 @@ class Conversation:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     template: str | None = None
+    gaps: Sequence[str] = ()
+    """Texts in the messages that nobody could guess, in their order. Each becomes one negative id, -1, -2 and so on,
+    where something else than tokens stands in the prompt."""
 
 
 class ChatTemplate:
@@ -249,9 +252,33 @@ def _encode(
     text = rendered if marks is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise PromptTooLong(f"The prompt has {len(text)} characters, which are more than {max_tokens} tokens.")
+    if chat.gaps:
+        return _encode_around_gaps(tokenizer, rendered, text, chat, marks)
+    return text, _encode_text(tokenizer, rendered, marks, chat.add_special_tokens)
+
+
+def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
     if marks is None:
-        return text, tokenizer.encode_text(text, chat.add_special_tokens)
-    return text, tokenizer.special.encode(rendered, marks, chat.add_special_tokens)
+        return tokenizer.encode_text(rendered, add_special_tokens)
+    return tokenizer.special.encode(rendered, marks, add_special_tokens)
+
+
+def _encode_around_gaps(
+    tokenizer: Tokenizer, rendered: str, text: str, chat: Conversation, marks: Marks | None
+) -> tuple[str, list[int]]:
+    """As `_encode`, piece by piece: no token reaches over a gap."""
+    ids: list[int] = []
+    for index, gap in enumerate(chat.gaps):
+        piece, found, rendered = rendered.partition(gap)
+        if not found or gap in rendered:
+            raise ValueError("the chat template must show each of prompt_embeds once, in the order of the messages")
+        if piece:
+            ids += _encode_text(tokenizer, piece, marks, chat.add_special_tokens and index == 0)
+        ids.append(-1 - index)
+        text = text.replace(gap, "")
+    if rendered:
+        ids += _encode_text(tokenizer, rendered, marks, False)
+    return text, ids
 
 
 def _cut_after_content(text: str, message: Message) -> str:
@@ -266,6 +293,18 @@ def _cut_after_content(text: str, message: Message) -> str:
     if not shown or place < 0:
         raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
     return text[: place + len(shown)] + content[len(content.rstrip()) :]
+
+
+def read_template(source: str) -> str:
+    """The text of a template that is given as a file, or as itself.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        return source if "{" in source else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:

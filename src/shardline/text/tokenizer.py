@@ -18,7 +18,7 @@ from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.text_growth import check_growth
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
@@ -115,6 +115,10 @@ class Tokenizer:
         """All tokens, added tokens included, and their ids."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
+    def get_added_vocab(self) -> dict[str, int]:
+        """The added tokens and their ids."""
+        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+
     def token_id(self, token: str | None) -> int | None:
         """The id of this token. None: the vocabulary does not have it."""
         return None if token is None else self._backend.token_to_id(token)
@@ -158,9 +162,6 @@ class Tokenizer:
         with FOREIGN_CODE:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
-
-    encode = encode_text
-    """The name that users of other tokenizers know."""
 
     def token_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Where each of a text's tokens stands in it: the first character, and the one behind the last. Special tokens
@@ -272,7 +273,7 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The named special tokens of a configuration: each is a string or an object with "content"."""
     tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
+    for name in SPECIAL_NAMES:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")

@@ -30,6 +30,20 @@ def test_matches_reference(rng, vocab_size, top_n):
     torch.testing.assert_close(actual.top_logprobs, expected.top_logprobs, rtol=1e-6, atol=1e-6)
 
 
+def test_many_tokens_are_sorted_and_have_the_bits_of_few(rng):
+    logits, chosen = 4 * randn(2, 300, rng=rng), torch.tensor([7, 8])
+    logits[:, ::3] = logits[:, ::3].round()  # ties
+    many, few, expected = (
+        logprobs(logits, chosen, 310),
+        logprobs(logits, chosen, 9),
+        logprobs_reference(logits, chosen, 300),
+    )
+    assert_same_bits(many.chosen_logprobs, few.chosen_logprobs)
+    assert_same_bits(many.top_logprobs[:, :9], few.top_logprobs)
+    assert torch.equal(many.top_ids[:, :300], expected.top_ids)
+    assert many.top_ids[:, 300:].unique().tolist() == [-1]
+
+
 def test_banned_tokens_and_an_exhausted_vocabulary():
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
     result = logprobs(logits, torch.tensor([1]), 4)

@@ -25,8 +25,14 @@ ASKED = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def mixed_requests() -> list[Request]:
-    """Requests with log probabilities, with those of the prompt too, and with constraints, beside plain ones."""
-    wanted: list[dict[str, object]] = [{"logprobs": 2}, {"prompt_logprobs": 1, "logprobs": 1}, {}, {}]
+    """Requests with log probabilities, with those of the prompt, of named and of all tokens too, and with constraints,
+    beside plain ones."""
+    wanted: list[dict[str, object]] = [
+        {"logprobs": 2},
+        {"prompt_logprobs": 1, "logprobs": 1},
+        {"logprobs": 0, "logprob_token_ids": [3, 200, 5]},
+        {"logprobs": 256, "prompt_logprobs": 100},
+    ]
     constraints = [None, None, Constraints(allowed_token_ids=tuple(range(5, 250, 3))), None]
     return [
         msgspec.structs.replace(

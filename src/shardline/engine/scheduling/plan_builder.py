@@ -164,4 +164,5 @@ def _start_message(sequence: LiveSequence) -> SequenceStart:
         request.choice,
         request.eos_token_ids,
         constraints,
+        request.embeds,
     )

@@ -10,14 +10,13 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
-import torch
 from torch import Tensor
 
 from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.ops.sampling.logprobs import Logprobs
+from shardline.runtime.sampling.reports import Reports, Wanted, read_reports
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import WorkerSequence, num_scored
 from shardline.runtime.step import StepInput
@@ -29,8 +28,8 @@ class ScoringPlan(NamedTuple):
     seq_ids: list[int]
     counts: list[int]
     """Number of scored tokens of each sequence."""
-    top_logprobs: list[int]
-    """How many of the most likely tokens each sequence wants beside each prompt token."""
+    wanted: list[Wanted]
+    """What each sequence reports of each prompt token."""
 
 
 def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoringPlan | None:
@@ -40,7 +39,7 @@ def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequen
         if step.score:
             plan.seq_ids.append(step.seq_id)
             plan.counts.append(num_scored(step, sequence))
-            plan.top_logprobs.append(sequence.sampling.prompt_logprobs or 0)
+            plan.wanted.append(Wanted(sequence.sampling.prompt_logprobs or 0))
     return plan if plan.seq_ids else None
 
 
@@ -68,41 +67,42 @@ class StepScores(Feature):
         self._stage = stage
         self._sampler = sampler
         self._plan = plan
-        self._parts: list[Logprobs] = []
-        self._place = slice(0, 0)
+        self._parts: list[tuple[slice, Reports]] = []
+        """Those of some scored rows, and which rows these are."""
+        self._places: list[slice] = []
+        self._wanted = [one for one, count in zip(plan.wanted, plan.counts, strict=True) for _ in range(count)]
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """The logits of the sampled rows. Those of scored rows are read meanwhile, some at a time."""
         scored = step.rows.narrow().scored
         assert scored is not None
-        targets, widest = scored.targets, max(self._plan.top_logprobs)
+        targets = scored.targets
 
         def read_logits(rows: slice, logits: Tensor) -> None:
-            self._parts.append(self._sampler.score_rows(logits, targets[rows], widest))
+            reports = self._sampler.score_rows(logits, targets[rows], self._wanted[rows])
+            self._parts.append((rows, reports))
 
         return self._stage.forward_scored(step, hidden, self._sampler.scored_rows_each, read_logits)
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
-        self._place = running.download(*join_logprobs(self._parts))
+        self._places = [running.download(*reports.list_tensors()) for _, reports in self._parts]
 
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
-        return add_scores(results, self._plan, Logprobs(*running.copies[self._place]))
+        scores: list[TokenLogprobs | None] = []
+        for (rows, _), place in zip(self._parts, self._places, strict=True):
+            wanted = self._wanted[rows]
+            # No tokens are named, so it is no matter which ones were scored.
+            scores += read_reports(Reports.from_copies(running.copies[place]), wanted, [0] * len(wanted))
+        return add_scores(results, self._plan, [one for one in scores if one is not None])
 
 
-def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    """The rows of several parts, one after another."""
-    return parts[0] if len(parts) == 1 else Logprobs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-
-def add_scores(results: Sequence[SequenceResult], plan: ScoringPlan, scores: Logprobs) -> list[SequenceResult]:
-    """`results` with the scores, which are in host memory. A sequence that was only scored gets one without tokens."""
+def add_scores(
+    results: Sequence[SequenceResult], plan: ScoringPlan, scores: Sequence[TokenLogprobs]
+) -> list[SequenceResult]:
+    """`results` with the scores. A sequence that was only scored gets one without tokens."""
     by_id = {result.seq_id: result for result in results}
-    entries = iter(zip(*(tensor.tolist() for tensor in scores), strict=True))
-    for seq_id, count, most in zip(plan.seq_ids, plan.counts, plan.top_logprobs, strict=True):
-        own = [
-            TokenLogprobs(logprob, rank, ids[:most], values[:most])
-            for logprob, rank, ids, values in islice(entries, count)
-        ]
+    entries = iter(scores)
+    for seq_id, count in zip(plan.seq_ids, plan.counts, strict=True):
         result = by_id.get(seq_id, SequenceResult(seq_id, []))
-        by_id[seq_id] = msgspec.structs.replace(result, prompt_logprobs=own)
+        by_id[seq_id] = msgspec.structs.replace(result, prompt_logprobs=list(islice(entries, count)))
     return list(by_id.values())

@@ -14,6 +14,7 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
 from shardline.runtime.ops.scale import scale_rows
+from shardline.runtime.step import GivenRows
 
 
 class TokenEmbedding:
@@ -32,10 +33,13 @@ class TokenEmbedding:
         self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=stage.dtype, device=stage.device)
         self._positions = loader.load("positions.weight") if stage.spec.learned_positions else None
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenRows | None = None) -> Tensor:
+        """`given`: rows in place of some tokens', as they are: no factor scales them."""
         hidden = self._rows(token_ids)
         if self._scale is not None:
             hidden = hidden * self._scale
+        if given is not None:
+            hidden = hidden.index_copy_(0, given.places, given.rows)
         if self._positions is not None:
             hidden = hidden + self._positions[positions]
         return hidden

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.config.engine import LogprobsMode
 from shardline.kernels.contract import Kernels
-from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult
 from shardline.models.partition import Span
-from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
 from shardline.runtime.ops.sampling.mask import TokenMasks, mask_tokens_
 from shardline.runtime.ops.sampling.penalties import penalize_
 from shardline.runtime.ops.sampling.sample import find_best, greedy_argmax, sample
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
+from shardline.runtime.sampling.reports import Reports, Wanted, processed_logits, read_reports, report, wanted_logprobs
 from shardline.runtime.sequences import WorkerSequence
 
 _SCORED_LOGIT_BYTES = 64 << 20
@@ -37,8 +37,8 @@ class SamplingPlan:
     """What the sampled rows of a step ask for, one entry per row."""
 
     seq_ids: list[int]
-    top_logprobs: list[int | None]
-    """How many of the most likely tokens to report beside the chosen one; None: no log-probabilities."""
+    wanted: list[Wanted | None]
+    """What to report beside each token; None: nothing."""
     inputs: SamplingInput
     """The inputs of `sample_tokens`, in host memory."""
 
@@ -53,16 +53,16 @@ class Sampled(NamedTuple):
 
     tokens: Tensor
     """[R] int64 or int32"""
-    logprobs: Logprobs | None = None
+    reports: Reports | None = None
 
     def list_tensors(self) -> list[Tensor]:
         """All tensors, to be copied."""
-        return [self.tokens, *(self.logprobs or ())]
+        return [self.tokens, *(self.reports.list_tensors() if self.reports is not None else ())]
 
     def from_copies(self, tensors: Sequence[Tensor]) -> Sampled:
         """The same with copies of the tensors, in the order of `list_tensors`."""
         tokens, *reported = tensors
-        return Sampled(tokens, Logprobs(*reported) if reported else None)
+        return Sampled(tokens, Reports.from_copies(reported) if reported else None)
 
 
 class Sampler:
@@ -72,8 +72,20 @@ class Sampler:
     position), never on other rows.
     """
 
-    def __init__(self, kernels: Kernels, spans: Sequence[Span], group: Collectives, device: torch.device) -> None:
-        """`spans`: the vocabulary range of each rank of `group`; `device`: the device of the logits."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        spans: Sequence[Span],
+        group: Collectives,
+        device: torch.device,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
+        """`spans`: the vocabulary range of each rank of `group`; `device`: the device of the logits.
+
+        `logprobs_mode`: what is reported; raw: before penalties, masks, temperature and filters, processed: after them.
+        """
+        self._is_processed = logprobs_mode.startswith("processed")
+        self._as_logits = logprobs_mode.endswith("logits")
         self._kernels = kernels
         self._widths = [span.size for span in spans]
         self._group = group
@@ -99,7 +111,7 @@ class Sampler:
             return SamplingPlan(seq_ids, [None] * count, SamplingInput(rows, None, None))
         penalties = penalties_of(sequences) if any(sequence.adjusts_logits for sequence in sequences) else None
         inputs = SamplingInput(rows, _draws(sequences), penalties)
-        return SamplingPlan(seq_ids, [sequence.sampling.logprobs for sequence in sequences], inputs)
+        return SamplingPlan(seq_ids, [wanted_logprobs(sequence.sampling) for sequence in sequences], inputs)
 
     def sample_tokens(
         self,
@@ -117,12 +129,12 @@ class Sampler:
         if inputs.draws is None and masks is None:
             return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, self._widths)
-        widest = max((count for count in plan.top_logprobs if count is not None), default=None)
+        reports = any(wanted is not None for wanted in plan.wanted)
         for read in readers:
             read(logits)
-        raw = logits
-        if widest is not None and (inputs.penalties is not None or masks is not None):
-            raw = logits.clone()
+        reported = logits
+        if reports and not self._is_processed and (inputs.penalties is not None or masks is not None):
+            reported = logits.clone()
         if inputs.penalties is not None:
             penalize_(self._kernels, logits, inputs.penalties)
         if masks is not None:
@@ -130,12 +142,17 @@ class Sampler:
         if inputs.draws is None:
             return Sampled(greedy_argmax(self._kernels, logits)[0])
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())
-        return Sampled(tokens, None if widest is None else logprobs(self._kernels, raw, tokens, widest))
+        if not reports:
+            return Sampled(tokens)
+        if self._is_processed:
+            assert plan.inputs.draws is not None
+            reported = processed_logits(logits, plan.inputs.draws)
+        return Sampled(tokens, report(self._kernels, reported, tokens, plan.wanted, as_logits=self._as_logits))
 
-    def score_rows(self, local_logits: Tensor, targets: Tensor, top_n: int) -> Logprobs:
-        """The log probabilities of `targets` [R] and of the `top_n` most likely tokens, from rows [R, local vocab]."""
+    def score_rows(self, local_logits: Tensor, targets: Tensor, wanted: Sequence[Wanted]) -> Reports:
+        """What rows [R, local vocab] report of the tokens `targets` [R] and of others. There is nothing to process."""
         logits = self._group.all_gather_columns(local_logits, self._widths)
-        return logprobs(self._kernels, logits, targets, top_n)
+        return report(self._kernels, logits, targets, wanted, as_logits=self._as_logits)
 
     @property
     def scored_rows_each(self) -> int:
@@ -146,13 +163,12 @@ class Sampler:
     def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
         """The results for the engine; `sampled` is in host memory."""
         tokens: list[int] = sampled.tokens.tolist()
+        if sampled.reports is None:
+            return [SequenceResult(seq_id, [token]) for seq_id, token in zip(plan.seq_ids, tokens, strict=True)]
+        reported = read_reports(sampled.reports, plan.wanted, tokens)
         return [
-            SequenceResult(
-                seq_id,
-                [token],
-                None if count is None else [_logprobs(sampled.logprobs, row, count)],
-            )
-            for row, (seq_id, token, count) in enumerate(zip(plan.seq_ids, tokens, plan.top_logprobs, strict=True))
+            SequenceResult(seq_id, [token], None if one is None else [one])
+            for seq_id, token, one in zip(plan.seq_ids, tokens, reported, strict=True)
         ]
 
 
@@ -167,14 +183,4 @@ def _draws(sequences: Sequence[WorkerSequence]) -> Draws:
         seeds=torch.from_numpy(seeds),
         choices=torch.tensor([sequence.choice for sequence in sequences], dtype=torch.int64),
         positions=torch.tensor([sequence.num_tokens for sequence in sequences], dtype=torch.int64),
-    )
-
-
-def _logprobs(reported: Logprobs | None, row: int, count: int) -> TokenLogprobs:
-    assert reported is not None
-    return TokenLogprobs(
-        logprob=float(reported.chosen_logprobs[row]),
-        rank=int(reported.chosen_ranks[row]),
-        top_ids=[int(token) for token in reported.top_ids[row, :count].tolist()],
-        top_logprobs=[float(value) for value in reported.top_logprobs[row, :count].tolist()],
     )

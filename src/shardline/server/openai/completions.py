@@ -15,6 +15,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
+from shardline.api.prompt_embeds import join_parts
+from shardline.api.requests import MixedPrompt
 from shardline.messages.request import TokenLogprobs
 from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
@@ -30,6 +32,7 @@ from shardline.server.openai.answer_parts import (
     join_logprobs,
     usage_of,
 )
+from shardline.server.openai.beams import search_beams
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service, new_id
@@ -102,7 +105,9 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: PromptValue
+    prompt: PromptValue | None = None
+    prompt_embeds: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Prompts as tensors [number of tokens, hidden size]: the base64 of what torch.save writes. They come first."""
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -117,6 +122,15 @@ class CompletionRequest(SamplingFields):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         self.check_supported()
+        if self.prompt is None and not self.prompt_embeds:
+            if self.prompt_embeds is None:
+                raise bad_request("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
+            raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        refuse_if(
+            bool(self.prompt_embeds) and self.num_prompt_logprobs is not None,
+            "prompt_embeds",
+            "Log probabilities of the prompt are not compatible with prompt embeds.",
+        )
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
                 raise bad_request("'best_of' must not be smaller than 'n'.", "best_of")
@@ -126,10 +140,19 @@ class CompletionRequest(SamplingFields):
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
         refuse_if(
+            bool(self.logprob_token_ids) and bool(self.echo) and self.generates_nothing,
+            "logprob_token_ids",
+            "'logprob_token_ids' is not supported when 'echo' is true and no output tokens are generated.",
+        )
+        refuse_if(
             bool(self.suffix) and (bool(self.echo) or not isinstance(self.prompt, str)),
             "suffix",
             "'suffix' needs one prompt that is text, and 'echo' must be false.",
         )
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def generates_nothing(self) -> bool:
@@ -274,7 +297,7 @@ class CompletionWriter:
         logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
         if first and body.echo and body.logprobs is not None:
             scores = output.prompt_token_logprobs or []
-            count = body.logprobs
+            count = None if body.logprobs == -1 else body.logprobs
             own = [TokenLogprobs(s.logprob, s.rank, s.top_ids[:count], s.top_logprobs[:count]) for s in scores]
             before = CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
             prompt = before.write_prompt(output.prompt_token_ids, own)
@@ -354,14 +377,14 @@ async def _encode_prompts(
     return encoded, echoes
 
 
-def _check_scores(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+def _check_scores(body: CompletionRequest, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Refuse a request whose answer would have too many log probabilities of prompts.
 
     Raises:
         ApiError: 400.
     """
     if (count := body.num_prompt_logprobs) is not None:
-        total = (count + 1) * sum(map(len, prompts))
+        total = (vocab_size if count == -1 else count + 1) * sum(map(len, prompts))
         refuse_if(
             total > MAX_PROMPT_LOGPROBS,
             "prompt",
@@ -383,7 +406,7 @@ class PreparedCompletion:
     """A completion request as the engine takes it."""
 
     params: SamplingParams
-    prompts: list[list[int]]
+    prompts: list[list[int] | MixedPrompt]
     echoes: list[str]
     """For each prompt, the text to repeat before the output; empty without `echo`."""
     texts: list[str | None]
@@ -405,11 +428,15 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
     if body.ranks_choices:
         assert body.best_of is not None
-        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
-    given = list_prompts(body.prompt, "prompt")
-    prompts, echoes = await _encode_prompts(service, body, given)
-    texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-    _check_scores(body, prompts)
+        params = msgspec.structs.replace(params, n=body.best_of)
+        if params.logprobs is None and params.logprob_token_ids is None:
+            params.logprobs = 0
+    given = [] if body.prompt is None else list_prompts(body.prompt, "prompt")
+    embedded = await _read_embeds(service, body)
+    ids, echoes = await _encode_prompts(service, body, given)
+    echoes = [""] * len(embedded) + echoes
+    texts = [None] * len(embedded) + [prompt if isinstance(prompt, str) else None for prompt in given]
+    _check_scores(body, ids, service.llm.model.builder.vocab_size)
     grammar = await make_answer_grammar(
         None,
         body.response_format,
@@ -417,7 +444,25 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         service.llm.grammars,
         disable_any_whitespace=service.config.disable_any_whitespace,
     )
-    return PreparedCompletion(params, prompts, echoes, texts, grammar)
+    return PreparedCompletion(params, [*embedded, *ids], echoes, texts, grammar)
+
+
+async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedPrompt]:
+    """The prompts that are tensors.
+
+    Raises:
+        ApiError: 400, one cannot be read, or none are taken.
+    """
+    data = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    if len(data) > MAX_PROMPTS:
+        raise bad_request(f"'prompt_embeds' has {len(data)} entries; at most {MAX_PROMPTS} are taken.", "prompt_embeds")
+    prompts: list[MixedPrompt] = []
+    for one in data:
+        ids, embeds = join_parts([await service.read_embeds(one)])
+        if embeds is None:
+            raise bad_request("A tensor of 'prompt_embeds' must have at least one row.", "prompt_embeds")
+        prompts.append({"prompt_token_ids": ids, "embeds": embeds, "prompt": None})
+    return prompts
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -430,6 +475,17 @@ def completion_routes(service: Service) -> APIRouter:
         completion = await prepare_completion(service, body)
         response_id = new_id("cmpl-")
         writer = CompletionWriter(service, body, response_id, completion.echoes)
+        if body.use_beam_search:
+            found = await search_beams(
+                service,
+                body,
+                completion.prompts,
+                completion.params,
+                request_id=response_id,
+                prompt_param="prompt",
+                grammar=completion.grammar,
+            )
+            return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
         generation = await Generation.start(
             service,
             completion.prompts,

@@ -65,7 +65,6 @@ class IgnoredFields(RequestModel):
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     # vLLM
-    length_penalty: Any = None
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
@@ -198,10 +197,15 @@ class SamplingFields(IgnoredFields):
     """Of log probabilities: tokens are written as token_id:N, not as their texts."""
     return_metrics: bool | None = None
     """Add to the answer where its time went."""
+    logprob_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    """The tokens whose log probabilities are reported beside that of the chosen one; `logprobs` must be set too."""
     model: str | None = None
     user: str | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
+    """Find the `n` likeliest outputs instead of sampling."""
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
+    """Of beam search, see BeamSearchParams."""
+    prompt_logprobs: Annotated[int, Field(strict=False)] | None = None
     logits_processors: Any = None
     watermarking: bool | None = None
     lora_path: Any = None
@@ -226,12 +230,13 @@ class SamplingFields(IgnoredFields):
         Raises:
             ApiError: 400.
         """
-        refuse_if(bool(self.use_beam_search), "use_beam_search", "Beam search is not supported: sample 'n' choices.")
         refuse_if(
             self.prompt_logprobs is not None and bool(self.stream),
             "prompt_logprobs",
             "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
         )
+        if self.logprob_token_ids and not self.reports_logprobs:
+            raise bad_request("When using 'logprob_token_ids', 'logprobs' must be set.", "logprob_token_ids")
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
         refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")
@@ -254,6 +259,11 @@ class SamplingFields(IgnoredFields):
             "'thinking_token_budget' needs a server that knows how the model reasons: use --reasoning-parser.",
         )
         return min(budget, _MAX_BUDGET)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities of the output are asked for, where that is a field of its own."""
+        return True
 
     @property
     def requested_form(self) -> dict[str, Any] | None:
@@ -303,10 +313,14 @@ class SamplingFields(IgnoredFields):
         values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.min_new_tokens is not None:
             values.setdefault("min_tokens", self.min_new_tokens)
+        if not self.logprob_token_ids:
+            values.pop("logprob_token_ids", None)
         if self.logit_bias:
             values["logit_bias"] = _parse_bias(self.logit_bias)
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+            return SamplingParams(
+                max_tokens=max_tokens, logprobs=None if self.logprob_token_ids else logprobs, **values
+            )
         except ValueError as error:
             raise bad_parameter(str(error)) from error
 
@@ -351,7 +365,8 @@ _FORM_NAMES = {
 _SAMPLING_NAMES = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in SamplingFields.model_fields and name not in ("logit_bias", "structured_outputs")
+    if name in SamplingFields.model_fields
+    and name not in (*IgnoredFields.model_fields, "logit_bias", "structured_outputs", "truncate_prompt_tokens")
 )
 
 

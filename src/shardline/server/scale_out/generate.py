@@ -86,6 +86,7 @@ class GenerateRequest(RequestModel):
         """
         sampling = self.sampling_params
         sampling.check_supported()
+        refuse_if(bool(sampling.use_beam_search), "use_beam_search", "Beam search needs a prompt of /v1/completions.")
         skips_text = sampling.detokenize is False
         if skips_text and sampling.stop:
             raise bad_request("stop strings are found in the text, so 'detokenize' must not be false.", "stop")

@@ -105,6 +105,7 @@ def render_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
+        refuse_if(chat.embeds is not None, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
         ended = chat.answer_format.reasoning_ended
@@ -143,6 +144,8 @@ def render_routes(service: Service) -> APIRouter:
         single = len(completion.prompts) == 1
         rendered = []
         for index, (ids, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
+            refuse_if(not isinstance(ids, list), "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
+            assert isinstance(ids, list)
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)
             request_id = base if single else f"{base}-{index}"
             rendered.append(render(body, body.model, request_id, ids, completion.params, completion.grammar, offsets))

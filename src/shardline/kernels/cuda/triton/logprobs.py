@@ -1,16 +1,20 @@
-"""Log-probabilities of the chosen token and of the most likely tokens, on the GPU. No row is sorted.
+"""Log-probabilities of the chosen token and of the most likely tokens, on the GPU.
 
 One program computes a row. It passes over the row once for the sum, and once more for each of the most likely tokens.
+If these are many, the row is sorted, and each of them has a program that computes it as the chosen token of the row.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.launch import EXACT
 from shardline.kernels.cuda.triton.sampling import argmax_of_row, block_of, rank_of
+
+_MOST_PASSES = 128
 
 
 def logprobs(
@@ -23,6 +27,29 @@ def logprobs(
     top_logprobs: Tensor,
 ) -> None:
     """As `ops.sampling.logprobs.logprobs`, for logits [M, V] fp32, into the tensors of a `Logprobs`."""
+    outputs = (chosen_logprobs, chosen_ranks, top_ids, top_logprobs)
+    if top_n <= _MOST_PASSES:
+        _launch(logits, chosen, top_n, *outputs)
+        return
+    _launch(logits, chosen, 0, *outputs)
+    top_ids.fill_(-1)
+    top_logprobs.fill_(float("-inf"))
+    for row, ids, values in zip(logits, top_ids, top_logprobs, strict=True):
+        strongest = row.sort(descending=True, stable=True).indices[:top_n]
+        ids[: len(strongest)] = strongest
+        ranks = torch.empty_like(strongest)
+        _launch(row.expand(len(strongest), -1), strongest, 0, values[: len(strongest)], ranks, top_ids, top_logprobs)
+
+
+def _launch(
+    logits: Tensor,
+    chosen: Tensor,
+    top_n: int,
+    chosen_logprobs: Tensor,
+    chosen_ranks: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+) -> None:
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _logprobs_kernel[(num_rows,)](

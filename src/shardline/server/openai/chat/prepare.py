@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardline.api.requests import MixedPrompt
+from shardline.messages.request import PromptEmbeds
 from shardline.sampling_params import SamplingParams
 from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
 from shardline.server.openai.chat.request import ChatRequest, EncodedChat
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import ResponseFormat
+from shardline.server.openai.protocol import ResponseFormat, refuse_if
 from shardline.server.service import Service
 from shardline.text.reasoning_parsers.base import ReasoningParser
 
@@ -28,6 +30,15 @@ class PreparedChat:
     """Of the answer; empty: it may be any text."""
     param: str
     """The field of the request with the messages."""
+    embeds: PromptEmbeds | None = None
+    """Rows in place of some tokens; None: there are none."""
+
+    @property
+    def prompt(self) -> list[int] | MixedPrompt:
+        """The prompt as the engine takes it."""
+        if self.embeds is None:
+            return self.token_ids
+        return {"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}
 
     async def start(self, service: Service, request_id: str, *, priority: int, cache_salt: str) -> Generation:
         """Admit the request.
@@ -37,7 +48,7 @@ class PreparedChat:
         """
         return await Generation.start(
             service,
-            [self.token_ids],
+            [self.prompt],
             self.params,
             request_id=request_id,
             prompt_param=self.param,
@@ -84,7 +95,7 @@ async def prepare_answer(
         format_param=format_param,
         disable_any_whitespace=service.config.disable_any_whitespace,
     )
-    return PreparedChat(params, chat.token_ids, answer_format, grammar, param)
+    return PreparedChat(params, chat.token_ids, answer_format, grammar, param, chat.embeds)
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
@@ -95,10 +106,16 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """
     service.require_model(body.model)
     body.check()
+    service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
     chat = await _encode(service, body)
+    refuse_if(
+        chat.embeds is not None and body.truncate_prompt_tokens is not None,
+        "truncate_prompt_tokens",
+        "'truncate_prompt_tokens' is not compatible with prompt embeds.",
+    )
     reasoning = service.chat.reasoning_parser
     if body.separate_reasoning is False and reasoning is not None and not reasoning.template_marks:
         reasoning = None

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field
 
+from shardline.api.prompt_embeds import Rows, join_parts
+from shardline.messages.request import PromptEmbeds
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
 from shardline.server.openai.protocol import RequestModel, SamplingFields, TokenIds, refuse_if
@@ -172,12 +175,14 @@ def _named_function(
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only text is supported; other types are refused. Unknown fields are ignored."""
+    """A part of a message. Only text and `prompt_embeds` are taken; other types are refused, unknown fields ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     type: str
     text: str | None = None
+    data: str | None = None
+    """Of `prompt_embeds`: the base64 of a tensor, see CompletionRequest."""
     refusal: str | None = None
     cache_control: dict[str, Any] | None = None
     """Accepted, but has no effect: prefixes are cached anyway."""
@@ -230,6 +235,8 @@ class EncodedChat:
     token_ids: list[int]
     tool_use: ToolUse | None
     """None: the answer may not call tools."""
+    embeds: PromptEmbeds | None = None
+    """Rows in place of some tokens; None: there are none."""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -305,6 +312,7 @@ class ConversationFields(RequestModel):
         _check_messages(messages)
         for name, field in self._template_fields(messages, param):
             check_template_values(name, field)
+        messages, rows = await _take_embeds(service, messages, param)
         tool_use = self.choose_tools(service)
         offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
@@ -315,10 +323,14 @@ class ConversationFields(RequestModel):
             bool(self.continue_final_message),
             add_special_tokens,
             self.chat_template,
+            tuple(rows),
         )
         limit = service.llm.model.max_model_len if max_tokens is None else max_tokens
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
-        return EncodedChat(text, ids, tool_use)
+        if not rows:
+            return EncodedChat(text, ids, tool_use)
+        filled, embeds = join_parts([list(rows.values())[-1 - one] if one < 0 else [one] for one in ids])
+        return EncodedChat(text, filled, tool_use, embeds)
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
@@ -349,6 +361,28 @@ class ConversationFields(RequestModel):
             )
 
 
+async def _take_embeds(
+    service: Service, messages: Sequence[ChatMessage], param: str
+) -> tuple[Sequence[ChatMessage], dict[str, Rows]]:
+    """The messages with a text that nobody can guess in place of each `prompt_embeds`, and the rows of each text."""
+    rows: dict[str, Rows] = {}
+
+    async def take(part: ContentPart) -> ContentPart:
+        if part.type != "prompt_embeds":
+            return part
+        assert part.data is not None
+        gap = secrets.token_hex(16)
+        rows[gap] = await service.read_embeds(part.data, param)
+        return ContentPart(type="text", text=gap)
+
+    taken = []
+    for message in messages:
+        if isinstance(message.content, list) and any(part.type == "prompt_embeds" for part in message.content):
+            message = message.model_copy(update={"content": [await take(part) for part in message.content]})
+        taken.append(message)
+    return taken, rows
+
+
 async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as chat templates expect them; many are converted on a thread."""
     if len(messages) <= _INLINE_MESSAGES:
@@ -362,6 +396,11 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
             name = f"messages[{index}].content"
             raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
         for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "prompt_embeds":
+                if part.data is None:
+                    name = f"messages[{index}].content"
+                    raise bad_request(f"A part 'prompt_embeds' of '{name}' needs 'data': the base64 of a tensor.", name)
+                continue
             if part.type not in ("text", "refusal") or (part.text is None and part.refusal is None):
                 raise bad_request(
                     f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",
@@ -386,14 +425,16 @@ class TransferParams(RequestModel):
 class ChatRequest(ConversationFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    taken_here: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params", "reasoning_effort", "thinking_token_budget"})
+    taken_here: ClassVar[frozenset[str]] = frozenset(
+        {"kv_transfer_params", "reasoning_effort", "thinking_token_budget"}
+    )
 
     messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     # Clients of vLLM send these as text, too.
     logprobs: Annotated[bool, Field(strict=False)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=False)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, strict=False)] | None = None
     include_reasoning: bool | None = None
     """Whether the answer shows the model's reasoning; None: it does."""
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -444,6 +485,10 @@ class ChatRequest(ConversationFields, SamplingFields):
     def answer_role(self) -> str:
         """Whose message the answer is: the assistant's, or that of the last message if the answer continues it."""
         return self.messages[-1].role if self.add_generation_prompt is False else "assistant"
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def echoed_text(self) -> str:

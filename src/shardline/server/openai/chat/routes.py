@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.beams import search_beams
 from shardline.server.openai.chat.prepare import prepare_chat
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
@@ -26,6 +27,17 @@ def chat_routes(service: Service) -> APIRouter:
         chat = await prepare_chat(service, body)
         response_id = new_id("chatcmpl-")
         writer = ChatWriter(service, body, response_id, chat.answer_format)
+        if body.use_beam_search:
+            [found] = await search_beams(
+                service,
+                body,
+                [chat.prompt],
+                chat.params,
+                request_id=response_id,
+                prompt_param=chat.param,
+                grammar=chat.grammar,
+            )
+            return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
         generation = await chat.start(service, response_id, **body.queueing)
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)

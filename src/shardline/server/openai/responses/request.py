@@ -226,7 +226,7 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     """Accepted, but has no effect: only built-in tools count."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     include_reasoning: bool | None = None
     """Whether the response shows the model's reasoning; None: it does."""
@@ -254,7 +254,14 @@ class ResponsesRequest(SamplingFields):
         self.check_supported()
         refuse_if(self.n not in (None, 1), "n", "A response has one answer: leave out 'n'.")
         refuse_if(self.response_format is not None, "response_format", "Use 'text.format' instead.")
-        for name in ("return_token_ids", "return_metrics", "logits_digest", "prompt_logprobs"):
+        for name in (
+            "return_token_ids",
+            "return_metrics",
+            "logits_digest",
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "use_beam_search",
+        ):
             refuse_if(
                 getattr(self, name) not in (None, False),
                 name,

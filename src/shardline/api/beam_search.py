@@ -1,0 +1,187 @@
+"""Beam search: the likeliest outputs of a prompt, found a token at a time with the log probabilities of many tokens.
+
+Each beam is a request of one token, whose prompt is all tokens so far; the prefix cache has most of it. Nothing here
+runs requests: `LLM` and `AsyncLLM` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardline.api.outputs import CompletionOutput, Logprob, logprobs_by_token
+from shardline.messages.request import TokenLogprobs
+from shardline.sampling_params import BeamSearchParams, SamplingParams
+from shardline.text.detokenizer import make_detokenizer
+from shardline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One output so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, with the most likely ones in its place."""
+    cumulative_logprob: float = 0.0
+    finish_reason: Literal["stop", "length"] = "length"
+
+    def extend(self, token_id: int, found: TokenLogprobs, rank: int, logprob: float, *, ends: bool) -> Beam:
+        """The beam with one more token, for which the step `found` this rank and log probability."""
+        own = TokenLogprobs(logprob, rank, found.top_ids, found.top_logprobs)
+        total = self.cumulative_logprob + logprob
+        return Beam([*self.token_ids, token_id], [*self.logprobs, own], total, "stop" if ends else "length")
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One output of `LLM.beam_search`, in vLLM's shape."""
+
+    tokens: list[int]
+    """The prompt and the output."""
+    logprobs: list[dict[int, Logprob]]
+    """Of each token of the output, with the most likely ones."""
+    cum_logprob: float
+    text: str
+    """That of all tokens, the prompt's included."""
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The outputs of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+class BeamSearch:
+    """The search for one prompt. Run what `prompts` says, give `advance` the outputs, until `is_over`."""
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+    ) -> None:
+        self._prompt = list(prompt_token_ids)
+        self._params = params
+        self._ends = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._max_tokens = min(params.max_tokens, max_model_len - len(self._prompt))
+        self._beams = [Beam()]
+        self._completed: list[Beam] = []
+        self._num_steps = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no beam can grow."""
+        return not self._beams or self._num_steps >= self._max_tokens
+
+    def prompts(self) -> list[list[int]]:
+        """The prompts of the next step, one for each beam."""
+        return [self._prompt + beam.token_ids for beam in self._beams]
+
+    def advance(self, outputs: Sequence[CompletionOutput]) -> None:
+        """Take the outputs of a step, one for each of `prompts`, of `step_params`.
+
+        Raises:
+            RuntimeError: one of them is not whole.
+        """
+        grown: list[Beam] = []
+        for beam, output in zip(self._beams, outputs, strict=True):
+            if output.finish_reason in ("error", "abort"):
+                raise RuntimeError(f"a step of beam search has failed: {output.error or 'it was aborted'}")
+            assert output.token_logprobs is not None
+            [found] = output.token_logprobs
+            for token_id, rank, logprob in _candidates(output.token_ids[0], found):
+                ends = token_id in self._ends
+                child = beam.extend(token_id, found, rank, logprob, ends=ends)
+                (self._completed if ends else grown).append(child)
+        # Sorting is stable, and candidates come in an order that their bits decide, so equal scores are no matter.
+        self._beams = sorted(grown, key=self._score, reverse=True)[: self._params.beam_width]
+        self._num_steps += 1
+
+    def best(self) -> list[Beam]:
+        """The best outputs, best first."""
+        every = sorted([*self._completed, *self._beams], key=self._score, reverse=True)
+        return every[: self._params.beam_width]
+
+    def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:
+        """The best outputs as `LLM` returns them: with the prompt, as in vLLM."""
+        return BeamSearchOutput(
+            [
+                BeamSearchSequence(
+                    tokens=self._prompt + beam.token_ids,
+                    logprobs=[
+                        logprobs_by_token(token_id, found, tokenizer.token_text)
+                        for token_id, found in zip(beam.token_ids, beam.logprobs, strict=True)
+                    ],
+                    cum_logprob=beam.cumulative_logprob,
+                    text=tokenizer.decode(self._prompt + beam.token_ids, self._params.skip_special_tokens),
+                    finish_reason=beam.finish_reason,
+                )
+                for beam in self.best()
+            ]
+        )
+
+    def choices(self, tokenizer: Tokenizer, top_logprobs: int | None) -> list[CompletionOutput]:
+        """The best outputs as choices, without the token that ended them unless it is asked for.
+
+        `top_logprobs`: how many of the most likely tokens they report; None: no log probabilities.
+        """
+        return [self._choice(index, beam, tokenizer, top_logprobs) for index, beam in enumerate(self.best())]
+
+    def _choice(self, index: int, beam: Beam, tokenizer: Tokenizer, top_logprobs: int | None) -> CompletionOutput:
+        params, ids, logprobs = self._params, beam.token_ids, beam.logprobs
+        stopped = beam.finish_reason == "stop"
+        detokenizer = make_detokenizer(tokenizer, self._prompt, skip_special_tokens=params.skip_special_tokens)
+        text = detokenizer.add_tokens(ids[:-1] if stopped else ids) + detokenizer.flush_text()
+        if stopped and not params.include_stop_str_in_output:
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        cut = [TokenLogprobs(one.logprob, one.rank, one.top_ids[:top_logprobs], one.top_logprobs[:top_logprobs])
+               for one in logprobs]  # fmt: skip
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=ids,
+            token_logprobs=None if top_logprobs is None else cut,
+            decode=tokenizer.token_text,
+            finish_reason=beam.finish_reason,
+        )
+
+    def _score(self, beam: Beam) -> float:
+        length = len(self._prompt) + len(beam.token_ids) - (beam.finish_reason == "stop")
+        divisor: float = max(length, 1) ** self._params.length_penalty
+        return beam.cumulative_logprob / divisor
+
+
+def run_searches(
+    searches: Sequence[BeamSearch], run_step: Callable[[list[list[int]]], Sequence[CompletionOutput]]
+) -> None:
+    """Run searches to their end, a step of all of them at a time; `run_step` runs prompts.
+
+    Raises:
+        RuntimeError: a step has failed.
+    """
+    while running := [search for search in searches if not search.is_over]:
+        prompts = [search.prompts() for search in running]
+        outputs = list(run_step([ids for own in prompts for ids in own]))
+        for search, own in zip(running, prompts, strict=True):
+            search.advance(outputs[: len(own)])
+            del outputs[: len(own)]
+
+
+def step_params(params: BeamSearchParams, seed: int) -> SamplingParams:
+    """The parameters of each request of a search: twice as many candidates as beams, as in transformers."""
+    return SamplingParams(
+        max_tokens=1, temperature=params.temperature, logprobs=2 * params.beam_width, seed=seed, detokenize=False
+    )
+
+
+def _candidates(token_id: int, found: TokenLogprobs) -> list[tuple[int, int, float]]:
+    """The tokens of one place with their ranks and log probabilities: the chosen one, and the most likely ones."""
+    entries = {token_id: (found.rank, found.logprob)}
+    for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
+        entries.setdefault(other, (rank, logprob))
+    return [(other, rank, logprob) for other, (rank, logprob) in entries.items()]
