@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
@@ -43,6 +43,8 @@ class ReadyModel:
     """The lines of the engines about their start."""
     builder: RequestBuilder
     streams: Streams
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that leave them out; see `ModelText`."""
 
 
 class AsyncLLM:
@@ -113,6 +115,7 @@ class AsyncLLM:
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),
+            text.sampling_defaults,
         )
         self._inbox.open(loop)
 
@@ -182,6 +185,10 @@ class AsyncLLM:
         async with aclosing(stream):
             async for output in stream:
                 yield output
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find no prefix that earlier ones have cached; those that run keep theirs."""
+        self.model.builder.epoch.renew()
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""

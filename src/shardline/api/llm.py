@@ -10,9 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from shardline import env
 from shardline.api.batch import BatchRunner, Events, ProgressBar, RequestTimes
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
@@ -21,11 +24,12 @@ from shardline.api.outputs import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, 
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
+from shardline.config.vllm_variables import note_variables, options_from_variables
 from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import Conversation, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from shardline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,8 @@ logger = logging.getLogger(__name__)
 class LLM:
     """An engine for batches of prompts.
 
-    The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2. Several threads may use
+    `chat_template`: a file, or the template itself, instead of the model's. The options are those of
+    `EngineConfig.from_options`, for example tensor_parallel_size=2. Several threads may use
     one LLM; it runs one batch at a time. Use it as a context manager, or call `close`.
 
     Raises:
@@ -42,8 +47,19 @@ class LLM:
         RuntimeError: the engine failed.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
-        self._start(EngineConfig.from_options(model=model, **options), None, load_model_text)
+    def __init__(self, model: str = "demo", *, chat_template: str | Path | None = None, **options: Any) -> None:
+        variables = env.vllm_variables()
+        for line in note_variables(variables):
+            logger.info("%s", line)
+        config = EngineConfig.from_options(model=model, **{**options_from_variables(variables), **options})
+
+        def load_text(config: EngineConfig) -> ModelText:
+            text = load_model_text(config)
+            if chat_template is None or text.tokenizer is None:
+                return text
+            return replace(text, chat_template=ChatTemplate.given(str(chat_template), text.tokenizer.special_tokens))
+
+        self._start(config, None, load_text)
 
     @classmethod
     def from_config(
@@ -103,7 +119,7 @@ class LLM:
 
         Args:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
-            sampling_params: one for all prompts, or one for each; None: SamplingParams().
+            sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params`.
             use_tqdm: show progress and tokens per second on stderr.
             priority: one for all prompts, or one for each; requests with a lower number run first. None: 0.
 
@@ -126,7 +142,8 @@ class LLM:
         if self.config.embeds:
             raise ValueError("this LLM embeds prompts (runner='pooling'); use embed()")
         batch = as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _as_params(given, len(batch))
         return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
 
     def embed(
@@ -216,6 +233,15 @@ class LLM:
         """Number of token ids: every id is smaller."""
         return self._text.vocab_size
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use if they get no parameters: those of the model's generation config."""
+        return SamplingParams(**self._text.sampling_defaults)
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later prompts find no prefix that earlier ones have cached; True: it is done."""
+        self._builder.epoch.renew()
+        return True
+
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica."""
         return self._replicas.stats()
@@ -251,9 +277,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise ValueError(
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import msgspec
@@ -75,6 +76,17 @@ class PreparedRequest:
     """Special tokens that are part of the text even if others are skipped."""
 
 
+class CacheEpoch:
+    """Begins the salt of all requests, so that none finds prefixes that were cached before it was renewed."""
+
+    def __init__(self) -> None:
+        self.salt = ""
+
+    def renew(self) -> None:
+        """From now on, requests share no prefix with earlier ones."""
+        self.salt = secrets.token_hex(8)
+
+
 @dataclass(frozen=True)
 class RequestBuilder:
     """Checks prompts and parameters against one model, and fills in unset parameters.
@@ -91,6 +103,7 @@ class RequestBuilder:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seeds: random.Random
+    epoch: CacheEpoch = field(default_factory=CacheEpoch)
 
     def build_request(
         self,
@@ -176,7 +189,7 @@ class RequestBuilder:
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,
                 arrival_time=arrival,
-                cache_salt=cache_salt,
+                cache_salt=self.epoch.salt + cache_salt,
                 constraints=constraints,
                 # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from shardline import env
+from shardline.cli.words import expand_words
 from shardline.config.engine import EngineConfig
 from shardline.config.vllm_options import VllmOption, vllm_options
+from shardline.config.vllm_variables import options_from_variables
 from shardline.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,11 @@ class Parser(argparse.ArgumentParser):
         """As in the base class, but the innermost parser refuses unknown arguments and says what would work."""
         self.complete()
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        if self._subparsers is None:  # the innermost
+            try:
+                words = expand_words(words, self._option_string_actions)
+            except ValueError as error:
+                self.error(str(error))
         known, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
@@ -85,6 +93,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for part in dataclasses.fields(EngineConfig):
         assert isinstance(part.default_factory, type)
         add_flags(parser, part.default_factory, part.name)
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file with flags, such as 'port: 8001'; those of the command line come first",
+    )
     _add_vllm_flags(parser)
 
 
@@ -129,7 +143,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         for line in args.vllm_notes:
             logger.info("%s", line)
     parts = [part.default_factory for part in dataclasses.fields(EngineConfig)]
-    return EngineConfig.from_options(**{k: v for part in parts for k, v in fields_from_flags(args, part).items()})
+    given = {k: v for part in parts for k, v in fields_from_flags(args, part).items()}
+    return EngineConfig.from_options(**{**options_from_variables(env.vllm_variables()), **given})
 
 
 def fields_from_flags(args: argparse.Namespace, config: Any) -> dict[str, Any]:
@@ -152,6 +167,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> 
             options.update(nargs="+", action="extend")
         else:
             options["type"] = _reader(kind)
+            if field.metadata["alone"] is not None:
+                options.update(nargs="?", const=field.metadata["alone"])
         if field.metadata["choices"]:
             del options["metavar"]
             options["choices"] = _Choices(field.metadata["choices"], field.metadata["refused"])

@@ -12,7 +12,7 @@ from typing import Any
 from shardline import env
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
-from shardline.config.vllm_variables import check_vllm_variables
+from shardline.config.vllm_variables import note_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -45,12 +45,18 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "file with the TLS private key")
     ssl_certfile: str | None = option(None, "file with the TLS certificate")
+    ssl_ca_certs: str | None = option(None, "file with the authorities whose certificates clients show")
+    ssl_cert_reqs: int = option(0, "0: clients show no certificate; 1: they may; 2: they must (TLS)")
+    ssl_ciphers: str | None = option(None, "ciphers for TLS up to 1.2, as OpenSSL writes them; default: Python's")
     allowed_origins: tuple[str, ...] = option(
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
     allow_credentials: bool = option(False, "pages of these origins may send cookies and keys (CORS)")
     allowed_methods: str = option('["*"]', "methods that these pages may use, as a JSON list (CORS)")
     allowed_headers: str = option('["*"]', "headers that these pages may send, as a JSON list (CORS)")
+    middleware: tuple[str, ...] = option(
+        (), "your own ASGI middleware, for example package.module.Class; or an async function (request, call_next)"
+    )
     max_request_bytes: int | str = option("16MiB", "largest request body; a larger one is answered 413")
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
@@ -72,6 +78,8 @@ class ServerConfig:
     special_tokens_in_content: bool = option(
         False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
     )
+    response_role: str = option("assistant", "role of the answers in chats")
+    disable_fastapi_docs: bool = option(False, "no /docs and no /openapi.json")
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"
     )
@@ -133,6 +141,13 @@ class ServerConfig:
         return values
 
     @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """`allowed_origins`, which may also be one JSON list, as vLLM takes it."""
+        if len(self.allowed_origins) == 1 and self.allowed_origins[0].lstrip().startswith("["):
+            return tuple(_texts("allowed_origins", self.allowed_origins[0]))
+        return self.allowed_origins
+
+    @property
     def cors_methods(self) -> list[str]:
         """`allowed_methods` as a list."""
         return _texts("allowed_methods", self.allowed_methods)
@@ -173,7 +188,8 @@ def _validate(config: ServerConfig) -> None:
         if not holds:
             raise ValueError(message)
 
-    check_vllm_variables(env.vllm_variables())
+    note_variables(env.vllm_variables())
+    env.keep_alive_seconds()
     require(bool(config.host), "host must not be empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
     require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
     for name in ("api_key", "served_model_name", "allowed_origins"):
@@ -187,7 +203,7 @@ def _validate(config: ServerConfig) -> None:
         "admin_api_key must be printable ASCII",
     )
     _ = config.cors_methods, config.cors_headers, config.template_variables
-    for origin in config.allowed_origins:
+    for origin in config.cors_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,
             f"allowed_origins: {origin!r} is no origin; write scheme and host, for example https://chat.example.org",
@@ -196,7 +212,15 @@ def _validate(config: ServerConfig) -> None:
         (config.ssl_keyfile is None) == (config.ssl_certfile is None),
         "ssl_keyfile and ssl_certfile must be given together",
     )
-    for name in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
+    require(config.ssl_cert_reqs in (0, 1, 2), f"ssl_cert_reqs must be 0, 1 or 2, got {config.ssl_cert_reqs}")
+    require(
+        config.ssl_cert_reqs == 0 or config.ssl_ca_certs is not None,
+        "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs: who signs them",
+    )
+    for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+        require(not getattr(config, name) or config.ssl_certfile is not None, f"{name} needs ssl_certfile")
+    require(bool(config.response_role), "response_role must not be empty")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key_file"):
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     _ = config.disable_any_whitespace

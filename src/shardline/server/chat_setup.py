@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.config.server import ServerConfig
@@ -44,15 +43,10 @@ def check_chat_config(config: ServerConfig) -> ChatTemplate | None:
         find_tool_parser(config.tool_call_parser)
     if config.reasoning_parser:
         find_reasoning_parser(config.reasoning_parser)
-    source = config.chat_template
-    if source is None:
+    if config.chat_template is None:
         return None
     try:
-        return ChatTemplate(source if "{" in source else Path(source).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--chat-template: cannot read {source!r} ({error}); give a file, or the template itself"
-        ) from error
+        return ChatTemplate.given(config.chat_template)
     except ValueError as error:
         raise ValueError(f"--chat-template: {error}") from error
 

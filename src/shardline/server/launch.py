@@ -23,11 +23,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardline import __version__
+from shardline import __version__, env
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.config.vllm_variables import note_variables
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
+from shardline.server.user_middleware import load_middleware
 from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_SECONDS = 60
 _DEATH_GRACE_SECONDS = 1.0
 """After the engine's death, streams have this long to report it themselves before they are stopped."""
 _FLUSH_SECONDS = 5
@@ -73,9 +74,12 @@ def run_server(
         ValueError: the configuration is at fault, or the server cannot listen on the address; nothing was loaded.
     """
     configure_logging()
+    for line in note_variables(env.vllm_variables()):
+        logger.info("%s", line)
     raise_file_limit()
     bound_heap()
     check_tls(server_config)
+    load_middleware(server_config)
     started = time.monotonic()
     with contextlib.closing(open_listener(server_config)) as listener:
         if start_llm is None:
@@ -134,15 +138,23 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Try the TLS certificate and key.
+    """Try the TLS certificate and key, the authorities and the ciphers.
 
     Raises:
         ValueError: they cannot be used.
     """
     if config.ssl_certfile is None:
         return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
+        if config.ssl_ciphers is not None:
+            context.set_ciphers(config.ssl_ciphers)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"--ssl-ca-certs or --ssl-ciphers cannot be used: {error}") from error
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
             f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
@@ -342,7 +354,10 @@ def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> u
             root_path=config.root_path,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=config.ssl_cert_reqs,
+            **({} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}),
+            timeout_keep_alive=env.keep_alive_seconds(),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         ),
         reserved_files(num_engines),

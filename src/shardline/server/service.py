@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardline import env
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
@@ -88,13 +89,17 @@ class Service:
         )
         raise bad_request(message, code="unsupported_parameter")
 
+    @cached_property
+    def _takes_any_name(self) -> bool:
+        return env.takes_any_model_name()
+
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
 
         Raises:
             ApiError: 404, the model `name` is not served here.
         """
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and not self._takes_any_name:
             served = ", ".join(f"`{known}`" for known in self.model_names)
             raise ApiError(
                 404,

@@ -90,6 +90,19 @@ class ChatTemplate:
         """Whether the template shows tools to the model."""
 
     @classmethod
+    def given(cls, source: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
+        """The chat template that a user gives: a file, or the text itself.
+
+        Raises:
+            ValueError: it cannot be read or compiled.
+        """
+        try:
+            text = source if "{" in source else Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error
+        return cls(text, special_tokens)
+
+    @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
         """The chat template in `folder`, or in a GGUF file. None: the model has no template.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -236,13 +237,18 @@ class SamplingFields(IgnoredFields):
         """
         return truncate_prompt(token_ids, self.truncate_prompt_tokens, self.truncation_side or "left")
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters.
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """The engine's parameters. `defaults`: those of the model's generation config, for what the request leaves out.
 
         Raises:
             ApiError: 400, a value is out of range.
         """
-        values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        values = dict(defaults or {})
+        usual = values.pop("max_tokens", None)
+        max_tokens = usual if max_tokens is None else max_tokens
+        values |= {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.min_new_tokens is not None:
             values.setdefault("min_tokens", self.min_new_tokens)
         if self.logit_bias:
@@ -253,7 +259,8 @@ class SamplingFields(IgnoredFields):
             raise bad_parameter(str(error)) from error
 
     def check_stream(self, *, with_usage: bool = False) -> StreamOptions:
-        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage.
+        """The stream options; all are off if the request has none. `with_usage`: every stream includes its usage,
+        in each event, as with vLLM.
 
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
@@ -263,7 +270,8 @@ class SamplingFields(IgnoredFields):
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
         options = self.stream_options or StreamOptions()
-        return options.model_copy(update={"include_usage": True}) if with_usage else options
+        update = {"include_usage": True, "continuous_usage_stats": True}
+        return options.model_copy(update=update) if with_usage else options
 
 
 def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left", "right"] = "left") -> list[T]:

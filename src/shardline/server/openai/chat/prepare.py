@@ -88,7 +88,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     service.require_model(body.model)
     body.check()
     params = body.sampling_params(
-        max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        max_tokens=body.token_limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        defaults=service.llm.model.sampling_defaults,
     )
     chat = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
     reasoning = service.chat.reasoning_parser

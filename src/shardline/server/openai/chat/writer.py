@@ -191,13 +191,16 @@ class ChatWriter:
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
         self._envelope = ChatEnvelope(service, body, response_id, answer_format)
         self._with_ids = bool(body.return_token_ids)
-        self._counts_always = body.check_stream().continuous_usage_stats
+        with_usage = service.config.enable_force_include_usage
+        self._counts_always = body.check_stream(with_usage=with_usage).continuous_usage_stats
         """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
         self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
         self._tokenizer = service.llm.model.tokenizer
         self._echo = body.echoed_text
+        continues = body.add_generation_prompt is False and bool(body.messages)
+        self._role = body.messages[-1].role if continues else service.config.response_role
         self._format = answer_format
         self._num_choices = body.n or 1
 
@@ -213,7 +216,7 @@ class ChatWriter:
             assert delta is not None
             reason: str | None = delta.finish_reason
             if self._format.is_plain:
-                message = AssistantMessage(content=self._echo + delta.text)
+                message = AssistantMessage(role=self._role, content=self._echo + delta.text)
             else:
                 parser = self._format.make_parser()
                 message = self._parsed_message(parser, delta)
@@ -227,7 +230,7 @@ class ChatWriter:
         parsed = not self._format.is_plain
         sent = [StreamedChoice(self._format.make_parser() if parsed else None) for _ in range(self._num_choices)]
         only_text = not (self._tokens_matter or self._counts_always)
-        roles = [ChatChoice(index=index, delta=ChatDelta("assistant", self._echo)) for index in range(len(sent))]
+        roles = [ChatChoice(index=index, delta=ChatDelta(self._role, self._echo)) for index in range(len(sent))]
         outputs, encode_event = generation.outputs, self._envelope.encode_event
         body = b"".join([encode_event(outputs, role, first=True) for role in roles])
         while (update := (yield body)) is not None:
@@ -344,6 +347,7 @@ class ChatWriter:
         shown = reasoning or None
         has_reasoning = self._format.reasoning is not None and self._with_reasoning
         return AssistantMessage(
+            role=self._role,
             content=self._echo + content if self._echo or content or not calls else None,
             reasoning=shown if has_reasoning else msgspec.UNSET,
             reasoning_content=shown if has_reasoning else msgspec.UNSET,
