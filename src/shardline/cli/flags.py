@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -222,8 +223,9 @@ def _with_dashes(word: str) -> str:
     """--max_model_len=a_b becomes --max-model-len=a_b: only the flag's own underscores change."""
     if not word.startswith("--"):
         return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    name = re.match(r"[^.=]*", word)
+    assert name is not None
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
 def add_refused_flags(parser: argparse.ArgumentParser, names_by_reason: Mapping[str, Sequence[str]]) -> None:

@@ -38,7 +38,8 @@ def user_middleware(config: ServerConfig) -> list[Middleware]:
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
 
-    return [
-        Middleware(one) if inspect.isclass(one) else Middleware(BaseHTTPMiddleware, dispatch=one)
-        for one in reversed(load_middleware(config))
-    ]
+    stack = []
+    for one in reversed(load_middleware(config)):
+        is_class: bool = inspect.isclass(one)
+        stack.append(Middleware(one) if is_class else Middleware(BaseHTTPMiddleware, dispatch=one))
+    return stack
