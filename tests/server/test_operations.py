@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -35,6 +35,28 @@ async def teapot(request, call_next):
 
 number = 3
 """
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client with the admin key, of a server to which many flags were given."""
+    folder = tmp_path_factory.mktemp("middleware")
+    (folder / "users_middleware.py").write_text(MIDDLEWARE)
+    config = ServerConfig(
+        admin_api_key="hidden-admin",
+        api_key=("hidden-key",),
+        middleware=("users_middleware.Tagging", "users_middleware.teapot"),
+        response_role="teacher",
+        enable_force_include_usage=True,
+        disable_fastapi_docs=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        engine = EngineConfig.from_options(hf_token="hf_hidden", max_num_seqs=7)
+        headers = {"Authorization": "Bearer hidden-admin"}
+        with serve(config, engine_config=engine) as running, running.http(headers=headers) as http:
+            yield http
+    sys.modules.pop("users_middleware")
 
 
 def test_invocations_are_answered_by_the_endpoint_of_their_body(http: httpx.Client) -> None:
@@ -80,13 +102,11 @@ def test_a_reset_separates_later_requests_from_cached_prefixes(shared: Running, 
     assert salt("") not in ("", first)
 
 
-def test_the_configuration_is_shown_without_secrets() -> None:
-    engine = EngineConfig.from_options(hf_token="hf_hidden", max_num_seqs=7)
-    config = ServerConfig(admin_api_key="hidden-admin", api_key=("hidden-key",))
-    with serve(config, engine_config=engine) as running, running.http() as http:
-        assert http.get("/server_info", headers={"Authorization": "Bearer hidden-key"}).status_code == 401
-        assert http.post("/reset_prefix_cache", headers={"Authorization": "Bearer hidden-key"}).status_code == 401
-        answer = http.get("/server_info?config_format=json", headers={"Authorization": "Bearer hidden-admin"})
+def test_the_configuration_is_shown_without_secrets(configured: httpx.Client) -> None:
+    other = {"Authorization": "Bearer hidden-key"}
+    assert configured.get("/server_info", headers=other).status_code == 401
+    assert configured.post("/reset_prefix_cache", headers=other).status_code == 401
+    answer = configured.get("/server_info?config_format=json")
     assert "hidden" not in answer.text
     assert answer.json()["vllm_config"]["scheduler"]["max_num_seqs"] == 7
     assert answer.json()["system_env"]["python"]
@@ -102,19 +122,13 @@ def test_the_documentation_loads_nothing(http: httpx.Client) -> None:
     assert "https://" not in page.text
 
 
-def test_the_documentation_can_be_left_out() -> None:
-    with serve(ServerConfig(disable_fastapi_docs=True)) as running, running.http() as http:
-        assert {http.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")} == {404}
+def test_the_documentation_can_be_left_out(configured: httpx.Client) -> None:
+    assert {configured.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")} == {404}
 
 
-def test_users_bring_middleware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "users_middleware.py").write_text(MIDDLEWARE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = ServerConfig(middleware=("users_middleware.Tagging", "users_middleware.teapot"))
-    with serve(config) as running, running.http() as http:
-        answer = http.get("/health")
+def test_users_bring_middleware(configured: httpx.Client) -> None:
+    answer = configured.get("/health")
     assert (answer.headers["x-tag"], answer.headers["x-pot"]) == ("one", "/health")
-    sys.modules.pop("users_middleware")
 
 
 @pytest.mark.parametrize("path", ["no.such.module", "nothing", "shardline.limits.nothing", "shardline.__version__"])
@@ -125,17 +139,17 @@ def test_middleware_that_is_none_is_refused(path: str) -> None:
         load_middleware(ServerConfig(middleware=(path,)))
 
 
-def test_answers_have_the_configured_role() -> None:
-    with serve(ServerConfig(response_role="teacher")) as running, running.http() as http:
-        assert http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["role"] == "teacher"
-        streamed = http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
-        assert '"role":"teacher"' in streamed
-        body = {**CHAT, "add_generation_prompt": False}
-        assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["role"] == "user"
+def test_answers_have_the_configured_role(configured: httpx.Client) -> None:
+    def role(**fields: object) -> str:
+        answer = configured.post("/v1/chat/completions", json={**CHAT, **fields})
+        return str(answer.json()["choices"][0]["message"]["role"])
+
+    assert role() == "teacher"
+    assert role(add_generation_prompt=False) == "user"
+    assert '"role":"teacher"' in configured.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
 
 
-def test_forced_usage_is_in_every_event() -> None:
-    with serve(ServerConfig(enable_force_include_usage=True)) as running, running.http() as http:
-        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})):
-            events = http.post(path, json={**body, "stream": True}).text.split("\n\n")
-            assert all('"usage":{' in event for event in events if event and "[DONE]" not in event)
+def test_forced_usage_is_in_every_event(configured: httpx.Client) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})):
+        events = configured.post(path, json={**body, "stream": True}).text.split("\n\n")
+        assert all('"usage":{' in event for event in events if event and "[DONE]" not in event)

@@ -48,6 +48,7 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(None, "file with the authorities whose certificates clients show")
     ssl_cert_reqs: int = option(0, "0: clients show no certificate; 1: they may; 2: they must (TLS)")
     ssl_ciphers: str | None = option(None, "ciphers for TLS up to 1.2, as OpenSSL writes them; default: Python's")
+    enable_ssl_refresh: bool = option(False, "read these files again when they change")
     allowed_origins: tuple[str, ...] = option(
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
@@ -72,11 +73,19 @@ class ServerConfig:
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    chat_template_content_format: str = option(
+        "auto",
+        "how the chat template sees a message's content; auto, string: as text; openai: as a list of one text part",
+        choices=("auto", "string", "openai"),
+    )
     default_chat_template_kwargs: str = option(
         "{}", "variables of the chat template, as a JSON object; those of a request come first"
     )
     special_tokens_in_content: bool = option(
         False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
+    )
+    tokens_only: bool = option(
+        False, "serve token ids in and out only (/inference/v1/generate); no tokenizer is loaded"
     )
     response_role: str = option("assistant", "role of the answers in chats")
     disable_fastapi_docs: bool = option(False, "no /docs and no /openapi.json")
@@ -219,6 +228,10 @@ def _validate(config: ServerConfig) -> None:
     )
     for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
         require(not getattr(config, name) or config.ssl_certfile is not None, f"{name} needs ssl_certfile")
+    require(
+        config.chat_template_content_format in ("auto", "string", "openai"),
+        f"chat_template_content_format must be auto, string or openai, got {config.chat_template_content_format!r}",
+    )
     require(bool(config.response_role), "response_role must not be empty")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key_file"):
         path = getattr(config, name)

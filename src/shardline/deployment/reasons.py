@@ -55,6 +55,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     cache = asked.cache
     if cache.block_size is None and deployment.cache.block_size != BLOCK_TOKENS:
         reasons.append(f"block_size {deployment.cache.block_size} ({BLOCK_TOKENS} keys of a head take less than 4 KiB)")
+    elif cache.block_size is not None and cache.block_size != deployment.cache.block_size:
+        reasons.append(f"block_size {deployment.cache.block_size} (the smallest; {cache.block_size} was asked for)")
     if isinstance(deployment.cache.pool, MeasuredPool):
         reasons.append(f"KV cache measured on every GPU ({cache.gpu_memory_utilization:g} of its memory)")
     elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:

@@ -73,11 +73,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(admin_routes(service))
     ready, refused = Depends(service.require_ready), Depends(service.refuse_task)
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
-    for routes in (model_routes, tokenize_routes):
-        app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
-        app.include_router(routes(service), dependencies=generates)
-    app.include_router(embedding_routes(service), dependencies=embeds)
+    app.include_router(model_routes(service), dependencies=[ready])
+    app.include_router(generate_routes(service), dependencies=generates)
+    if not config.tokens_only:
+        app.include_router(tokenize_routes(service), dependencies=[ready])
+        for routes in (completion_routes, chat_routes, response_routes, message_routes, render_routes):
+            app.include_router(routes(service), dependencies=generates)
+        app.include_router(embedding_routes(service), dependencies=embeds)
     app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
     if not config.disable_fastapi_docs:
         app.include_router(documentation_routes(app))

@@ -56,6 +56,8 @@ def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplat
     template = configured or llm.model.chat_template
     if configured is not None and llm.model.tokenizer is not None:
         configured.special_tokens = llm.model.tokenizer.special_tokens
+    if template is not None:
+        template.content_as_parts = config.chat_template_content_format == "openai"
     text = "" if template is None else "\n".join(template.sources.values())
 
     tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -30,8 +31,9 @@ def documentation_routes(app: FastAPI) -> APIRouter:
     async def show_documentation(request: Request) -> Response:
         root = request.scope.get("root_path", "")
         if root not in pages:
+            text = await asyncio.to_thread(lambda: write_page(app.openapi(), root))
             pages.clear()
-            pages[root] = write_page(app.openapi(), root).encode()
+            pages[root] = text.encode()
         return Response(pages[root], headers=_HEADERS, media_type="text/html; charset=utf-8")
 
     return router

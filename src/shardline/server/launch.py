@@ -16,7 +16,6 @@ import mmap
 import os
 import signal
 import socket
-import ssl
 import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -29,6 +28,7 @@ from shardline.config.server import ServerConfig
 from shardline.config.vllm_variables import note_variables
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
+from shardline.server.tls import check_tls, refresh_tls
 from shardline.server.user_middleware import load_middleware
 from shardline.stop_signals import stop_signals
 
@@ -137,34 +137,6 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def check_tls(config: ServerConfig) -> None:
-    """Try the TLS certificate and key, the authorities and the ciphers.
-
-    Raises:
-        ValueError: they cannot be used.
-    """
-    if config.ssl_certfile is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        if config.ssl_ciphers is not None:
-            context.set_ciphers(config.ssl_ciphers)
-        if config.ssl_ca_certs is not None:
-            context.load_verify_locations(config.ssl_ca_certs)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"--ssl-ca-certs or --ssl-ciphers cannot be used: {error}") from error
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(
-            f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
-        ) from error
-
-
-def _no_password() -> str:
-    raise ValueError("the key of --ssl-keyfile is encrypted; save it without a password")
-
-
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
     """The URL at which clients on this machine reach the server."""
     if config.uds is not None:
@@ -192,11 +164,14 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
         app = create_app(llm, config)
         server = _make_http_server(app, config, llm.config.parallel.num_engines)
         with stop.handled(), _reload_handled(app.state.service.keys.reload, config):
+            server.config.load()
+            refreshing = asyncio.create_task(refresh_tls(config, server.config.ssl))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 return await _serve_until_stopped(llm, app, stop, listener, started)
             finally:
                 server.should_exit = True
+                refreshing.cancel()
                 await serving
                 tracer = app.state.service.observer.tracer
                 if tracer is not None:
@@ -341,6 +316,7 @@ def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> u
 
     from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
 
+    ciphers: dict[str, Any] = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
     return HttpServer(
         uvicorn.Config(
             app,
@@ -356,7 +332,7 @@ def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> u
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=config.ssl_cert_reqs,
-            **({} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}),
+            **ciphers,
             timeout_keep_alive=env.keep_alive_seconds(),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         ),

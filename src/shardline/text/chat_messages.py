@@ -109,6 +109,8 @@ class Render(msgspec.Struct, tag="render"):
     """OpenAI chat messages."""
     variables: dict[str, Any]
     max_chars: int
+    as_parts: bool = False
+    """Show contents to the template as lists of one text part."""
 
 
 def _as_json(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli.flags import add_engine_flags, add_flags, engine_config, fields_from_flags
@@ -30,6 +31,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead."""
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
+    if server.tokens_only:
+        engine = replace(engine, model=replace(engine.model, skip_tokenizer_init=True))
     if args.parallel is not None:
         engine = _with_layout(args, engine)
     if engine.cluster.is_headless:
