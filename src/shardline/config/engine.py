@@ -216,6 +216,9 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(128, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
+    long_prefill_token_threshold: int = option(
+        0, "the most tokens of one prompt in a step, so that short prompts pass long ones; 0: as many as there are"
+    )
     enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
     max_num_waiting: int = option(
         2048, "requests that may wait; further ones are answered 429", aliases=("max-num-queued-reqs",)
@@ -331,8 +334,9 @@ def _validate(config: EngineConfig) -> None:
             value = getattr(part, f.name)
             if isinstance(f.default, int) and not isinstance(value, int):
                 raise ValueError(f"{f.name} must be a whole number, got {value!r}")
-            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < 1:
-                raise ValueError(f"{f.name} must be at least 1, got {value}")
+            least = 0 if f.name == "long_prefill_token_threshold" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < least:
+                raise ValueError(f"{f.name} must be at least {least}, got {value}")
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")

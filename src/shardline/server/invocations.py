@@ -58,5 +58,6 @@ class Invocations:
                 return {"type": "http.request", "body": body, "more_body": False}
             return await receive()
 
-        root = scope.get("root_path", "")
-        await self._app.router({**scope, "path": root + path, "raw_path": None}, receive_again, send)
+        # The same scope, since the connection and the middleware look for what a stream leaves in it.
+        scope["path"] = scope.get("root_path", "") + path
+        await self._app.router(scope, receive_again, send)
