@@ -110,6 +110,7 @@ def test_the_configuration_is_shown_without_secrets(configured: httpx.Client) ->
     assert "hidden" not in answer.text
     assert answer.json()["vllm_config"]["scheduler"]["max_num_seqs"] == 7
     assert answer.json()["system_env"]["python"]
+    assert configured.get("/server_info?config_format=xml").json()["error"]["param"] == "config_format"
 
 
 def test_the_documentation_loads_nothing(http: httpx.Client) -> None:

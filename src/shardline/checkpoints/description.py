@@ -84,9 +84,9 @@ def resolve_configured(config: ModelConfig, *, weights: bool) -> ModelFiles:
 
 def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
     """The folder or the GGUF file with the tokenizer; see `resolve_tokenizer`."""
-    if config.tokenizer is None:
+    if config.tokenizer is None and config.tokenizer_revision is None:
         return files.text_source
-    return resolve_tokenizer(config.tokenizer, config.tokenizer_revision, config.hub_access)
+    return resolve_tokenizer(config.tokenizer or config.model, config.tokenizer_revision, config.hub_access)
 
 
 def read_model(config: ModelConfig) -> ModelDescription:

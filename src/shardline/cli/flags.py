@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from shardline import env
 from shardline.cli.words import expand_words
 from shardline.config.engine import EngineConfig
+from shardline.config.units import parse_count
 from shardline.config.vllm_options import VllmOption, vllm_options
 from shardline.config.vllm_variables import options_from_variables
 from shardline.log import configure_logging
@@ -207,9 +208,16 @@ def _reader(kind: str) -> Callable[[str], Any]:
     kinds = {name.strip() for name in kind.split("|")} - {"None"}
     if kinds == {"int", "str"}:
         return _int_or_text
-    readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    readers: dict[str, Callable[[str], Any]] = {"int": _count, "float": float, "str": str}
     (name,) = kinds
     return readers[name]
+
+
+def _count(word: str) -> int:
+    try:
+        return parse_count(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {word!r}") from None
 
 
 def _int_or_text(word: str) -> int | str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,7 +16,7 @@ from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
 from shardline.config.hub_access import HubAccess
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
-from shardline.config.units import parse_bytes
+from shardline.config.units import parse_bytes, parse_count
 from shardline.config.vllm_options import take_keywords
 from shardline.weights.formats import format_names
 
@@ -48,7 +49,7 @@ class ModelConfig:
     )
     revision: str | None = option(None, "branch, tag or commit on the hub")
     tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
-    tokenizer_revision: str | None = option(None, "branch, tag or commit of a tokenizer that is not the model's own")
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer; default: that of its model")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
     hf_token: str | None = option(
         None, "token of the hub; default, and without a value: $HF_TOKEN, or the one of `hf auth login`", alone=""
@@ -285,6 +286,12 @@ class EngineConfig:
         for field_name, alias in _long_aliases():
             if alias in options:
                 options[field_name] = options.pop(alias)
+        length = options.get("max_model_len")
+        if length == -1:
+            options["max_model_len"] = "auto"
+        elif isinstance(length, str):
+            with contextlib.suppress(ValueError):  # the check below says what is right
+                options["max_model_len"] = parse_count(length)
         if options.get("hf_token") is True:
             options["hf_token"] = ""
         for part in dataclasses.fields(cls):
@@ -307,7 +314,7 @@ def json_object(name: str, text: str | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, TypeError):  # vLLM also takes a function
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {text!r}")

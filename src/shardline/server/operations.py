@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from shardline import __version__, env
 from shardline.server.answer_schema import Responses, json_answers
-from shardline.server.errors import ApiError
+from shardline.server.errors import ApiError, bad_request
 from shardline.server.observer import MAX_REQUESTS
 from shardline.server.service import RETRY_STARTING_SECONDS, Service
 
@@ -116,8 +116,10 @@ def admin_routes(service: Service) -> APIRouter:
         return Response(b'{"success":true}', media_type="application/json")
 
     @router.get("/server_info", responses=json_answers(dict[str, Any]))
-    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
-        """What was asked for when the server started, without secrets; `config_format`: of `vllm_config`."""
+    async def server_info(config_format: str = "text") -> Response:
+        """What was asked for when the server started, without secrets. `config_format`, text or json: of `vllm_config`."""
+        if config_format not in ("text", "json"):
+            raise bad_request(f"config_format must be text or json, got {config_format!r:.80}.", "config_format")
         config = shown_config(service)
         body = {
             "vllm_config": config if config_format == "json" else repr(config),
