@@ -61,6 +61,12 @@ def force_isa() -> str | None:
     return os.environ.get("SHARDLINE_ISA")
 
 
+def serve_options() -> dict[str, str]:
+    """SHARDLINE_HOST: the address to listen on if --host is not given. Container images set it."""
+    host = os.environ.get("SHARDLINE_HOST")
+    return {"host": host} if host else {}
+
+
 def host_address() -> str | None:
     """SHARDLINE_HOST_IP, else VLLM_HOST_IP: the address at which other nodes reach this one."""
     return os.environ.get("SHARDLINE_HOST_IP") or os.environ.get("VLLM_HOST_IP")

@@ -117,7 +117,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.get("/server_info", responses=json_answers(dict[str, Any]))
     async def server_info(config_format: str = "text") -> Response:
-        """What was asked for when the server started, without secrets. `config_format`, text or json: of `vllm_config`."""
+        """What was asked for when the server started, without secrets; `vllm_config` is text or json."""
         if config_format not in ("text", "json"):
             raise bad_request(f"config_format must be text or json, got {config_format!r:.80}.", "config_format")
         config = shown_config(service)
