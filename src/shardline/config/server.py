@@ -65,7 +65,7 @@ class ServerConfig:
     enable_request_id_headers: bool = option(
         False, "every answer has an X-Request-Id; otherwise those have one whose request had one"
     )
-    enable_force_include_usage: bool = option(False, "every stream ends with its usage, as if the request asked for it")
+    enable_force_include_usage: bool = option(False, "every event of a stream has the usage so far")
     return_tokens_as_token_ids: bool = option(False, "log probabilities name tokens as token_id:N, not by their texts")
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
