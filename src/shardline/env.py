@@ -13,8 +13,8 @@ def cuda_visible_devices() -> str | None:
 
 
 def log_level() -> str:
-    """SHARDLINE_LOG_LEVEL: DEBUG, INFO (default), WARNING or ERROR."""
-    return os.environ.get("SHARDLINE_LOG_LEVEL", "INFO").upper()
+    """SHARDLINE_LOG_LEVEL, else VLLM_LOGGING_LEVEL: DEBUG, INFO (default), WARNING or ERROR."""
+    return (os.environ.get("SHARDLINE_LOG_LEVEL") or os.environ.get("VLLM_LOGGING_LEVEL") or "INFO").upper()
 
 
 def api_key() -> str | None:
@@ -34,6 +34,23 @@ def vllm_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
+def keep_alive_seconds() -> int:
+    """VLLM_HTTP_TIMEOUT_KEEP_ALIVE: seconds for which an idle connection stays open.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    seconds = os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE") or "60"
+    if not seconds.isdecimal():
+        raise ValueError(f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE must be a whole number of seconds, got {seconds!r}")
+    return int(seconds)
+
+
+def takes_any_model_name() -> bool:
+    """VLLM_SKIP_MODEL_NAME_VALIDATION: whether requests may name any model."""
+    return os.environ.get("VLLM_SKIP_MODEL_NAME_VALIDATION", "").lower() in ("1", "true")
+
+
 def openai_api_key() -> str | None:
     """OPENAI_API_KEY: the key that clients of other servers send."""
     return os.environ.get("OPENAI_API_KEY")
@@ -42,6 +59,12 @@ def openai_api_key() -> str | None:
 def force_isa() -> str | None:
     """SHARDLINE_ISA: use this CPU kernel path instead of the best one."""
     return os.environ.get("SHARDLINE_ISA")
+
+
+def serve_options() -> dict[str, str]:
+    """SHARDLINE_HOST: the address to listen on if --host is not given. Container images set it."""
+    host = os.environ.get("SHARDLINE_HOST")
+    return {"host": host} if host else {}
 
 
 def host_address() -> str | None:

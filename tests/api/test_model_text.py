@@ -33,3 +33,23 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
 def test_no_such_model() -> None:
     with pytest.raises(ValueError, match="/no/such/folder"):
         load_model_text(EngineConfig.from_options(model="/no/such/folder"))
+
+
+def test_sampling_parameters_come_from_the_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 20, "max_new_tokens": 9, "a": 1}')
+
+    def defaults(**options: object) -> dict[str, object]:
+        return dict(load_model_text(EngineConfig.from_options(**options)).sampling_defaults)
+
+    assert defaults() == {}
+    assert defaults(generation_config=str(tmp_path)) == {"temperature": 0.5, "top_k": 20, "max_tokens": 9}
+    override = {"temperature": 0.25}
+    assert defaults(override_generation_config=override, generation_config="vllm") == override
+    with pytest.raises(ValueError, match="the generation config cannot be used: temperature must be"):
+        defaults(override_generation_config={"temperature": -1})
+
+
+def test_a_tokenizer_may_be_left_out() -> None:
+    text = load_model_text(EngineConfig.from_options(skip_tokenizer_init=True))
+    assert (text.tokenizer, text.chat_template) == (None, None)
+    assert text.eos_token_ids

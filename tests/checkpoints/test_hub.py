@@ -15,6 +15,7 @@ from huggingface_hub import errors
 
 from shardline.checkpoints import hub
 from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
+from shardline.config.hub_access import HubAccess
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -184,3 +185,33 @@ def test_what_the_hub_may_answer(fake_hub: FakeHub, error: Exception, message: s
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=message):
         resolve_tokenizer("some/model", "v9")
+
+
+def test_values_of_a_configuration_are_replaced(model: Path, tmp_path: Path) -> None:
+    overrides = {"rope_parameters": {"rope_theta": 7.0}, "new": {"a": 1}}
+    plain, other = resolve_model(str(model)), resolve_model(str(model), overrides=overrides)
+    rope = plain.config["rope_parameters"]
+    assert other.config == {**plain.config, "rope_parameters": {**rope, "rope_theta": 7.0}, "new": {"a": 1}}
+    assert plain.config["rope_parameters"] == rope
+
+
+def test_a_generation_config_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.5}')
+    assert resolve_model(str(model), generation_config=str(tmp_path)).eos_token_ids == (7, 8)
+    with pytest.raises(ValueError, match="--generation-config /no/such must be a folder"):
+        resolve_model(str(model), generation_config="/no/such")
+
+
+def test_the_hub_gets_the_token_and_the_folder(fake_hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub.remote = model
+    seen: list[dict[str, Any]] = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        seen.append(options)
+        return fake_hub.snapshot_download(repo_id, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    access = HubAccess("secret", "/folder")
+    assert "secret" not in repr(access)
+    resolve_model("some/model", hub=access)
+    assert {(options["token"], options["cache_dir"]) for options in seen} == {("secret", "/folder")}

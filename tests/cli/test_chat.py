@@ -122,15 +122,16 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append((self.headers["Authorization"], body))
-        if body["messages"][-1]["content"] == "bad":
+        said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        if said == "bad":
             self._answer(400, {"error": {"message": "too long"}})
             return
         self.send_response(200)
         self.end_headers()
         for text in ("hel", "lo"):
-            event = {"choices": [{"delta": {"content": text}}]}
+            event = {"choices": [{"delta": {"content": text}} if "messages" in body else {"text": text}]}
             self.wfile.write(b": comment\n\ndata: " + json.dumps(event).encode() + b"\n\n")
-        ending = b'data: {"error": {"message": "engine died"}}\n\n' if body["messages"][0]["content"] == "die" else b""
+        ending = b'data: {"error": {"message": "engine died"}}\n\n' if said == "die" else b""
         self.wfile.write(ending + b'data: {"choices": []}\n\ndata: [DONE]\n\n')
 
     def _answer(self, code: int, body: Any) -> None:
@@ -173,6 +174,20 @@ def test_the_command(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main(["chat", "--url", url, "--system-prompt", "be brief"]) == 0
     assert capsys.readouterr().out == "hello\n"
     assert Server.bodies[0][1]["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_one_message_is_answered_and_the_command_ends(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", url, "--model-name", "other", "-q", "hi", "--stats"]) == 0
+    assert re.fullmatch(r"hello\n\d\.\d s\n", capsys.readouterr().out)
+    assert Server.bodies[0][1]["model"] == "other"
+
+
+def test_texts_are_continued(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "--url", url, "--max-tokens", "3", "--quick", "hi"]) == 0
+    assert Server.bodies[0][1] == {"model": "served", "prompt": "hi", "stream": True, "max_tokens": 3}
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nbad\n"))
+    assert main(["complete", "--url", url]) == 0
+    assert capsys.readouterr().out == "hello\nhello\n\nthe server answered 400: too long\n"
 
 
 def test_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

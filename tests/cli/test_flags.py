@@ -110,8 +110,13 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve a b", "unexpected argument 'b'"),
         ("serve --tensor-parallel-size two", "invalid int value: 'two'"),
         ("serve --dtype int3", "invalid choice: 'int3'"),
-        ("serve --dtype half", "dtype half is not supported; use bfloat16 or float32"),
+        ("serve --hf-overrides 3", "hf_overrides must be a JSON object, got '3'"),
+        ("serve --override-generation-config x", "override_generation_config must be a JSON object"),
+        ("serve --ssl-cert-reqs 2", "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs"),
+        ("serve --middleware a.b", "--middleware a.b: cannot be imported"),
         ("serv", "invalid choice: 'serv'"),
+        ("--prt 1", "unknown option --prt; did you mean --port"),
+        ("some/model --port 70000", "port must be in [0, 65535]"),
         ("", "required: COMMAND"),
         ("bench", "required: BENCHMARK"),
         ("bench latency --batch-size 0", "must be at least 1, got 0"),
@@ -219,3 +224,11 @@ def test_types_that_do_not_work_are_not_offered(words: str, capsys: pytest.Captu
     assert "'float16'" not in shown
     assert ",float16" not in shown
     assert "half" not in shown.partition("--dtype")[2].partition("--max-model-len")[0]
+
+
+def test_a_container_listens_where_its_variable_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOST", "no.such.host.invalid")
+    assert main(["--port", "0"]) == 2
+    assert "--host no.such.host.invalid: there is no such address" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig, option_names
 from shardline.config.topology import RankGrid
-from shardline.config.units import format_bytes, parse_bytes
+from shardline.config.units import format_bytes, parse_bytes, parse_count
 
 
 def test_every_option_lands_where_it_belongs() -> None:
@@ -79,3 +79,18 @@ def test_grid(tensor: int, pipeline: int, data: int) -> None:
     ]
     with pytest.raises(ValueError, match="outside"):
         grid.place(grid.world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7", 7), ("10k", 10_000), ("25.6k", 25_600), ("2K", 2048), ("1M", 1 << 20), ("1m", 1_000_000)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+    assert EngineConfig.from_options(max_model_len=text).model.max_model_len == count
+
+
+def test_lengths_that_are_none() -> None:
+    assert EngineConfig.from_options(max_model_len=-1).model.max_model_len == "auto"
+    for text in ("1.5K", "k", "10kb", ""):
+        with pytest.raises(ValueError, match="max_model_len must be a positive number of tokens"):
+            EngineConfig.from_options(max_model_len=text)

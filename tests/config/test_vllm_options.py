@@ -11,11 +11,15 @@ import pytest
 
 from shardline.cli.flags import engine_config
 from shardline.cli.main import build_parser
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import EngineConfig, _long_aliases, option_names
 from shardline.config.vllm_options import vllm_options
 
 SERVE_FLAGS: dict[str, str] = json.loads((Path(__file__).parent / "vllm_serve_flags.json").read_text())
 """Each flag of `vllm serve` of 0.32, and what follows it, as vLLM's parser says."""
+
+
+KEYWORDS: list[str] = json.loads((Path(__file__).parent / "vllm_keywords.json").read_text())
+"""Each keyword of `LLM` and of `AsyncEngineArgs` of 0.32."""
 
 
 def serve_parser() -> argparse.ArgumentParser:
@@ -34,9 +38,10 @@ def test_every_flag_of_vllm_is_known() -> None:
 
 def test_flags_take_as_many_words_as_those_of_vllm() -> None:
     known = serve_parser()._option_string_actions
-    switches = {flag for flag, takes in SERVE_FLAGS.items() if takes == "0"}
-    own = {flag for flag, action in known.items() if action.nargs == 0 and flag in SERVE_FLAGS}
-    assert own == switches & known.keys()
+    for takes, nargs in (("0", 0), ("?", "?")):
+        expected = {flag for flag, one in SERVE_FLAGS.items() if one == takes}
+        own = {flag for flag, action in known.items() if action.nargs == nargs and flag in SERVE_FLAGS}
+        assert own == expected & known.keys()
 
 
 def test_what_has_no_effect_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,3 +73,16 @@ def test_no_option_of_the_table_is_one_of_shardlines_own() -> None:
         if type(action).__name__ != "_VllmFlag"
     }
     assert own.isdisjoint(name for name, option in vllm_options().items() if option.takes != "keywords")
+
+
+def test_every_keyword_of_vllm_is_known() -> None:
+    own = {*option_names(), *(other for _, other in _long_aliases()), "chat_template"}
+    assert [name for name in KEYWORDS if name not in own and name.replace("_", "-") not in vllm_options()] == []
+
+
+def test_keywords_have_the_names_of_flags() -> None:
+    config = EngineConfig.from_options(kv_cache_memory_bytes=1 << 30, hf_token=True, hf_overrides={"a": {"b": 1}})
+    assert config.cache.kv_cache_memory == 1 << 30
+    assert config.model.hub_access.token is None
+    assert config.model.config_overrides == {"a": {"b": 1}}
+    assert EngineConfig.from_options(hf_token="x").model.hub_access.token == "x"

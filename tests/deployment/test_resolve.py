@@ -156,7 +156,6 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         ({"pipeline_parallel_size": 2, "pipeline_stages": "8"}, "2 positive counts"),
         ({"pipeline_parallel_size": 2, "pipeline_stages": "a,b"}, "10,12,10"),
         ({"max_model_len": 5000}, "2048"),
-        ({"dtype": "half"}, "bfloat16 or float32"),
         ({"enable_expert_parallel": True}, "mixture-of-experts"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "use 'mp'"),
     ],
@@ -203,6 +202,19 @@ def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:
     options = {"model": model, "kv_cache_memory": "32KiB", "block_size": 16}
     with pytest.raises(ValueError, match="set it yourself"):
         setup(max_model_len="auto", **options)
+
+
+@pytest.mark.parametrize("name", ["half", "float16"])
+def test_float16_is_computed_in_float32(name: str) -> None:
+    resolved = setup(dtype=name)
+    assert resolved.dtype == "float32"
+    assert any("dtype float32 (no kernel computes in float16; it holds every" in one for one in resolved.reasons)
+
+
+def test_small_blocks_become_the_smallest_there_are() -> None:
+    resolved = setup(block_size=8)
+    assert resolved.cache.block_size == 16
+    assert "block_size 16 (the smallest; 8 was asked for)" in resolved.reasons
 
 
 def test_pages_that_products_cannot_read_are_refused() -> None:

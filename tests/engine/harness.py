@@ -30,6 +30,7 @@ class Shape:
     max_model_len: int = 128
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 64
+    max_prefill_tokens: int = 0
     max_in_flight: int = 1
     pipeline: bool = False
     prefix_caching: bool = True
@@ -53,7 +54,7 @@ class Engine:
         self.tier = LruTier(shape.tier_slots) if shape.tier_slots else None
         tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
         self.scheduler = Scheduler(
-            StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation),
+            StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,

@@ -428,3 +428,27 @@ def test_a_newcomer_leaves_running_sequences_room_to_grow() -> None:
     engine.run()
     engine.check_done()
     assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_a_long_prompt_leaves_room_for_short_ones() -> None:
+    engine = Engine(Shape(max_num_batched_tokens=32, max_prefill_tokens=8))
+    engine.add(make_request("long", long_prompt(30), 2), make_request("short", [1, 2, 3], 2, ignore_eos=True))
+    first = shares(engine.submit())
+    engine.collect()
+    second = shares(engine.submit())
+    engine.collect()
+    assert first == [(0, 0, 8), (1, 0, 3)]
+    assert second == [(1, 3, 1), (0, 8, 8)]
+    engine.run()
+    engine.check_done()
+
+
+def test_prompts_in_parts_keep_the_room_of_their_rest() -> None:
+    blocks = Shape(block_size=4, num_blocks=14, max_num_batched_tokens=32, max_prefill_tokens=4)
+    engine = Engine(blocks)
+    engine.add(make_request("a", long_prompt(40), 2), make_request("b", long_prompt(40, 2), 2))
+    assert shares(engine.submit()) == [(0, 0, 4)], "the rest of the first prompt has the blocks"
+    engine.collect()
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    engine.check_done()

@@ -47,6 +47,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_model_len=length,
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=draw(st.integers(1, 24)),
+        max_prefill_tokens=draw(st.sampled_from([0, 0, 1, 5])),
         max_in_flight=draw(st.integers(1, 4)),
         pipeline=draw(st.booleans()),
         prefix_caching=draw(st.booleans()),

@@ -179,6 +179,8 @@ def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
 
     def load_text(config: EngineConfig) -> ModelText:
         own = tokenizer(byte_level_json())
+        if config.model.skip_tokenizer_init:
+            return ModelText(None, None, own.vocab_size, own.eos_token_ids)
         return ModelText(own, ChatTemplate(TEMPLATE, own.special_tokens), own.vocab_size, own.eos_token_ids, 3)
 
     llm = AsyncLLM(config or EngineConfig(), connect=connect, load_text=load_text)

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running
+from shardline.config.engine import EngineConfig
+from shardline.config.server import ServerConfig
+from tests.server.conftest import Running, serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer
 
@@ -164,3 +166,18 @@ def test_an_aborted_stream_says_so(shared: Running, http: httpx.Client) -> None:
     finally:
         shared.engine.resume()
     assert http.post("/inference/v1/abort_requests", json={}).status_code == 400
+
+
+def test_a_server_of_tokens_only_has_no_tokenizer() -> None:
+    config = ServerConfig(tokens_only=True)
+    engine_config = EngineConfig.from_options(skip_tokenizer_init=True)
+    with serve(config, engine_config=engine_config) as running, running.http() as http:
+        body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
+        answer = http.post("/inference/v1/generate", json=body)
+        assert len(answer.json()["choices"][0]["token_ids"]) == 2
+        refused = http.post("/inference/v1/generate", json={**body, "output_mode": "text"})
+        assert "requires a tokenizer" in refused.json()["error"]["message"]
+        refused = http.post("/inference/v1/generate", json={**body, "sampling_params": {"stop": ["x"]}})
+        assert "stop strings" in refused.json()["error"]["message"]
+        assert http.post("/abort_requests", json={"request_ids": ["generate-tokens-x"]}).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [5]}).status_code == 404

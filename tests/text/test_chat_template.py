@@ -196,3 +196,12 @@ def test_arguments_that_take_long_are_refused(arguments: str) -> None:
 def test_malformed_messages(messages: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         ChatTemplate("x").render(messages)
+
+
+def test_contents_may_be_lists_of_parts() -> None:
+    template = ChatTemplate("{% for part in messages[0].content %}[{{ part.type }}:{{ part.text }}]{% endfor %}")
+    template.content_as_parts = True
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "[text:a\nb]"
+    assert template.render([{"role": "user", "content": "a"}]) == "[text:a]"
+    template.close()

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from shardline.api.beam_search import BeamSearch, step_params
 from shardline.api.engines import Connect, EngineEvent
@@ -45,6 +45,8 @@ class ReadyModel:
     """The lines of the engines about their start."""
     builder: RequestBuilder
     streams: Streams
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that leave them out; see `ModelText`."""
 
 
 class AsyncLLM:
@@ -115,6 +117,7 @@ class AsyncLLM:
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),
+            text.sampling_defaults,
         )
         self._inbox.open(loop)
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
+from shardline import env
 from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
 from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
@@ -33,6 +34,7 @@ from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.config.structured_outputs import read_structured_outputs_config
+from shardline.config.vllm_variables import note_variables, options_from_variables
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
@@ -67,7 +69,11 @@ class LLM:
     ) -> None:
         self._template_source = None if chat_template is None else read_template(str(chat_template))
         self._disable_any_whitespace = read_structured_outputs_config(structured_outputs_config)
-        self._start(EngineConfig.from_options(model=model, **options), None, load_model_text)
+        variables = env.vllm_variables()
+        for line in note_variables(variables):
+            logger.info("%s", line)
+        config = EngineConfig.from_options(model=model, **{**options_from_variables(variables), **options})
+        self._start(config, None, load_model_text)
 
     @classmethod
     def from_config(
@@ -130,7 +136,7 @@ class LLM:
 
         Args:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
-            sampling_params: one for all prompts, or one for each; None: SamplingParams().
+            sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params`.
             use_tqdm: show progress and tokens per second on stderr; or what makes the bar, as `tqdm.tqdm` does.
             priority: one for all prompts, or one for each; requests with a lower number run first. None: 0.
 
@@ -154,7 +160,8 @@ class LLM:
         if self.config.embeds:
             raise ValueError("this LLM embeds prompts (runner='pooling'); use embed()")
         batch = as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _as_params(given, len(batch))
         return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
 
     def embed(
@@ -353,8 +360,8 @@ class LLM:
         return TransformersTokenizer(self._builder.require_tokenizer(), self._text.chat_template, self.max_model_len)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What prompts without parameters are run with. Change it as you like: each call makes another one."""
-        return SamplingParams()
+        """What prompts without parameters are run with: the model's generation config. Each call makes another one."""
+        return SamplingParams(**self._text.sampling_defaults)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find nothing in the prefix cache that is there now. Returns True: it cannot fail."""
@@ -407,9 +414,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise ValueError(
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from shardline.api.requests import RequestBuilder
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import EngineConfig, ModelConfig, json_object
+from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 
@@ -24,6 +29,8 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     embeds_size: int = 0
     """Numbers in a row of `prompt_embeds`; 0: the model takes none."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that leave them out, by the names of `SamplingParams`."""
 
     def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
         """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
@@ -39,26 +46,56 @@ class ModelText:
         )
 
 
+_SAMPLING_KEYS = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
+)
+"""What requests take from a generation config. Its last key has another name there."""
+
+
+def read_sampling_defaults(config: ModelConfig, generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a generation config, with those of --override-generation-config.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    found = {} if config.generation_config == "vllm" else dict(generation_config)
+    found |= json_object("override_generation_config", config.override_generation_config)
+    values = {key: found[key] for key in _SAMPLING_KEYS if found.get(key) is not None}
+    if "max_new_tokens" in values:
+        values["max_tokens"] = values.pop("max_new_tokens")
+    try:
+        msgspec.convert({**values}, SamplingParams)
+    except ValueError as error:
+        raise ValueError(
+            f"the generation config cannot be used: {error}; set --override-generation-config or "
+            "--generation-config vllm"
+        ) from error
+    return values
+
+
 def load_model_text(config: EngineConfig) -> ModelText:
     """Read the tokenizer and the templates of the configured model; download them from the hub if necessary.
 
     Raises:
         ValueError: the model does not exist, or its files are broken.
     """
-    from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
+    from shardline.checkpoints.description import resolve_configured, tokenizer_source
     from shardline.checkpoints.lookup import decoder_spec
 
     model = config.model
-    files = resolve_model(model.model, model.revision, weights=False, load_format=model.load_format)
-    source = files.text_source if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
-    tokenizer = Tokenizer.from_folder(source)
-    spec = decoder_spec(files.config)
+    files = resolve_configured(model, weights=False)
+    source, spec = tokenizer_source(model, files), decoder_spec(files.config)
+    tokenizer = None if model.skip_tokenizer_init else Tokenizer.from_folder(source)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_folder(source, tokenizer.special_tokens if tokenizer is not None else None),
+        chat_template=None
+        if model.skip_tokenizer_init
+        else ChatTemplate.from_folder(source, tokenizer.special_tokens if tokenizer is not None else None),
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *tokenizer_eos_ids))),
         # Layers that read token ids themselves have nothing to read.
         embeds_size=0 if spec.token_input is not None else spec.hidden_size,
+        sampling_defaults=read_sampling_defaults(model, files.generation_config),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
@@ -68,6 +69,26 @@ class ModelDescription:
         return None if entry is None else entry.dtype
 
 
+def resolve_configured(config: ModelConfig, *, weights: bool) -> ModelFiles:
+    """The files of the configured model; see `resolve_model`."""
+    return resolve_model(
+        config.model,
+        config.revision,
+        weights=weights,
+        load_format=config.load_format,
+        hub=config.hub_access,
+        overrides=config.config_overrides,
+        generation_config=config.generation_config,
+    )
+
+
+def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
+    """The folder or the GGUF file with the tokenizer; see `resolve_tokenizer`."""
+    if config.tokenizer is None and config.tokenizer_revision is None:
+        return files.text_source
+    return resolve_tokenizer(config.tokenizer or config.model, config.tokenizer_revision, config.hub_access)
+
+
 def read_model(config: ModelConfig) -> ModelDescription:
     """Read the files that describe a model. They are downloaded from the hub if they are not on this host yet.
 
@@ -75,8 +96,8 @@ def read_model(config: ModelConfig) -> ModelDescription:
         ValueError: the model cannot be found or reached, its config.json is wrong, or its checkpoint is damaged.
     """
     is_dummy = config.load_format == "dummy"
-    files = resolve_model(config.model, config.revision, weights=not is_dummy, load_format=config.load_format)
-    text_source = files.text_source if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
+    files = resolve_configured(config, weights=not is_dummy)
+    text_source = tokenizer_source(config, files)
     in_gguf = is_gguf(text_source)
     tokenizer_file = text_source if in_gguf else text_source / "tokenizer.json"
     has_tokenizer = has_vocabulary(read_header(text_source)) if in_gguf else tokenizer_file.is_file()
@@ -91,5 +112,5 @@ def read_model(config: ModelConfig) -> ModelDescription:
         files=files,
         stored=stored,
         checkpoint=checkpoint,
-        tokenizer_file=str(tokenizer_file) if has_tokenizer else "",
+        tokenizer_file=str(tokenizer_file) if has_tokenizer and not config.skip_tokenizer_init else "",
     )

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import fnmatch
 import glob
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardline.checkpoints.lookup import family, language_model_type
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import BESIDE, with_quantization
 from shardline.checkpoints.wrapper import text_config
+from shardline.config.hub_access import USUAL_ACCESS, HubAccess
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 """The model "demo", which ships with the package."""
@@ -85,18 +86,41 @@ class ModelFiles:
 
 
 def resolve_model(
-    model: str, revision: str | None = None, weights: bool = True, load_format: str = "auto"
+    model: str,
+    revision: str | None = None,
+    weights: bool = True,
+    load_format: str = "auto",
+    *,
+    hub: HubAccess = USUAL_ACCESS,
+    overrides: Mapping[str, Any] | None = None,
+    generation_config: str = "auto",
 ) -> ModelFiles:
     """The files of `model`: 'demo', a folder in Hugging Face format, a GGUF file, "package:NAME" (a model inside an
     installed package), or a hub id, which is downloaded if necessary. "NAME:QUANT" is one GGUF quant of several.
 
     With `weights` False, safetensors files are neither searched nor downloaded. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE
-    have their usual meaning.
+    have their usual meaning. `overrides`: values that replace those of config.json, in nested objects too.
+    `generation_config`: the folder of another generation_config.json; auto, vllm: the model's own.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, its configuration is broken, its model_type is not
             supported, it has no weights that can be loaded, or several quants. The message says what would work.
     """
+    files = _find_files(model, revision, weights, load_format, hub)
+    if overrides:
+        files = replace(files, config=with_overrides(files.config, overrides))
+    if generation_config not in ("auto", "vllm"):
+        found = _read_generation_config(Path(generation_config).expanduser())
+        if not found:
+            raise ValueError(
+                f"--generation-config {generation_config} must be a folder with a generation_config.json, auto or vllm"
+            )
+        files = replace(files, generation_config=found)
+    return files
+
+
+def _find_files(model: str, revision: str | None, weights: bool, load_format: str, hub: HubAccess) -> ModelFiles:
+    """See `resolve_model`."""
     path = Path(model).expanduser()
     if is_gguf(model):
         return _gguf_files(model, path, load_format)
@@ -105,13 +129,13 @@ def resolve_model(
     if local is not None:
         require_regular_files(local, _READ_PATTERNS)
     if quant is not None or load_format == "gguf":
-        return _gguf_files(model, _choose_gguf(name, local, quant, revision, load_format), load_format)
+        return _gguf_files(model, _choose_gguf(name, local, quant, revision, load_format, hub), load_format)
     if local is not None and weights and not _has_safetensors(local) and model_names(_names_in(local)):
-        return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
-    folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS)
+        return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format, hub), load_format)
+    folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS, hub=hub)
     if not (folder / "config.json").is_file():
-        if load_format != "safetensors" and model_names(_names_of(name, local, revision)):
-            return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
+        if load_format != "safetensors" and model_names(_names_of(name, local, revision, hub)):
+            return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format, hub), load_format)
         below = _model_below(folder)
         raise ValueError(
             f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format{below}"
@@ -121,22 +145,38 @@ def resolve_model(
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
     # Refuse an unknown type before the weights are downloaded.
     family(language_model_type(config))
-    generation_config = folder / "generation_config.json"
     files: Sequence[Path] = ()
     if weights:
         if local is None:
             # The folder of a snapshot has its commit as its name. The branch may have moved in the meantime.
-            folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
-            if not _has_safetensors(folder) and model_names(_names_of(name, local, revision)):
-                return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
+            folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS), hub=hub)
+            if not _has_safetensors(folder) and model_names(_names_of(name, local, revision, hub)):
+                return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format, hub), load_format)
         files = weight_files(folder)
     return ModelFiles(
         name=model,
         folder=folder,
         config=config,
-        generation_config=read_json(generation_config) if generation_config.is_file() else {},
+        generation_config=_read_generation_config(folder),
         weight_files=tuple(files),
     )
+
+
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with other values; an object replaces only the values that it has."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = with_overrides(inner, value)
+        merged[key] = value
+    return merged
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """The generation_config.json of a folder; empty if it has none."""
+    file = folder / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def _model_below(folder: Path) -> str:
@@ -157,14 +197,14 @@ def _gguf_files(model: str, file: Path, load_format: str) -> ModelFiles:
         raise ValueError(f"model {model!r}: there is no such file")
     first = all_parts(file.absolute())[0]
     checkpoint = GGUFCheckpoint.open(first)
-    beside, generation = first.parent / "config.json", first.parent / "generation_config.json"
+    beside = first.parent / "config.json"
     config = read_config(checkpoint, read_json(beside) if beside.is_file() else None)
     family(str(config["model_type"]))
     return ModelFiles(
         name=model,
         folder=first.parent,
         config=config,
-        generation_config=read_json(generation) if generation.is_file() else {},
+        generation_config=_read_generation_config(first.parent),
         weight_files=checkpoint.files,
         gguf=first,
     )
@@ -175,32 +215,35 @@ def _check_gguf_asked(model: str, load_format: str) -> None:
         raise ValueError(f"load_format is safetensors, and {model!r} is a GGUF file; leave the flag out")
 
 
-def _choose_gguf(name: str, local: Path | None, quant: str | None, revision: str | None, load_format: str) -> Path:
+def _choose_gguf(
+    name: str, local: Path | None, quant: str | None, revision: str | None, load_format: str, hub: HubAccess
+) -> Path:
     """The first file of a quant in a folder, or in a hub repository, from which it is downloaded.
 
     Raises:
         ValueError: `load_format` is another format, or see `choose_files` and `_download`.
     """
     _check_gguf_asked(name, load_format)
-    names = _names_of(name, local, revision)
+    names = _names_of(name, local, revision, hub)
     chosen = choose_files(names, quant, name)
     if local is None:
         # The other files of the repository may be larger than any disk.
         text = [one for one in names if "/" not in one and any(fnmatch.fnmatch(one, p) for p in _CONFIG_PATTERNS)]
-        local = _download(name, revision, [glob.escape(one) for one in (*text, *chosen)], ())
+        local = _download(name, revision, [glob.escape(one) for one in (*text, *chosen)], (), hub)
     return local / chosen[0]
 
 
-def _names_of(name: str, local: Path | None, revision: str | None) -> list[str]:
+def _names_of(name: str, local: Path | None, revision: str | None, hub: HubAccess) -> list[str]:
     """The names of all files in a folder, or else in a hub repository. Without the hub, those in its cache."""
     if local is not None:
         return _names_in(local)
     import huggingface_hub
 
     with contextlib.suppress(Exception):
-        siblings = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT).siblings
+        api = huggingface_hub.HfApi(token=hub.token)
+        siblings = api.model_info(name, revision=revision, timeout=_HUB_TIMEOUT).siblings
         return [sibling.rfilename for sibling in siblings or ()]
-    return _names_in(_download(name, revision, _CONFIG_PATTERNS))
+    return _names_in(_download(name, revision, _CONFIG_PATTERNS, hub=hub))
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -212,7 +255,7 @@ def _has_safetensors(folder: Path) -> bool:
     return next(folder.glob("*.safetensors*"), None) is not None
 
 
-def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
+def resolve_tokenizer(tokenizer: str, revision: str | None = None, hub: HubAccess = USUAL_ACCESS) -> Path:
     """The folder or the GGUF file of a tokenizer that does not come with its model.
 
     `tokenizer` is a local folder, a GGUF file, "package:NAME" or a hub id.
@@ -223,7 +266,7 @@ def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
     if is_gguf(tokenizer) and Path(tokenizer).expanduser().is_file():
         return Path(tokenizer).expanduser().absolute()
     name, quant = (tokenizer, None) if Path(tokenizer).expanduser().is_dir() else split_quant(tokenizer)
-    folder = _local_folder(name) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
+    folder = _local_folder(name) or _download(tokenizer, revision, _TOKENIZER_PATTERNS, hub=hub)
     require_regular_files(folder, _READ_PATTERNS)
     if not (folder / "tokenizer.json").is_file() and model_names(names := _names_in(folder)):
         return folder / choose_files(names, quant, name)[0]
@@ -258,7 +301,11 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _download(
-    model: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = _IGNORED_PATTERNS
+    model: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    ignored: Sequence[str] = _IGNORED_PATTERNS,
+    hub: HubAccess = USUAL_ACCESS,
 ) -> Path:
     """Download the files of a hub repository that match `patterns` and none of `ignored`, unless the cache has them;
     returns their folder.
@@ -285,6 +332,8 @@ def _download(
             ignore_patterns=list(ignored),
             etag_timeout=_HUB_TIMEOUT,
             local_files_only=local_files_only,
+            token=hub.token,
+            cache_dir=hub.folder,
         )
         return Path(folder)
 
@@ -299,21 +348,21 @@ def _download(
     is_under_way = False
     try:
         # snapshot_download makes the same request, but some versions make it without a time-out.
-        huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
+        huggingface_hub.HfApi(token=hub.token).model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
         is_under_way = not ignored or set(_WEIGHT_PATTERNS) <= set(patterns)
         return snapshot(local_files_only=False)
     except RevisionNotFoundError as error:
-        raise ValueError(_explain(model, revision, error)) from None
+        raise ValueError(_explain(model, revision, error, hub)) from None
     except Exception as error:
         # After a failure in the middle, the cache may have only a part of the weights.
         with contextlib.suppress(Exception):
             if not is_under_way:
                 return snapshot(local_files_only=True)
         kind = ValueError if isinstance(error, (RepositoryNotFoundError, OfflineModeIsEnabled)) else HubUnreachable
-        raise kind(_explain(model, revision, error)) from error
+        raise kind(_explain(model, revision, error, hub)) from error
 
 
-def find_local_model(model: str, revision: str | None = None) -> Path | None:
+def find_local_model(model: str, revision: str | None = None, hub: HubAccess = USUAL_ACCESS) -> Path | None:
     """The folder or the GGUF file of a model that is on this host, without a look at the hub; None: it must be
     downloaded first.
 
@@ -331,7 +380,10 @@ def find_local_model(model: str, revision: str | None = None) -> Path | None:
         import huggingface_hub
 
         with contextlib.suppress(Exception):
-            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+            cached = huggingface_hub.snapshot_download(
+                name, revision=revision, local_files_only=True, cache_dir=hub.folder
+            )
+            folder = Path(cached)
     if folder is None or (quant is None and (_has_safetensors(folder) or not model_names(_names_in(folder)))):
         return folder
     return folder / choose_files(_names_in(folder), quant, name)[0]
@@ -344,7 +396,7 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _explain(model: str, revision: str | None, error: Exception) -> str:
+def _explain(model: str, revision: str | None, error: Exception, hub: HubAccess) -> str:
     """The message for an error of the hub, with a fix."""
     from huggingface_hub import errors
 
@@ -370,7 +422,8 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         return f"{what} the hub answered: {_first_line(error)}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"model {model!r}: the disk of {cache_folder()} is full; free some space, or set HF_HOME to a larger disk"
+            f"model {model!r}: the disk of {hub.folder or cache_folder()} is full; free some space, or set HF_HOME to "
+            "a larger disk"
         )
     return (
         f"{what} the hub cannot be reached ({type(error).__name__}: {_first_line(error)}), nor is the model in its "

@@ -105,8 +105,18 @@ class RemoteBackend:
         self.model = model or self._first_model()
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
-        with self._open_url("/chat/completions", body) as response:
+        for choice in self._stream("/chat/completions", messages=messages):
+            yield str(choice.get("delta", {}).get("content") or "")
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        """How a text goes on, in pieces; see `ChatBackend.reply`."""
+        for choice in self._stream("/completions", prompt=prompt):
+            yield str(choice.get("text") or "")
+
+    def _stream(self, path: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """The first choice of each event."""
+        body = {"model": self.model, **fields, "stream": True, **self._options}
+        with self._open_url(path, body) as response:
             try:
                 for line in response:
                     if not line.startswith(b"data:"):
@@ -114,7 +124,7 @@ class RemoteBackend:
                     data = line[len(b"data:") :].strip()
                     if data == b"[DONE]":
                         return
-                    yield _event_text(json.loads(data))
+                    yield _first_choice(json.loads(data))
             except (OSError, HTTPException) as error:
                 raise RuntimeError(f"the server closed the connection: {_reason(error)}") from error
 
@@ -149,11 +159,11 @@ def _reason(error: Exception) -> str:
     return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
 
 
-def _event_text(event: dict[str, Any]) -> str:
+def _first_choice(event: dict[str, Any]) -> dict[str, Any]:
     if "error" in event:
         raise RuntimeError(_error_text(json.dumps(event).encode()))
-    choices = event.get("choices") or [{}]
-    return str(choices[0].get("delta", {}).get("content") or "")
+    choice: dict[str, Any] = (event.get("choices") or [{}])[0]
+    return choice
 
 
 def _error_text(body: bytes) -> str:

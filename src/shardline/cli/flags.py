@@ -6,12 +6,17 @@ import argparse
 import dataclasses
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from shardline import env
+from shardline.cli.words import expand_words
 from shardline.config.engine import EngineConfig
+from shardline.config.units import parse_count
 from shardline.config.vllm_options import VllmOption, vllm_options
+from shardline.config.vllm_variables import options_from_variables
 from shardline.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -52,6 +57,11 @@ class Parser(argparse.ArgumentParser):
         """As in the base class, but the innermost parser refuses unknown arguments and says what would work."""
         self.complete()
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        if self._subparsers is None:  # the innermost
+            try:
+                words = expand_words(words, self._option_string_actions)
+            except ValueError as error:
+                self.error(str(error))
         known, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
@@ -85,6 +95,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for part in dataclasses.fields(EngineConfig):
         assert isinstance(part.default_factory, type)
         add_flags(parser, part.default_factory, part.name)
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file with flags, such as 'port: 8001'; those of the command line come first",
+    )
     _add_vllm_flags(parser)
 
 
@@ -129,7 +145,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         for line in args.vllm_notes:
             logger.info("%s", line)
     parts = [part.default_factory for part in dataclasses.fields(EngineConfig)]
-    return EngineConfig.from_options(**{k: v for part in parts for k, v in fields_from_flags(args, part).items()})
+    given = {k: v for part in parts for k, v in fields_from_flags(args, part).items()}
+    return EngineConfig.from_options(**{**options_from_variables(env.vllm_variables()), **given})
 
 
 def fields_from_flags(args: argparse.Namespace, config: Any) -> dict[str, Any]:
@@ -152,6 +169,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> 
             options.update(nargs="+", action="extend")
         else:
             options["type"] = _reader(kind)
+            if field.metadata["alone"] is not None:
+                options.update(nargs="?", const=field.metadata["alone"])
         if field.metadata["choices"]:
             del options["metavar"]
             options["choices"] = _Choices(field.metadata["choices"], field.metadata["refused"])
@@ -189,9 +208,16 @@ def _reader(kind: str) -> Callable[[str], Any]:
     kinds = {name.strip() for name in kind.split("|")} - {"None"}
     if kinds == {"int", "str"}:
         return _int_or_text
-    readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    readers: dict[str, Callable[[str], Any]] = {"int": _count, "float": float, "str": str}
     (name,) = kinds
     return readers[name]
+
+
+def _count(word: str) -> int:
+    try:
+        return parse_count(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {word!r}") from None
 
 
 def _int_or_text(word: str) -> int | str:
@@ -205,8 +231,9 @@ def _with_dashes(word: str) -> str:
     """--max_model_len=a_b becomes --max-model-len=a_b: only the flag's own underscores change."""
     if not word.startswith("--"):
         return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    name = re.match(r"[^.=]*", word)
+    assert name is not None
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
 def add_refused_flags(parser: argparse.ArgumentParser, names_by_reason: Mapping[str, Sequence[str]]) -> None:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
     the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(_with_command(sys.argv[1:] if argv is None else argv))
     try:
         code = int(args.run(args) or 0)
         sys.stdout.flush()
@@ -44,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"shardline: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else FAILURE
+
+
+def _with_command(words: Sequence[str]) -> list[str]:
+    """The words, after `serve` if they begin with a flag or a hub id: so containers take the arguments of vLLM's."""
+    first = words[0] if words else ""
+    is_flag = first.startswith("--") and first not in ("--help", "--version")
+    return ["serve", *words] if is_flag or "/" in first else list(words)
 
 
 def _drop_unread_output() -> bool:

@@ -22,7 +22,10 @@ from shardline.deployment.probe import available_isas, software_versions
 from shardline.deployment.resolve import model_source
 from shardline.messages.node import Join
 
-_OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dataclasses.fields(ClusterConfig))}
+_OWN_FLAGS = {
+    *("model", "tokenizer", "hf_token", "download_dir", "cpu_threads"),
+    *(field.name for field in dataclasses.fields(ClusterConfig)),
+}
 """Flags that nodes need not share: the model is compared by its content."""
 _HEADER_BYTES = 1 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096

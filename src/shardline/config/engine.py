@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,8 +14,9 @@ from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
+from shardline.config.hub_access import HubAccess
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
-from shardline.config.units import parse_bytes
+from shardline.config.units import parse_bytes, parse_count
 from shardline.config.vllm_options import take_keywords
 from shardline.weights.formats import format_names
 
@@ -48,6 +50,25 @@ class ModelConfig:
     )
     revision: str | None = option(None, "branch, tag or commit on the hub")
     tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer; default: that of its model")
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
+    hf_token: str | None = option(
+        None, "token of the hub; default, and without a value: $HF_TOKEN, or the one of `hf auth login`", alone=""
+    )
+    download_dir: str | None = option(None, "folder for downloaded models; default: the hub's own cache")
+    hf_overrides: str | None = option(
+        None, "values that replace those of config.json, as a JSON object; nested objects are merged"
+    )
+    rope_scaling: str | None = option(None, "the rope_scaling of config.json, as a JSON object")
+    rope_theta: float | None = option(None, "the rope_theta of config.json")
+    generation_config: str = option(
+        "auto",
+        "where requests get sampling parameters that they leave out; auto: the model's generation_config.json; vllm: "
+        "vLLM's own defaults; a folder: the generation_config.json in it, which also has the end tokens",
+    )
+    override_generation_config: str | None = option(
+        None, """JSON that goes before the generation config, for example '{"temperature": 0.5}'"""
+    )
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
@@ -90,6 +111,25 @@ class ModelConfig:
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
+
+    @property
+    def hub_access(self) -> HubAccess:
+        """How the hub is asked."""
+        return HubAccess(self.hf_token or None, self.download_dir)
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """What replaces values of config.json.
+
+        Raises:
+            ValueError: an option is no JSON object.
+        """
+        overrides = json_object("hf_overrides", self.hf_overrides)
+        if self.rope_scaling is not None:
+            overrides["rope_scaling"] = json_object("rope_scaling", self.rope_scaling)
+        if self.rope_theta is not None:
+            overrides["rope_theta"] = self.rope_theta
+        return overrides
 
 
 @dataclass(frozen=True)
@@ -191,6 +231,9 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(128, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
+    long_prefill_token_threshold: int = option(
+        0, "the most tokens of one prompt in a step, so that short prompts pass long ones; 0: as many as there are"
+    )
     enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
     max_num_waiting: int = option(
         2048, "requests that may wait; further ones are answered 429", aliases=("max-num-queued-reqs",)
@@ -251,8 +294,20 @@ class EngineConfig:
         for line in take_keywords(options):
             logger.info("%s", line)
         parts: dict[str, Any] = {}
-        if isinstance(options.get("speculative_config"), dict):
-            options["speculative_config"] = json.dumps(options["speculative_config"], default=str)
+        for name, value in options.items():
+            if isinstance(value, dict):
+                options[name] = json.dumps(value, default=str)
+        for field_name, alias in _long_aliases():
+            if alias in options:
+                options[field_name] = options.pop(alias)
+        length = options.get("max_model_len")
+        if length == -1:
+            options["max_model_len"] = "auto"
+        elif isinstance(length, str):
+            with contextlib.suppress(ValueError):  # the check below says what is right
+                options["max_model_len"] = parse_count(length)
+        if options.get("hf_token") is True:
+            options["hf_token"] = ""
         for part in dataclasses.fields(cls):
             part_class = part.default_factory
             assert isinstance(part_class, type)
@@ -263,10 +318,35 @@ class EngineConfig:
         return cls(**parts)
 
 
+def json_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object of an option; empty: it is not set.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError):  # vLLM also takes a function
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text!r}")
+    return value
+
+
+_PARTS = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, ClusterConfig)
+
+
 def option_names() -> list[str]:
     """The names that EngineConfig.from_options accepts."""
-    parts = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, ClusterConfig)
-    return [f.name for part in parts for f in dataclasses.fields(part)]
+    return [f.name for part in _PARTS for f in dataclasses.fields(part)]
+
+
+def _long_aliases() -> list[tuple[str, str]]:
+    """(option, other name of it), for names that are words."""
+    fields = [f for part in _PARTS for f in dataclasses.fields(part)]
+    return [(f.name, alias.replace("-", "_")) for f in fields for alias in f.metadata["aliases"] if "-" in alias]
 
 
 def _validate(config: EngineConfig) -> None:
@@ -275,8 +355,9 @@ def _validate(config: EngineConfig) -> None:
             value = getattr(part, f.name)
             if isinstance(f.default, int) and not isinstance(value, int):
                 raise ValueError(f"{f.name} must be a whole number, got {value!r}")
-            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < 1:
-                raise ValueError(f"{f.name} must be at least 1, got {value}")
+            least = 0 if f.name == "long_prefill_token_threshold" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < least:
+                raise ValueError(f"{f.name} must be at least {least}, got {value}")
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
@@ -290,6 +371,8 @@ def _validate(config: EngineConfig) -> None:
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )
+    _ = config.model.config_overrides
+    json_object("override_generation_config", config.model.override_generation_config)
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     if config.cache.kv_cache_memory is not None:

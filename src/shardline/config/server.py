@@ -13,7 +13,7 @@ from shardline import env
 from shardline.config.fields import option
 from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.config.units import parse_bytes
-from shardline.config.vllm_variables import check_vllm_variables
+from shardline.config.vllm_variables import note_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -42,12 +42,19 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "file with the TLS private key")
     ssl_certfile: str | None = option(None, "file with the TLS certificate")
+    ssl_ca_certs: str | None = option(None, "file with the authorities whose certificates clients show")
+    ssl_cert_reqs: int = option(0, "0: clients show no certificate; 1: they may; 2: they must (TLS)")
+    ssl_ciphers: str | None = option(None, "ciphers for TLS up to 1.2, as OpenSSL writes them; default: Python's")
+    enable_ssl_refresh: bool = option(False, "read these files again when they change")
     allowed_origins: tuple[str, ...] = option(
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
     allow_credentials: bool = option(False, "pages of these origins may send cookies and keys (CORS)")
     allowed_methods: str = option('["*"]', "methods that these pages may use, as a JSON list (CORS)")
     allowed_headers: str = option('["*"]', "headers that these pages may send, as a JSON list (CORS)")
+    middleware: tuple[str, ...] = option(
+        (), "your own ASGI middleware, for example package.module.Class; or an async function (request, call_next)"
+    )
     max_request_bytes: int | str = option("16MiB", "largest request body; a larger one is answered 413")
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
@@ -55,7 +62,7 @@ class ServerConfig:
     enable_request_id_headers: bool = option(
         False, "every answer has an X-Request-Id; otherwise those have one whose request had one"
     )
-    enable_force_include_usage: bool = option(False, "every stream ends with its usage, as if the request asked for it")
+    enable_force_include_usage: bool = option(False, "every event of a stream has the usage so far")
     return_tokens_as_token_ids: bool = option(False, "log probabilities name tokens as token_id:N, not by their texts")
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
@@ -64,12 +71,22 @@ class ServerConfig:
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
     trust_request_chat_template: bool = option(False, "a chat request may bring a template of its own (chat_template)")
+    chat_template_content_format: str = option(
+        "auto",
+        "how the chat template sees a message's content; auto, string: as text; openai: as a list of one text part",
+        choices=("auto", "string", "openai"),
+    )
     default_chat_template_kwargs: str = option(
         "{}", "variables of the chat template, as a JSON object; those of a request come first"
     )
     special_tokens_in_content: bool = option(
         False, "a special token that a chat spells becomes that token, as in vLLM; without the flag it stays text"
     )
+    tokens_only: bool = option(
+        False, "serve token ids in and out only (/inference/v1/generate); no tokenizer is loaded"
+    )
+    response_role: str = option("assistant", "role of the answers in chats")
+    disable_fastapi_docs: bool = option(False, "no /docs and no /openapi.json")
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"
     )
@@ -117,6 +134,13 @@ class ServerConfig:
         return values
 
     @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """`allowed_origins`, which may also be one JSON list, as vLLM takes it."""
+        if len(self.allowed_origins) == 1 and self.allowed_origins[0].lstrip().startswith("["):
+            return tuple(_texts("allowed_origins", self.allowed_origins[0]))
+        return self.allowed_origins
+
+    @property
     def cors_methods(self) -> list[str]:
         """`allowed_methods` as a list."""
         return _texts("allowed_methods", self.allowed_methods)
@@ -157,7 +181,8 @@ def _validate(config: ServerConfig) -> None:
         if not holds:
             raise ValueError(message)
 
-    check_vllm_variables(env.vllm_variables())
+    note_variables(env.vllm_variables())
+    env.keep_alive_seconds()
     require(bool(config.host), "host must not be empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
     require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
     for name in ("api_key", "served_model_name", "allowed_origins"):
@@ -171,7 +196,7 @@ def _validate(config: ServerConfig) -> None:
         "admin_api_key must be printable ASCII",
     )
     _ = config.cors_methods, config.cors_headers, config.template_variables
-    for origin in config.allowed_origins:
+    for origin in config.cors_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,
             f"allowed_origins: {origin!r} is no origin; write scheme and host, for example https://chat.example.org",
@@ -180,7 +205,19 @@ def _validate(config: ServerConfig) -> None:
         (config.ssl_keyfile is None) == (config.ssl_certfile is None),
         "ssl_keyfile and ssl_certfile must be given together",
     )
-    for name in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
+    require(config.ssl_cert_reqs in (0, 1, 2), f"ssl_cert_reqs must be 0, 1 or 2, got {config.ssl_cert_reqs}")
+    require(
+        config.ssl_cert_reqs == 0 or config.ssl_ca_certs is not None,
+        "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs: who signs them",
+    )
+    for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+        require(not getattr(config, name) or config.ssl_certfile is not None, f"{name} needs ssl_certfile")
+    require(
+        config.chat_template_content_format in ("auto", "string", "openai"),
+        f"chat_template_content_format must be auto, string or openai, got {config.chat_template_content_format!r}",
+    )
+    require(bool(config.response_role), "response_role must not be empty")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key_file"):
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     _ = config.disable_any_whitespace

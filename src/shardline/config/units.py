@@ -7,6 +7,22 @@ import re
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+_COUNT_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_count(text: str) -> int:
+    """A whole number, or one with k, m, g (powers of 1000, also behind a fraction) or K, M, G (of 1024), as in vLLM.
+
+    Raises:
+        ValueError: `text` is no such number.
+    """
+    match = re.fullmatch(r"([0-9]+)(?:([KMG])|(\.[0-9]+)?([kmg]))", text.strip())
+    if match is None:
+        return int(text)
+    whole, binary, fraction, decimal = match.groups()
+    return int(float(whole + (fraction or "")) * _COUNT_FACTORS[binary or decimal])
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes in `text`: a plain number, or one with k, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (of 1024).
 

@@ -1,50 +1,111 @@
-"""Variables of vLLM that protect a server. A user who sets one must get the protection, or no server."""
+"""Variables of vLLM that are set: what becomes of each, as `vllm_variables.toml` says."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
-_NOTHING_TO_PROTECT = frozenset(
-    {
-        "VLLM_ALLOWED_MEDIA_DOMAINS",  # no URL of a request is fetched
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
-        "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB",  # no media are taken
-        "VLLM_MAX_IMAGE_PIXELS",
-        "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS",  # parsers of tool calls run in linear time
-        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS",  # the server runs no tools
-        "VLLM_ALLOW_INSECURE_SERIALIZATION",  # no pickle is read
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",  # there is no such path
-        "VLLM_SERVER_DEV_MODE",
-        "VLLM_NO_USAGE_STATS",  # nothing is sent
-        "VLLM_DO_NOT_TRACK",
-    }
-)
-"""Protections that hold here whatever the value is."""
-
-_HONOURED = frozenset({"VLLM_API_KEY", "VLLM_HOST_IP"})
-
-_REFUSED = {"VLLM_MAX_N_SEQUENCES": "the bound of n is fixed here (128 for each request)"}
-"""Protections that have no counterpart here, and why."""
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _PROTECTIVE_WORDS = re.compile(
     r"_(AUTH|AUTHORIZATION|CERT|CERTFILE|KEY|KEYS|KEYFILE|PASSWORD|SECRET|SSL|TLS|ALLOWLIST|DENYLIST)(_|$)"
 )
 
 
-def check_vllm_variables(variables: Mapping[str, str]) -> None:
-    """Refuse a VLLM_* variable that protects something, and that this server does not understand.
+@dataclass(frozen=True)
+class VllmVariables:
+    """One entry of the table."""
+
+    treatment: Literal["same", "bounds", "nothing", "refused"]
+    names: tuple[str, ...]
+    """They may have * for any letters."""
+    reason: str
+    most: int = 0
+    """Of "bounds": the bound that is kept here."""
+    harmless: tuple[str, ...] = ()
+
+    def note(self, name: str, value: str) -> str:
+        """The line of the log about a variable.
+
+        Raises:
+            ValueError: it would change what a user gets.
+        """
+        if self.treatment == "same":
+            return f"the variable {name} is used: {self.reason}"
+        if self.treatment == "bounds":
+            if value.isdecimal() and int(value) >= self.most:
+                return f"the variable {name} has no effect: at most {self.most} {self.reason} are taken anyway"
+            raise ValueError(
+                f"the variable {name} is set, but the bound is fixed here: at most {self.most} {self.reason}; unset it"
+            )
+        if self.treatment == "refused" and value not in self.harmless:
+            raise ValueError(f"the variable {name} is set, but {self.reason}; unset it")
+        return f"the variable {name} has no effect: {self.reason}"
+
+
+@cache
+def variable_table() -> tuple[VllmVariables, ...]:
+    """All entries. The first one that has a name counts."""
+    table = tomllib.loads((files(__package__) / "vllm_variables.toml").read_text(encoding="utf-8"))
+    entries: list[VllmVariables] = []
+    for treatment in ("same", "bounds", "refused", "nothing"):
+        for entry in table[treatment]:
+            reason = entry.get("reason") or entry["meaning"]
+            harmless = tuple(entry.get("harmless", ()))
+            entries.append(VllmVariables(treatment, tuple(entry["names"]), reason, entry.get("most", 0), harmless))
+    return tuple(entries)
+
+
+def find_variable(name: str) -> VllmVariables | None:
+    """The entry of a variable; None: it is unknown."""
+    return next((entry for entry in variable_table() if any(fnmatchcase(name, one) for one in entry.names)), None)
+
+
+def note_variables(variables: Mapping[str, str]) -> list[str]:
+    """A line for each VLLM_* variable that is set.
 
     Raises:
-        ValueError: there is one.
+        ValueError: one protects something, or would change what a user gets, and has no counterpart here.
     """
+    lines = []
     for name, value in sorted(variables.items()):
-        if not value or name in _HONOURED or name in _NOTHING_TO_PROTECT:
+        if not value:
             continue
-        if name in _REFUSED:
-            raise ValueError(f"the variable {name} is set, but {_REFUSED[name]}; unset it")
-        if _PROTECTIVE_WORDS.search(name):
+        entry = find_variable(name)
+        if entry is not None:
+            lines.append(entry.note(name, value))
+        elif _PROTECTIVE_WORDS.search(name):
             raise ValueError(
                 f"the variable {name} seems to protect the server, but it is not understood; unset it. "
                 "Keys are given in VLLM_API_KEY, SHARDLINE_API_KEY or --api-key-file"
             )
+        else:
+            lines.append(f"the variable {name} is not known, and has no effect")
+    return lines
+
+
+def options_from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Options of the engine that variables set.
+
+    Raises:
+        ValueError: a value is no number.
+    """
+    options: dict[str, Any] = {}
+    space = variables.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if space:
+        if not space.isdecimal():
+            raise ValueError(f"the variable VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, got {space!r}")
+        if int(space):
+            options["kv_cache_memory"] = f"{space}GiB"
+    if stages := variables.get("VLLM_PP_LAYER_PARTITION"):
+        options["pipeline_stages"] = stages
+    return options

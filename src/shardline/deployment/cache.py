@@ -34,11 +34,13 @@ of a block are further pieces that memory has to find."""
 
 
 def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dtype: KVDType, device: str) -> int:
-    """The number of tokens in a block.
+    """The number of tokens in a block. Smaller blocks than there are here become the smallest that hold whole ones.
 
     Raises:
         ValueError: the block size, or the model's head dim, does not allow the order in which products read pages.
     """
+    if asked is not None and asked > 0 and BLOCK_TOKENS % asked == 0:
+        asked = BLOCK_TOKENS
     if asked is not None and (asked < 1 or asked % BLOCK_TOKENS):
         raise ValueError(
             f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "

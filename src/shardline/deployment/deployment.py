@@ -102,6 +102,8 @@ class StepLimits(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     speculation: Speculation = NO_SPECULATION
     """How tokens are drafted."""
+    max_prefill_tokens: int = 0
+    """The most tokens of one prompt in a step; 0: as many as there are."""
 
     @property
     def drafts(self) -> bool:

@@ -19,6 +19,9 @@ from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
+_AS_CHECKPOINT = ("auto", "half", "float16")
+"""Requested types for which the computation is chosen; float16 is computed as for a checkpoint in float16."""
+
 _GPU_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
 _CPU_GROUP_UNIT = 8
@@ -33,7 +36,8 @@ def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
     Raises:
         ValueError: no kernel computes in the requested type.
     """
-    if asked == "auto":
+    if asked in _AS_CHECKPOINT:
+        checkpoint = "float16" if asked != "auto" else checkpoint
         # bfloat16 is precise enough for 4 bits and a scale. Other float16 weights need float32 to keep their precision.
         return "bfloat16" if stored.is_packed else _DTYPES.get(checkpoint, "float32")
     if asked not in _DTYPES:

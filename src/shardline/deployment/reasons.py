@@ -30,6 +30,11 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
         reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
     if asked.model.dtype == "auto":
         reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {stored if stored.is_packed else spec.dtype})")
+    elif asked.model.dtype in ("half", "float16"):
+        why = (
+            "precise enough for packed weights" if deployment.dtype == "bfloat16" else "it holds every float16 exactly"
+        )
+        reasons.append(f"dtype {deployment.dtype} (no kernel computes in float16; {why})")
     if stored.unused:
         reasons.append(f"{', '.join(stored.unused)} of the checkpoint not used (kv_cache_dtype decides)")
     if not isinstance(asked.model.max_model_len, int):
@@ -50,6 +55,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     cache = asked.cache
     if cache.block_size is None and deployment.cache.block_size != BLOCK_TOKENS:
         reasons.append(f"block_size {deployment.cache.block_size} ({BLOCK_TOKENS} keys of a head take less than 4 KiB)")
+    elif cache.block_size is not None and cache.block_size != deployment.cache.block_size:
+        reasons.append(f"block_size {deployment.cache.block_size} (the smallest; {cache.block_size} was asked for)")
     if isinstance(deployment.cache.pool, MeasuredPool):
         reasons.append(f"KV cache measured on every GPU ({cache.gpu_memory_utilization:g} of its memory)")
     elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:

@@ -106,7 +106,12 @@ def _max_in_flight(config: EngineConfig, layout: Layout) -> int:
 
 def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
     scheduler = config.scheduler
-    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.speculation)
+    limits = StepLimits(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        scheduler.speculation,
+        scheduler.long_prefill_token_threshold,
+    )
     if limits.drafts and layout.device == "cuda":
         raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
     return limits

@@ -89,7 +89,7 @@ def model_facts(config: EngineConfig) -> ModelFacts:
     model, cache = config.model, cache_folder()
     facts = ModelFacts(model.model, cache=str(cache), cache_free=_free_bytes(cache))
     try:
-        folder = find_local_model(model.model, model.revision)
+        folder = find_local_model(model.model, model.revision, model.hub_access)
         if folder is None:
             return facts
         in_gguf = is_gguf(folder)

@@ -201,6 +201,11 @@ class KVCache:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
         return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens)
 
+    def blocks_ahead(self, sequence: LiveSequence, step_tokens: int) -> int:
+        """The most blocks that the known tokens of a sequence need beside those that it holds."""
+        held = sum(len(table) - table.count(NULL_BLOCK) for table in sequence.kv.tables)
+        return max(0, self.blocks_of_request(len(sequence.tokens), step_tokens) - held)
+
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv

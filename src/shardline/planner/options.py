@@ -22,7 +22,8 @@ DEMANDED = ("model", "max_model_len", "gpu_memory_utilization", "max_num_seqs", 
 """Fields of the demand, or the model."""
 
 _SAME_IN_VLLM = (
-    "revision", "tokenizer", "dtype", "load_format", "runner", "seed", "block_size", "enable_prefix_caching",
+    "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init", "download_dir", "generation_config",
+    "override_generation_config", "dtype", "load_format", "runner", "seed", "block_size", "enable_prefix_caching",
     "num_gpu_blocks_override", "enable_chunked_prefill", "disable_nccl_for_dp_synchronization",
     "distributed_executor_backend", "distributed_timeout_seconds", "master_port", "data_parallel_backend",
 )  # fmt: skip
@@ -42,7 +43,12 @@ PASSED = (*_SAME_IN_VLLM, *_OTHERWISE_IN_VLLM, *_ONLY_OURS)
 """They go to `resolve` (`decisive_options`) and into the commands (`option_words`)."""
 
 _NODES = "--gpus says which nodes there are, such as 2x8xH100, and the printed commands have the flags for them"
+_CHANGED = "a plan reads config.json as it is; change it in a folder of your own, and plan that"
 _REFUSED = {
+    "hf_token": "set HF_TOKEN, so that no printed command has it",
+    "hf_overrides": _CHANGED,
+    "rope_scaling": _CHANGED,
+    "rope_theta": _CHANGED,
     "nnodes": _NODES,
     "node_rank": _NODES,
     "headless": _NODES,
@@ -50,6 +56,7 @@ _REFUSED = {
     "data_parallel_start_rank": _NODES,
     "data_parallel_address": _NODES,
     "data_parallel_rpc_port": _NODES,
+    "long_prefill_token_threshold": "a plan has no figures for it; give it to serve only",
     "check_finite": "it is for finding faults, and how much it slows down is not known; give it to serve only",
     "speculative_config": "drafts run on CPUs only so far, and their gain depends on the text; --gpus here takes it",
 }

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from shardline import __version__
 from shardline.checkpoints.package import usual_names
@@ -19,8 +19,11 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.anthropic.routes import message_routes
 from shardline.server.chat_setup import check_chat_config
+from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
+from shardline.server.invocations import Invocations
 from shardline.server.keys import ApiKeys, AuthMiddleware
+from shardline.server.load_report import LoadReportMiddleware
 from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.chat.routes import chat_routes
@@ -29,11 +32,12 @@ from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
-from shardline.server.operations import health_routes, request_routes
+from shardline.server.operations import admin_routes, health_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
+from shardline.server.user_middleware import user_middleware
 from shardline.text.special_tokens import TokenizerError
 
 if TYPE_CHECKING:
@@ -57,7 +61,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         title="Shardline",
         version=__version__,
         middleware=_middleware(service),
-        # The documentation pages load scripts from other sites; /openapi.json is served.
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+        # Those of the framework load scripts from other sites.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -65,14 +70,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
-    app.include_router(request_routes(service))
+    app.include_router(admin_routes(service))
     ready, refused = Depends(service.require_ready), Depends(service.refuse_task)
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
-    for routes in (model_routes, tokenize_routes):
-        app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
-        app.include_router(routes(service), dependencies=generates)
-    app.include_router(embedding_routes(service), dependencies=embeds)
+    app.include_router(model_routes(service), dependencies=[ready])
+    app.include_router(generate_routes(service), dependencies=generates)
+    if not config.tokens_only:
+        app.include_router(tokenize_routes(service), dependencies=[ready])
+        for routes in (completion_routes, chat_routes, response_routes, message_routes, render_routes):
+            app.include_router(routes(service), dependencies=generates)
+        app.include_router(embedding_routes(service), dependencies=embeds)
+    app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
+    if not config.disable_fastapi_docs:
+        app.include_router(documentation_routes(app))
     return app
 
 
@@ -87,11 +97,12 @@ def _middleware(service: Service) -> list[Middleware]:
             names_all=config.enable_request_id_headers,
         )
     ]
-    if config.allowed_origins:
+    stack += user_middleware(config)
+    if config.cors_origins:
         stack.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=config.allowed_origins,
+                allow_origins=config.cors_origins,
                 allow_methods=config.cors_methods,
                 allow_headers=config.cors_headers,
                 allow_credentials=config.allow_credentials,
@@ -104,6 +115,7 @@ def _middleware(service: Service) -> list[Middleware]:
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
     if service.observer.tracer is not None:
         stack.append(Middleware(TraceMiddleware))
+    stack.append(Middleware(LoadReportMiddleware, stats=service.llm.stats))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack
 

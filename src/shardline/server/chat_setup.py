@@ -43,11 +43,10 @@ def check_chat_config(config: ServerConfig) -> ChatTemplate | None:
         find_tool_parser(config.tool_call_parser)
     if config.reasoning_parser:
         find_reasoning_parser(config.reasoning_parser)
-    source = config.chat_template
-    if source is None:
+    if config.chat_template is None:
         return None
     try:
-        return ChatTemplate(read_template(source))
+        return ChatTemplate(read_template(config.chat_template))
     except ValueError as error:
         raise ValueError(f"--chat-template: {error}") from error
 
@@ -59,6 +58,8 @@ def make_chat_setup(llm: AsyncLLM, config: ServerConfig, configured: ChatTemplat
         configured.special_tokens = llm.model.tokenizer.special_tokens
     if template is None and config.trust_request_chat_template and llm.model.tokenizer is not None:
         template = ChatTemplate({}, llm.model.tokenizer.special_tokens)  # it renders the templates of requests
+    if template is not None:
+        template.content_as_parts = config.chat_template_content_format == "openai"
     text = "" if template is None else "\n".join(template.sources.values())
 
     tools = guess_tool_parser(text) if config.tool_call_parser == "auto" else config.tool_call_parser

@@ -85,7 +85,7 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/met
 """Paths that need no key: probes and Prometheus read them."""
 
 
-ADMIN_PREFIXES = ("/requests", "/router")
+ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 """Paths of administration."""
 
 

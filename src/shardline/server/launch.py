@@ -16,18 +16,20 @@ import mmap
 import os
 import signal
 import socket
-import ssl
 import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardline import __version__
+from shardline import __version__, env
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.config.vllm_variables import note_variables
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
+from shardline.server.tls import check_tls, refresh_tls
+from shardline.server.user_middleware import load_middleware
 from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_SECONDS = 60
 _DEATH_GRACE_SECONDS = 1.0
 """After the engine's death, streams have this long to report it themselves before they are stopped."""
 _FLUSH_SECONDS = 5
@@ -74,9 +75,12 @@ def run_server(
         ValueError: the configuration is at fault, or the server cannot listen on the address; nothing was loaded.
     """
     configure_logging()
+    for line in note_variables(env.vllm_variables()):
+        logger.info("%s", line)
     raise_file_limit()
     bound_heap()
     check_tls(server_config)
+    load_middleware(server_config)
     started = time.monotonic()
     with contextlib.closing(open_listener(server_config)) as listener:
         if start_llm is None:
@@ -134,26 +138,6 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def check_tls(config: ServerConfig) -> None:
-    """Try the TLS certificate and key.
-
-    Raises:
-        ValueError: they cannot be used.
-    """
-    if config.ssl_certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(
-            f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
-        ) from error
-
-
-def _no_password() -> str:
-    raise ValueError("the key of --ssl-keyfile is encrypted; save it without a password")
-
-
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
     """The URL at which clients on this machine reach the server."""
     if config.uds is not None:
@@ -181,11 +165,14 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
         app = create_app(llm, config)
         server = make_http_server(app, config, llm.config.parallel.num_engines)
         with stop.handled(), reload_handled(app.state.service.keys.reload, config):
+            server.config.load()
+            refreshing = asyncio.create_task(refresh_tls(config, server.config.ssl))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 return await _serve_until_stopped(llm, app, stop, listener, started)
             finally:
                 server.should_exit = True
+                refreshing.cancel()
                 await serving
                 tracer = app.state.service.observer.tracer
                 if tracer is not None:
@@ -331,6 +318,7 @@ def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uv
 
     from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
 
+    ciphers: dict[str, Any] = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
     return HttpServer(
         uvicorn.Config(
             app,
@@ -344,7 +332,10 @@ def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uv
             root_path=config.root_path,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=config.ssl_cert_reqs,
+            **ciphers,
+            timeout_keep_alive=env.keep_alive_seconds(),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         ),
         reserved_files(num_engines),

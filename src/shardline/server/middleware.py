@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import OPEN_PATHS, route_path
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
 
 MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
@@ -118,6 +118,18 @@ class SlashMiddleware:
             scope["path"] = route_path(scope)
         if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+class WholeStreamMiddleware:
+    """Lets all of a stream pass through the middleware inside, which would otherwise miss what is written at once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        scope.pop(WRITE_NOW, None)
         await self._app(scope, receive, send)
 
 

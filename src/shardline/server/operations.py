@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import platform
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline import __version__
+from shardline import __version__, env
 from shardline.server.answer_schema import Responses, json_answers
-from shardline.server.errors import ApiError
+from shardline.server.errors import ApiError, bad_request
 from shardline.server.observer import MAX_REQUESTS
 from shardline.server.service import RETRY_STARTING_SECONDS, Service
 
@@ -90,13 +92,14 @@ def health_routes(service: Service) -> APIRouter:
     return router
 
 
-def request_routes(service: Service) -> APIRouter:
-    """The endpoint."""
+def admin_routes(service: Service) -> APIRouter:
+    """The endpoints. They need the admin key, where one is set."""
     router = APIRouter()
+    ready = Depends(service.require_ready)
 
     @router.get("/requests/{request_id}", responses=json_answers(dict[str, Any]))
     async def get_request(request_id: str) -> Response:
-        """Where the time of a request went. It needs the admin key, where one is set."""
+        """Where the time of a request went."""
         body = service.observer.log.find(request_id)
         if body is None:
             raise ApiError(
@@ -106,4 +109,32 @@ def request_routes(service: Service) -> APIRouter:
             )
         return Response(msgspec.json.encode(body), media_type="application/json")
 
+    @router.post("/reset_prefix_cache", responses=json_answers(dict[str, bool]), dependencies=[ready])
+    async def reset_prefix_cache() -> Response:
+        """Let later requests find no prefix that is cached now; those that run keep theirs."""
+        service.llm.reset_prefix_cache()
+        return Response(b'{"success":true}', media_type="application/json")
+
+    @router.get("/server_info", responses=json_answers(dict[str, Any]))
+    async def server_info(config_format: str = "text") -> Response:
+        """What was asked for when the server started, without secrets; `vllm_config` is text or json."""
+        if config_format not in ("text", "json"):
+            raise bad_request(f"config_format must be text or json, got {config_format!r:.80}.", "config_format")
+        config = shown_config(service)
+        body = {
+            "vllm_config": config if config_format == "json" else repr(config),
+            "vllm_env": {name: value for name, value in env.vllm_variables().items() if "KEY" not in name},
+            "system_env": {"version": __version__, "python": platform.python_version(), "os": platform.platform()},
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
     return router
+
+
+_SECRETS = ("api_key", "admin_api_key", "hf_token", "join_token")
+
+
+def shown_config(service: Service) -> dict[str, Any]:
+    """The configuration as an object, without secrets."""
+    config = {**dataclasses.asdict(service.llm.config), "server": dataclasses.asdict(service.config)}
+    return {part: {k: v for k, v in values.items() if k not in _SECRETS} for part, values in config.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardline import env
 from shardline.api.prompt_embeds import Rows, decode_rows
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
@@ -91,13 +92,17 @@ class Service:
         )
         raise bad_request(message, code="unsupported_parameter")
 
+    @cached_property
+    def _takes_any_name(self) -> bool:
+        return env.takes_any_model_name()
+
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
 
         Raises:
             ApiError: 404, the model `name` is not served here.
         """
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and not self._takes_any_name:
             served = ", ".join(f"`{known}`" for known in self.model_names)
             raise ApiError(
                 404,
@@ -142,6 +147,7 @@ class Service:
     def _too_long(self, message: str, param: str) -> ApiError:
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
+
     def check_top_logprobs(self, count: int | None) -> None:
         """Refuse a `top_logprobs` that the engine was not started for.
 

@@ -111,6 +111,8 @@ class Render(msgspec.Struct, tag="render"):
     max_chars: int
     source: str | None = None
     """A template of this conversation's own."""
+    as_parts: bool = False
+    """Show contents to the template as lists of one text part."""
 
 
 def _as_json(value: Any) -> Any:

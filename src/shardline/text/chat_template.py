@@ -82,6 +82,8 @@ class ChatTemplate:
     def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         self.sources = {"default": templates} if isinstance(templates, str) else dict(templates)
         self.special_tokens = dict(special_tokens or {})
+        self.content_as_parts = False
+        """Whether the template gets contents as lists of parts, not as text."""
         job = encode_job(Compile(self.sources))
         self._pool = Pool(_SANDBOX, Setup(job, MAX_COMPILE_SECONDS))
         try:
@@ -163,7 +165,8 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
         }
         try:
-            return encode_job(Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template))
+            job = Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template, self.content_as_parts)
+            return encode_job(job)
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 

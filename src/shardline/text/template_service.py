@@ -177,7 +177,10 @@ class _Templates:
             return Compiled(error=str(error)[:_MAX_REASON_CHARS])
 
     def _render(self, job: Render) -> str:
-        values = {**job.variables, "messages": normalize_messages(job.messages)}
+        messages = normalize_messages(job.messages)
+        if job.as_parts:
+            messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        values = {**job.variables, "messages": messages}
         templates = self._templates if job.source is None else compile_templates({job.name: job.source})
         try:
             return _render_bounded(templates[job.name], values, job.max_chars)

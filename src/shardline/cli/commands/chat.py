@@ -26,18 +26,27 @@ def add_parser(commands: Any) -> None:
         "chat",
         help="talk to a model in the terminal",
         description=f"Talk to a model in the terminal. It is loaded here, or on a server with --url. {_HELP}.",
+        conflict_handler="resolve",  # -q is --quick here
     )
+    add_engine_flags(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
+    group.add_argument("--model-name", help="the model's name on the server (default: the first of /v1/models)")
     group.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY or $VLLM_API_KEY)")
+    add_query_flags(group, "MESSAGE")
     group.add_argument("--system-prompt", help="instructions at the beginning of every conversation")
     group.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
     group.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability (default: 1)")
     group.add_argument(
         "--max-tokens", type=int, help="longest answer, in tokens (default: what the model has room for)"
     )
-    add_engine_flags(parser)
     parser.set_defaults(run=run)
+
+
+def add_query_flags(group: Any, what: str) -> None:
+    """Flags about one answer. `what`: a word for the user's text."""
+    group.add_argument("-q", "--quick", metavar=what, help="answer this, and end")
+    group.add_argument("--stats", action="store_true", help="print how long each answer took, also into a pipe")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         backend = RemoteBackend(
             args.url,
             api_key=args.api_key,
-            model=getattr(args, "model", None),
+            model=args.model_name or getattr(args, "model", None),
             temperature=args.temperature,
             top_p=args.top_p,
             max_tokens=args.max_tokens,
@@ -65,14 +74,19 @@ def run(args: argparse.Namespace) -> int:
         with console.status(f"Loading {config.model.model} ..."):
             backend = LocalBackend(config, params)
     with closing(backend):
+        system: Messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        if args.quick is not None:
+            print_answer(backend.reply([*system, {"role": "user", "content": args.quick}]), console, args.stats)
+            return 0
         if sys.stdin.isatty():
             console.print(f"{backend.model}: {_HELP}", style="dim", markup=False)
-        system: Messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        talk(backend, console, system, lambda: _read_line(console))
+        talk(backend, console, system, lambda: read_line(console), stats=args.stats)
     return 0
 
 
-def talk(backend: ChatBackend, console: Console, system: Messages, read: Callable[[], str | None]) -> None:
+def talk(
+    backend: ChatBackend, console: Console, system: Messages, read: Callable[[], str | None], *, stats: bool = False
+) -> None:
     """Hold the conversation. `read` returns the user's next line; None: there are no more lines."""
     messages = list(system)
     while (line := read()) is not None:
@@ -84,14 +98,15 @@ def talk(backend: ChatBackend, console: Console, system: Messages, read: Callabl
         elif command:
             messages.append({"role": "user", "content": line})
             try:
-                messages.append({"role": "assistant", "content": _print_answer(backend.reply(messages), console)})
+                answer = print_answer(backend.reply(messages), console, stats)
+                messages.append({"role": "assistant", "content": answer})
             except ValueError as error:  # for example, the conversation has become too long
                 messages.pop()
                 console.print(str(error), style="red", markup=False)
 
 
-def _print_answer(pieces: Iterator[str], console: Console) -> str:
-    """Print the pieces of an answer as they come; ctrl-C stops the answer."""
+def print_answer(pieces: Iterator[str], console: Console, stats: bool = False) -> str:
+    """Print the pieces of an answer as they come; ctrl-C stops the answer. `stats`: always say how long it took."""
     start = time.monotonic()
     text = ""
     try:
@@ -104,12 +119,13 @@ def _print_answer(pieces: Iterator[str], console: Console) -> str:
         if hasattr(pieces, "close"):
             pieces.close()
         console.print()
-    if console.is_terminal:
+    if console.is_terminal or stats:
         console.print(f"{time.monotonic() - start:.1f} s", style="dim")
     return text
 
 
-def _read_line(console: Console) -> str | None:
+def read_line(console: Console) -> str | None:
+    """The user's next line; None: there are no more."""
     try:
         return console.input("[bold green]> [/]") if sys.stdin.isatty() else input()
     except EOFError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardline import env
 from shardline.cli.flags import add_engine_flags, add_flags, engine_config, fields_from_flags
 from shardline.config.server import ServerConfig
 
@@ -29,7 +31,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead."""
-    engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
+    engine = engine_config(args)
+    server = ServerConfig(**{**env.serve_options(), **fields_from_flags(args, ServerConfig)})
+    if server.tokens_only:
+        engine = replace(engine, model=replace(engine.model, skip_tokenizer_init=True))
     if args.parallel is not None:
         engine = _with_layout(args, engine)
     if engine.cluster.is_headless:

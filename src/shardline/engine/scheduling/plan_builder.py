@@ -27,13 +27,15 @@ class PlanBuilder:
         registry: RequestRegistry,
         preemptions: PreemptionLog,
         max_tokens: int,
+        max_prefill_tokens: int = 0,
     ) -> None:
-        """`max_tokens`: the most tokens of a plan."""
+        """`max_tokens`: the most tokens of a plan; `max_prefill_tokens`: of one prompt in it, 0: of a plan."""
         self._kv = kv
         self._queues = queues
         self._registry = registry
         self._preemptions = preemptions
         self._max_tokens = max_tokens
+        self._max_prefill_tokens = max_prefill_tokens or max_tokens
         self._num_starts = 0
         self.begin(0, 0.0)
 
@@ -89,6 +91,10 @@ class PlanBuilder:
         self.add(sequence, step, end)
         kv.publish_blocks(sequence)
 
+    def place_prefill(self, sequence: LiveSequence, most: int) -> None:
+        """Step a sequence by as many tokens as the plan takes, and by up to `most`."""
+        self.place(sequence, min(self.budget, most, self._max_prefill_tokens, sequence.num_uncomputed))
+
     def add(self, sequence: LiveSequence, step: SequenceStep, end: int) -> None:
         """Add a step of a running sequence that has the blocks for it; `end`: where its known tokens end."""
         self.steps.append(step)
@@ -104,7 +110,8 @@ class PlanBuilder:
         running one to grow.
 
         Otherwise it would soon be preempted, or preempt another one. If nothing else has blocks, it always starts.
-        No other prompt needs room: while one uses up the budget, this method is not called.
+        Another prompt needs room only if it waits for its next step by `max_prefill_tokens`: while one uses up the
+        budget, this method is not called.
         """
         queues, kv = self._queues, self._kv
         room = kv.pool.num_free
@@ -114,6 +121,8 @@ class PlanBuilder:
         hit = kv.lookup_prefix(sequence)
         sequence.next_lookup = self.step_id + STEPS_BETWEEN_LOOKUPS
         spare = kv.num_groups * len(queues.running)
+        if self._max_prefill_tokens < self._max_tokens:
+            spare += sum(kv.blocks_ahead(other, self._max_tokens) for other in queues.running)
         needed = kv.blocks_of_request(len(sequence.tokens), self._max_tokens)
         sequence.blocks_wanted = needed - hit.num_blocks + hit.num_free + spare
         if others_have_blocks and sequence.blocks_wanted > room:
@@ -128,7 +137,7 @@ class PlanBuilder:
         self._registry.count_start(sequence, hit.num_tokens)
         self._num_starts += 1
         self.starts.append(_start_message(sequence))
-        self.place(sequence, min(self.budget, sequence.num_uncomputed))
+        self.place_prefill(sequence, self.budget)
         assert self.sequences[-1] is sequence, "a sequence was started without room for it"
         return True
 

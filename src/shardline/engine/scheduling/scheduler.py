@@ -107,10 +107,11 @@ class Scheduler:
         self.num_steps = 0
         """Plans so far, the empty ones included."""
         self.preemptions = PreemptionLog(warns=warns)
+        self._max_prefill_tokens = limits.max_prefill_tokens
         self._builder = self._make_builder(limits.max_num_batched_tokens)
 
     def _make_builder(self, max_tokens: int) -> PlanBuilder:
-        return PlanBuilder(self.kv, self.queues, self.registry, self.preemptions, max_tokens)
+        return PlanBuilder(self.kv, self.queues, self.registry, self.preemptions, max_tokens, self._max_prefill_tokens)
 
     def add_request(self, request: Request, now: float = 0.0) -> LiveSequence | None:
         """Queue a request. None: it can never run, and the next `take_outputs` has an error for it.
@@ -249,7 +250,7 @@ class Scheduler:
                 return
             generated = sequence.num_scheduled >= sequence.num_start_tokens
             most = 1 if generated and self.last_token_known else builder.budget
-            builder.place(sequence, min(most, sequence.num_uncomputed))
+            builder.place_prefill(sequence, most)
         while builder.budget > 0 and not builder.has_preempted:
             if len(queues.running) + len(queues.fetching) >= self.max_running:
                 return

@@ -424,7 +424,11 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     service.require_model(body.model)
     body.check()
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(max_tokens=1 if body.generates_nothing else max_tokens, logprobs=body.logprobs)
+    params = body.sampling_params(
+        max_tokens=1 if body.generates_nothing else max_tokens,
+        logprobs=body.logprobs,
+        defaults=service.llm.model.sampling_defaults,
+    )
     params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
     if body.ranks_choices:
         assert body.best_of is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -304,13 +305,18 @@ class SamplingFields(IgnoredFields):
         count = most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return truncate_prompt(token_ids, count, self.truncation_side or "left")
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters.
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """The engine's parameters. `defaults`: those of the model's generation config, for what the request leaves out.
 
         Raises:
             ApiError: 400, a value is out of range.
         """
-        values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        values = dict(defaults or {})
+        usual = values.pop("max_tokens", None)
+        max_tokens = usual if max_tokens is None else max_tokens
+        values |= {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.min_new_tokens is not None:
             values.setdefault("min_tokens", self.min_new_tokens)
         if not self.logprob_token_ids:

@@ -280,6 +280,11 @@ def generate_routes(service: Service) -> APIRouter:
         """Continue token ids. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
+        refuse_if(
+            body.output_mode == "text" and service.llm.model.tokenizer is None,
+            "output_mode",
+            "output_mode='text' requires a tokenizer, and this server has none.",
+        )
         sampling = body.sampling_params
         request_id = _PREFIX + base_request_id(request, body.request_id)
         generation = await _start(service, body, request_id)
@@ -291,6 +296,7 @@ def generate_routes(service: Service) -> APIRouter:
             whole = writer.write_whole(output)
             return Response(whole, headers=sampling.ignored_headers, media_type="application/json")
 
+    @router.post("/abort_requests", include_in_schema=False)
     @router.post("/inference/v1/abort_requests", responses=json_answers(dict[str, Any]))
     async def abort_requests(body: AbortRequest) -> Response:
         """End requests of the endpoint above. Ids that are not known are ignored."""

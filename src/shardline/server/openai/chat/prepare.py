@@ -108,7 +108,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     body.check()
     service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
-        max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        max_tokens=body.token_limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        defaults=service.llm.model.sampling_defaults,
     )
     chat = await _encode(service, body)
     refuse_if(

@@ -483,8 +483,8 @@ class ChatRequest(ConversationFields, SamplingFields):
 
     @property
     def answer_role(self) -> str:
-        """Whose message the answer is: the assistant's, or that of the last message if the answer continues it."""
-        return self.messages[-1].role if self.add_generation_prompt is False else "assistant"
+        """Whose message the answer is if it continues the last one; empty: the answer is a message of its own."""
+        return self.messages[-1].role if self.add_generation_prompt is False else ""
 
     @property
     def reports_logprobs(self) -> bool:
@@ -494,7 +494,8 @@ class ChatRequest(ConversationFields, SamplingFields):
     def echoed_text(self) -> str:
         """The text to repeat before the answer: the last message if `echo` asks for it and its role is the answer's."""
         last = self.messages[-1].for_template()
-        return text_content(last.get("content"), -1) if self.echo and last["role"] == self.answer_role else ""
+        repeats = self.echo and last["role"] == (self.answer_role or "assistant")
+        return text_content(last.get("content"), -1) if repeats else ""
 
     @property
     def rendered_ids(self) -> list[int] | None:

@@ -214,7 +214,7 @@ class ChatWriter:
         self._tokens_matter = self._with_ids or self._with_logprobs or bool(body.logits_digest)
         self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
         self._tokenizer = service.llm.model.tokenizer
-        self._role = body.answer_role
+        self._role = body.answer_role or service.config.response_role
         self._echo = body.echoed_text
         self._format = answer_format
         self._num_choices = body.n or 1

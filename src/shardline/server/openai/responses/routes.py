@@ -204,7 +204,11 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     service.require_model(body.model)
     body.check()
     service.check_top_logprobs(body.top_logprobs)
-    params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    params = body.sampling_params(
+        max_tokens=body.max_output_tokens,
+        logprobs=body.num_logprobs,
+        defaults=service.llm.model.sampling_defaults,
+    )
     messages = await _read_conversation(body.instructions, earlier, _own_items(body))
     length = service.llm.model.max_model_len
     chat = await body.conversation_fields.encode_messages(

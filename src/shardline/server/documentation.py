@@ -1,0 +1,99 @@
+"""GET /docs: the endpoints and their fields, on one page without scripts, which loads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "summary{cursor:pointer}code,pre{font-family:ui-monospace,monospace}pre{overflow:auto;background:#8881;padding:1rem}"
+    "b{display:inline-block;min-width:4.5rem}table{border-spacing:1rem .2rem}td{vertical-align:top}"
+    ":root{color-scheme:light dark}"
+)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+def documentation_routes(app: FastAPI) -> APIRouter:
+    """The endpoint. The page is made once, of /openapi.json."""
+    router = APIRouter()
+    pages: dict[str, bytes] = {}
+
+    @router.get("/docs", include_in_schema=False)
+    async def show_documentation(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
+        if root not in pages:
+            text = await asyncio.to_thread(lambda: write_page(app.openapi(), root))
+            pages.clear()
+            pages[root] = text.encode()
+        return Response(pages[root], headers=_HEADERS, media_type="text/html; charset=utf-8")
+
+    return router
+
+
+def write_page(schema: Mapping[str, Any], root: str = "") -> str:
+    """A page about the endpoints of an OpenAPI schema; `root` begins their paths."""
+    title = escape(f"{schema['info']['title']} {schema['info']['version']}")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f'<h1>{title}</h1><p>The same for programs: <a href="{escape(root)}/openapi.json">openapi.json</a></p>'
+        + "".join(
+            _endpoint(method, root + path, operation, schema)
+            for path, operations in schema["paths"].items()
+            for method, operation in operations.items()
+        )
+        + "</html>"
+    )
+
+
+def _endpoint(method: str, path: str, operation: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    about = escape(operation.get("description", operation.get("summary", "")))
+    bodies = operation.get("requestBody", {}).get("content", {}).values()
+    rows = "".join(row for body in bodies for row in _fields(body.get("schema", {}), schema))
+    rows += "".join(
+        _field(one["name"], one.get("schema", {}), one.get("required")) for one in operation.get("parameters", ())
+    )
+    answers = "".join(
+        f"<tr><td>{escape(str(status))}<td>{escape(answer.get('description', ''))}"
+        for status, answer in operation.get("responses", {}).items()
+    )
+    takes = f"<h3>Takes</h3><table>{rows}</table>" if rows else ""
+    return (
+        f"<details><summary><b>{escape(method.upper())}</b><code>{escape(path)}</code></summary>"
+        f"<p>{about}</p>{takes}<h3>Answers</h3><table>{answers}</table></details>"
+    )
+
+
+def _fields(body: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each field of a body."""
+    if "$ref" in body:
+        body = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    required = body.get("required", ())
+    for name, field in body.get("properties", {}).items():
+        yield _field(name, field, name in required)
+
+
+def _field(name: str, field: Mapping[str, Any], required: Any) -> str:
+    mark = " (required)" if required else ""
+    return f"<tr><td><code>{escape(name)}</code>{mark}<td><code>{escape(_kind(field))}</code>"
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """The type of a field in words."""
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    if "anyOf" in field:
+        return " | ".join(dict.fromkeys(map(_kind, field["anyOf"])))
+    if "enum" in field or "const" in field:
+        return " | ".join(json.dumps(value) for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"array of {_kind(field.get('items', {}))}"
+    return str(field.get("type", "any"))

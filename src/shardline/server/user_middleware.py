@@ -1,0 +1,47 @@
+"""The user's own middleware, of --middleware."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from shardline.config.server import ServerConfig
+
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+
+
+def load_middleware(config: ServerConfig) -> list[Any]:
+    """What the import paths of --middleware name: classes of ASGI middleware, and async functions.
+
+    Raises:
+        ValueError: a path leads nowhere, or to something else.
+    """
+    found = []
+    for path in config.middleware:
+        module, _, name = path.rpartition(".")
+        try:
+            value = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"--middleware {path}: cannot be imported ({error}); is its folder in PYTHONPATH?"
+            ) from error
+        if not (inspect.isclass(value) or inspect.iscoroutinefunction(value)):
+            raise ValueError(f"--middleware {path} must be a class or an async function, got {type(value).__name__}")
+        found.append(value)
+    return found
+
+
+def user_middleware(config: ServerConfig) -> list[Middleware]:
+    """The same as a server stacks it: the last one is the outermost, as if each were added to the application."""
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+
+    from shardline.server.middleware import WholeStreamMiddleware
+
+    stack = []
+    for one in reversed(load_middleware(config)):
+        is_class: bool = inspect.isclass(one)
+        stack.append(Middleware(one) if is_class else Middleware(BaseHTTPMiddleware, dispatch=one))
+    return [Middleware(WholeStreamMiddleware), *stack] if stack else []
