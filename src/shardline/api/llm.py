@@ -273,7 +273,8 @@ class LLM:
             ValueError: a prompt or a parameter is invalid; then none of these prompts was kept.
         """
         batch = as_prompts(prompts)
-        params, priorities = _as_params(sampling_params, len(batch)), _as_priorities(priority, len(batch))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params, priorities = _as_params(given, len(batch)), _as_priorities(priority, len(batch))
         with self._lock:
             requests = self._build_requests(batch, params, priorities)
             self._enqueued += requests

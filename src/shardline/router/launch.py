@@ -19,7 +19,6 @@ from shardline.server.errors import interrupted
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import (
     StopSignals,
-    check_tls,
     make_http_server,
     open_listener,
     reload_handled,
@@ -27,6 +26,7 @@ from shardline.server.launch import (
     url_of,
 )
 from shardline.server.middleware import InFlight
+from shardline.server.tls import check_tls, refresh_tls
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
     server = make_http_server(app, server_config, num_engines=0)
     watching = asyncio.create_task(HealthChecker(fleet, config).run())
     with stop.handled(), reload_handled(keys.reload, server_config):
+        server.config.load()
+        refreshing = asyncio.create_task(refresh_tls(server_config, server.config.ssl))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             logger.info(
@@ -71,7 +73,8 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
                 logger.warning("ended %d request(s) that had not finished", ended)
             return 0
         finally:
-            watching.cancel()
+            for task in (watching, refreshing):
+                task.cancel()
             server.should_exit = True
-            await asyncio.gather(serving, watching, return_exceptions=True)
+            await asyncio.gather(serving, watching, refreshing, return_exceptions=True)
             fleet.close()
