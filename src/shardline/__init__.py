@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
+    from shardline.api.pooling import PoolingParams
     from shardline.config.engine import EngineConfig
     from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -17,6 +18,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -27,6 +29,7 @@ _HOMES = {
     "AsyncLLM": "shardline.api.async_llm",
     "EngineConfig": "shardline.config.engine",
     "CompletionOutput": "shardline.api.outputs",
+    "PoolingParams": "shardline.api.pooling",
     "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
     "StructuredOutputsParams": "shardline.sampling_params",

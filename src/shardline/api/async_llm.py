@@ -12,6 +12,7 @@ from typing import Literal
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import RequestOutput
+from shardline.api.pooling import Pooler
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder, split_prompt
 from shardline.api.streams import Inbox, RequestStream, Streams
@@ -43,6 +44,8 @@ class ReadyModel:
     """The lines of the engines about their start."""
     builder: RequestBuilder
     streams: Streams
+    pooler: Pooler | None
+    """What becomes of prompts that are not continued; None: prompts are continued."""
 
 
 class AsyncLLM:
@@ -113,6 +116,7 @@ class AsyncLLM:
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),
+            text.pooler,
         )
         self._inbox.open(loop)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from shardline.api.pooling import Pooler
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.text.chat_template import ChatTemplate
@@ -22,6 +23,8 @@ class ModelText:
     chat_template: ChatTemplate | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    pooler: Pooler | None = None
+    """What becomes of prompts that are not continued; None: prompts are continued."""
 
     def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
         """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
@@ -40,6 +43,7 @@ def load_model_text(config: EngineConfig) -> ModelText:
     Raises:
         ValueError: the model does not exist, or its files are broken.
     """
+    from shardline.checkpoints.classifier import read_labels
     from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
     from shardline.checkpoints.lookup import decoder_spec
 
@@ -47,10 +51,12 @@ def load_model_text(config: EngineConfig) -> ModelText:
     files = resolve_model(model.model, model.revision, weights=False, load_format=model.load_format)
     source = files.text_source if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
     tokenizer = Tokenizer.from_folder(source)
+    spec, labels = decoder_spec(files.config), read_labels(files.config)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_folder(source, tokenizer.special_tokens if tokenizer is not None else None),
-        vocab_size=decoder_spec(files.config).vocab_size,
+        vocab_size=spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *tokenizer_eos_ids))),
+        pooler=Pooler(spec.hidden_size, labels) if config.embeds or labels is not None else None,
     )

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.messages.timeline import RequestMetrics
-from shardline.sampling_params import SamplingParams
 
 Decode = Callable[[int], str | None]
 """The text of a token id; None: it is not known."""
-
-EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-"""The parameters of a request that is embedded. No token is generated."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -61,7 +53,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     refused: bool = False
     """Whether what the request asks for is at fault."""
     embedding: bytes = b""
-    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    """See `SequenceOutput`."""
     shaped_logprobs: list[dict[int, Logprob]] = []
     """What `logprobs` has made so far."""
 
@@ -128,35 +120,3 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             shaped = (logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)
             self.shaped_prompt_logprobs = [None, *shaped]
         return self.shaped_prompt_logprobs
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """The vector of one prompt."""
-
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """A prompt and its vector, in vLLM's shape."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Embedding
-    finished: bool = True
-
-
-def normalized_embedding(output: RequestOutput, dimensions: int | None = None) -> array[float]:
-    """The vector of a finished request, float32, of length 1; `dimensions`: keep only so many of its first numbers.
-
-    Raises:
-        ValueError: the vector has fewer numbers.
-    """
-    values = array("f", output.outputs[0].embedding)
-    if dimensions is not None:
-        if not 1 <= dimensions <= len(values):
-            raise ValueError(f"dimensions must be in [1, {len(values)}], the size of this model's vectors")
-        values = values[:dimensions]
-    length = math.sqrt(math.fsum(map(operator.mul, values, values)))
-    return array("f", [value / length for value in values]) if length > 0.0 else values

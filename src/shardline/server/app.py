@@ -30,6 +30,9 @@ from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import health_routes, request_routes
+from shardline.server.pooling.generative import generative_scoring_routes
+from shardline.server.pooling.routes import pooling_routes
+from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
@@ -66,13 +69,15 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(request_routes(service))
-    ready, refused = Depends(service.require_ready), Depends(service.refuse_task)
-    generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
+    ready = Depends(service.require_ready)
+    generates, pools = [ready, Depends(service.require_generating)], [ready, Depends(service.require_pooling)]
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
     for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
         app.include_router(routes(service), dependencies=generates)
-    app.include_router(embedding_routes(service), dependencies=embeds)
+    app.include_router(generative_scoring_routes(service), dependencies=generates)
+    for routes in (embedding_routes, pooling_routes, score_routes):
+        app.include_router(routes(service), dependencies=pools)
     return app
 
 
