@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
-    from shardline.api.pooling import PoolingParams
+    from shardline.api.pooling import PoolingParams, PoolingRequestOutput
     from shardline.config.engine import EngineConfig
     from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -19,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -30,6 +31,7 @@ _HOMES = {
     "EngineConfig": "shardline.config.engine",
     "CompletionOutput": "shardline.api.outputs",
     "PoolingParams": "shardline.api.pooling",
+    "PoolingRequestOutput": "shardline.api.pooling",
     "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
     "StructuredOutputsParams": "shardline.sampling_params",

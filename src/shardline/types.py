@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
-from shardline.api.pooling import (
+from shardline.api.outputs import (
     ClassificationOutput,
+    CompletionOutput,
     EmbeddingOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
+    Logprob,
+    RequestOutput,
     ScoringOutput,
 )
 from shardline.api.requests import Prompt, TextPrompt, TokensPrompt
@@ -17,8 +17,6 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "Logprob",
-    "PoolingOutput",
-    "PoolingRequestOutput",
     "Prompt",
     "RequestOutput",
     "ScoringOutput",

@@ -125,9 +125,7 @@ class LLM(PoolingMethods):
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
         if self._text.pooler is not None:
-            raise ValueError(
-                f"this LLM does not generate (runner='pooling'): it can {' and '.join(self._text.pooler.tasks)}"
-            )
+            raise ValueError(f"this LLM generates nothing (runner='pooling'); use {self._text.pooler.tasks[0]}()")
         batch = as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
         return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))

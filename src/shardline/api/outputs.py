@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.messages.timeline import RequestMetrics
+from shardline.sampling_params import SamplingParams
 
 Decode = Callable[[int], str | None]
 """The text of a token id; None: it is not known."""
+
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+"""The parameters of a request that is embedded. No token is generated."""
+TOKEN_EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+"""The same if every token of the prompt is embedded."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -120,3 +127,34 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             shaped = (logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)
             self.shaped_prompt_logprobs = [None, *shaped]
         return self.shaped_prompt_logprobs
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """The score of each label for one prompt, in the order of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float

@@ -7,16 +7,13 @@ from typing import Any, TypeVar
 
 from shardline.api.batch import RequestTimes
 from shardline.api.model_text import ModelText
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoringOutput
 from shardline.api.pooling import (
-    ClassificationOutput,
-    EmbeddingOutput,
     Pooler,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
     PoolingTask,
-    ScoringOutput,
     cosine,
     pair_up,
     pooling_request,
@@ -70,7 +67,7 @@ class PoolingMethods:
         outputs, _ = self._run_batch(batch, [pooling_request(pooling_task)] * len(batch), use_tqdm, [0] * len(batch))
         for number, output in enumerate(outputs):
             if output.outputs[0].finish_reason == "error":
-                raise RuntimeError(f"prompt {number} could not be pooled: {output.outputs[0].error}")
+                raise RuntimeError(f"prompt {number} could not be embedded: {output.outputs[0].error}")
         return [
             PoolingRequestOutput(
                 output.request_id,

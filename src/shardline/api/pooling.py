@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import EMBEDDING_PARAMS, TOKEN_EMBEDDING_PARAMS, RequestOutput
 from shardline.checkpoints.classifier import LabelConfig
 from shardline.sampling_params import SamplingParams
 
@@ -21,13 +21,10 @@ POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 Values = NDArray[np.float32]
 T = TypeVar("T")
 
-_LAST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-_EVERY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-
 
 def pooling_request(task: PoolingTask) -> SamplingParams:
     """The parameters of a request that is pooled. No token is generated."""
-    return _EVERY_TOKEN if task.startswith("token_") else _LAST_TOKEN
+    return TOKEN_EMBEDDING_PARAMS if task.startswith("token_") else EMBEDDING_PARAMS
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -49,37 +46,6 @@ class PoolingOutput:
     """The numbers of one prompt: [size], or [tokens, size] of a task for each token; float32."""
 
     data: Values
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """The vector of one prompt."""
-
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        """How many numbers it has."""
-        return len(self.embedding)
-
-
-@dataclass(frozen=True)
-class ClassificationOutput:
-    """The score of each label for one prompt, in the order of the model's labels."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        """How many labels there are."""
-        return len(self.probs)
-
-
-@dataclass(frozen=True)
-class ScoringOutput:
-    """How well two texts fit."""
-
-    score: float
 
 
 @dataclass(frozen=True)

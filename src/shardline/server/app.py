@@ -31,6 +31,7 @@ from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import health_routes, request_routes
 from shardline.server.pooling.generative import generative_scoring_routes
+from shardline.server.pooling.request import RunnerChecks
 from shardline.server.pooling.routes import pooling_routes
 from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.generate import generate_routes
@@ -69,8 +70,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(request_routes(service))
-    ready = Depends(service.require_ready)
-    generates, pools = [ready, Depends(service.require_generating)], [ready, Depends(service.require_pooling)]
+    ready, checks = Depends(service.require_ready), RunnerChecks(service)
+    generates, pools = [ready, Depends(checks.generates)], [ready, Depends(checks.pools)]
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
     for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):

@@ -75,34 +75,6 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
-    async def require_generating(self) -> None:
-        """Refuse a request for text if the model embeds or classifies.
-
-        Raises:
-            ApiError: 400.
-        """
-        pooler = self.llm.model.pooler
-        if pooler is None:
-            return
-        paths = "/v1/embeddings, /pooling" if pooler.labels is None else "/classify, /pooling"
-        raise bad_request(
-            f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
-            code="unsupported_parameter",
-        )
-
-    async def require_pooling(self) -> None:
-        """Refuse a request for embeddings or scores if the model generates.
-
-        Raises:
-            ApiError: 400.
-        """
-        if self.llm.model.pooler is None:
-            raise bad_request(
-                "This server generates text: start one with --runner pooling for embeddings, and with a classifier "
-                "(ForSequenceClassification) for its scores.",
-                code="unsupported_parameter",
-            )
-
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
 

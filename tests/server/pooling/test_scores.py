@@ -101,7 +101,7 @@ def test_ranking(reranker: Running, path: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_best_comes_first(http: httpx.Client, shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_length = {2: [1.0, 0.0, 0.0], 3: [0.0, 1.0, 0.0], 4: [1.0, 1.0, 0.0]}
+    by_length = {1: [1.0, 0.0, 0.0], 2: [0.0, 1.0, 0.0], 3: [1.0, 1.0, 0.0]}
     step = shared.engine._step
 
     def answer_by_length(request, ids):  # type: ignore[no-untyped-def]

@@ -130,7 +130,7 @@ class RequestRegistry:
             [],
             finish_reason="stop",
             num_cached_tokens=cached,
-            embedding=sequence.pooled,
+            embedding=sequence.embedding,
         )
 
     def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:

@@ -277,7 +277,7 @@ class Scheduler:
         if sequence.state is not State.FINISHED:
             self.kv.slide_windows(sequence)
             if result is not None and result.embedding:
-                sequence.append_pooled(step.start + step.num_tokens, step.num_samples, result.embedding)
+                sequence.append_embeddings(step.start + step.num_tokens, step.num_samples, result.embedding)
             elif step.score and result is not None:
                 sequence.append_scores(step.start, result.prompt_logprobs or [])
             if step.sample or (result is not None and result.error):

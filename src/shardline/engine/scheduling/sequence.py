@@ -140,10 +140,10 @@ class LiveSequence:
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
-    pooled: bytes = b""
-    """What its prompt's tokens are pooled to, see `SequenceOutput.embedding`, as far as it is known."""
+    embedding: bytes = b""
+    """See `SequenceOutput.embedding`, as far as it is known."""
     num_reported: int | None = None
-    """From how many of its first positions log probabilities or pooled values are known; None: nobody asked for all."""
+    """From how many of its first positions log probabilities or embeddings are known; None: nobody asked for all."""
     mask_key: int = -1
     """What its masks are asked for by, if it has a grammar."""
     allowed: bytes = b""
@@ -186,8 +186,8 @@ class LiveSequence:
     def first_unscored(self) -> int | None:
         """The first position whose logits tell the log probability of the prompt's next token, which is not known yet.
 
-        None: all that were asked for are known. If prompts are embedded, it is the first position to be pooled; the
-        step that samples pools the last one.
+        None: all that were asked for are known. If prompts are embedded, it is the first position without a vector;
+        that of the last one comes from the step that samples.
         """
         known = self.num_reported
         return None if known is None or known + 1 >= len(self.request.prompt_token_ids) else known
@@ -203,12 +203,12 @@ class LiveSequence:
             self.prompt_logprobs += scores[len(self.prompt_logprobs) - start :]
             self.num_reported = len(self.prompt_logprobs)
 
-    def append_pooled(self, end: int, count: int, values: bytes) -> None:
+    def append_embeddings(self, end: int, count: int, values: bytes) -> None:
         """Append what a step made of the `count` positions before `end`, [count, size]; a preempted sequence may have
         had some of them before. Only the last position counts unless all were asked for."""
         known = end - 1 if self.num_reported is None else self.num_reported
         new = end - known
-        self.pooled += values[len(values) // count * (count - new) :]
+        self.embedding += values[len(values) // count * (count - new) :]
         if self.num_reported is not None:
             self.num_reported = end
 
