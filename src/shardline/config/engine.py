@@ -72,7 +72,8 @@ class ModelConfig:
     )
     runner: str = option(
         "auto",
-        "auto, generate: continue prompts; pooling: embed them, one vector for each",
+        "generate: continue prompts; pooling: embed them, one vector for each; auto: classify them if the model is a "
+        "classifier, else continue them",
         choices=("auto", "generate", "pooling"),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
