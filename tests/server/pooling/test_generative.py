@@ -1,4 +1,4 @@
-"""/generative_scoring."""
+"""/generative_scoring, and what a server that generates does not do."""
 
 from __future__ import annotations
 
@@ -56,3 +56,12 @@ def test_refusals(http: httpx.Client, change: dict[str, object], word: str) -> N
     answer = http.post("/generative_scoring", json={**BODY, **change})
     assert answer.status_code == 400
     assert word in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
+)
+def test_a_server_that_generates_does_not_pool(path: str, http: httpx.Client) -> None:
+    answer = http.post(path, json={"input": "a", "text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]})
+    assert answer.status_code == 400
+    assert "--runner pooling" in answer.json()["error"]["message"]

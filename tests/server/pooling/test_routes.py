@@ -148,18 +148,3 @@ def test_what_a_classifier_does_not(classifier: httpx.Client, path: str, body: d
     answer = classifier.post(path, json=body)
     assert answer.status_code == 400
     assert word in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "path", ["/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
-)
-def test_a_server_that_generates_does_not_pool(path: str, generating: httpx.Client) -> None:
-    answer = generating.post(path, json={"input": "a", "text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]})
-    assert answer.status_code == 400
-    assert "--runner pooling" in answer.json()["error"]["message"]
-
-
-@pytest.fixture(scope="module")
-def generating() -> Iterator[httpx.Client]:
-    with serve() as running, running.http() as client:
-        yield client
