@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
+    from shardline.api.pooling import PoolingParams, PoolingRequestOutput
     from shardline.config.engine import EngineConfig
     from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
@@ -18,6 +19,8 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -28,6 +31,8 @@ _HOMES = {
     "AsyncLLM": "shardline.api.async_llm",
     "EngineConfig": "shardline.config.engine",
     "CompletionOutput": "shardline.api.outputs",
+    "PoolingParams": "shardline.api.pooling",
+    "PoolingRequestOutput": "shardline.api.pooling",
     "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
     "BeamSearchParams": "shardline.sampling_params",

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from shardline.api.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
+from shardline.api.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    Logprob,
+    RequestOutput,
+    ScoringOutput,
+)
 from shardline.api.requests import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 
 __all__ = [
+    "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbedsPrompt",
     "Logprob",
     "Prompt",
     "RequestOutput",
+    "ScoringOutput",
     "TextPrompt",
     "TokensPrompt",
 ]

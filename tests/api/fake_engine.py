@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shardline.api.engines import EngineEvent
 from shardline.api.model_text import ModelText
+from shardline.api.pooling import Pooler
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
@@ -34,7 +35,8 @@ def load_text(config: EngineConfig) -> ModelText:
     tokenizer = builders.tokenizer(builders.byte_level_json())
     assert tokenizer.eos_token_ids == (EOS,)
     template = ChatTemplate(builders.TEMPLATE, tokenizer.special_tokens)
-    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids, 3)
+    pooler = Pooler(hidden_size=2) if config.embeds else None
+    return ModelText(tokenizer, template, tokenizer.vocab_size + 8, tokenizer.eos_token_ids, 3, pooler=pooler)
 
 
 class FakeEngineClient:

@@ -482,6 +482,15 @@ def _checkpoint_files(family: str, seed: int, dtype: str, max_shard_size: str, o
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def make_classifier(family: str, folder: Path, num_labels: int, **overrides: Any) -> Path:
+    """Save a tiny random checkpoint of `family` with a head for `num_labels` labels."""
+    config = make_config(family, num_labels=num_labels, dtype="float32", **overrides)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    randomize(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_variant(name: str, folder: Path, **options: Any) -> Path:
     """Save the checkpoint of a variant by its name in VARIANTS."""
     variant = VARIANTS[name]

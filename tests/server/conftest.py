@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from shardline.api.async_llm import AsyncLLM
+from shardline.checkpoints.classifier import LabelConfig
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.server.app import create_app
@@ -54,16 +55,21 @@ class Running:
 
 @contextlib.contextmanager
 def serve(
-    config: ServerConfig | None = None, *, ready: bool = True, engine_config: EngineConfig | None = None
+    config: ServerConfig | None = None,
+    *,
+    ready: bool = True,
+    engine_config: EngineConfig | None = None,
+    labels: LabelConfig | None = None,
 ) -> Iterator[Running]:
-    """A server for the duration of the block; `ready=False`: its engine is still loading."""
+    """A server for the duration of the block; `ready=False`: its engine is still loading; `labels`: its model is a
+    classifier with these labels, and `engine_config` says so, too."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     box: list[Running | uvicorn.Server] = []
     up = threading.Event()
 
     async def main() -> None:
-        llm, engine = fake_llm(engine_config)
+        llm, engine = fake_llm(engine_config, labels)
         server_config = config or ServerConfig(port=0)
         app = create_app(llm, server_config)
         server = uvicorn.Server(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.model_text import ModelText
+from shardline.api.pooling import Pooler
+from shardline.checkpoints.classifier import LabelConfig
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
@@ -130,7 +132,8 @@ class FakeEngine:
 
     def _step(self, request: Request, ids: list[int]) -> SequenceOutput:
         if self.embedding:
-            vector = array("f", self.embedding).tobytes()
+            count = 1 if request.sampling.prompt_logprobs is None else len(request.prompt_token_ids)
+            vector = array("f", self.embedding * count).tobytes()
             return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
         if self.refusal:
             own = request.request_id, request.choice, []
@@ -166,12 +169,14 @@ class FakeEngine:
         )
 
 
-def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
-    """A real AsyncLLM over a FakeEngine; set `engine.load` to let it become ready."""
+def fake_llm(config: EngineConfig | None = None, labels: LabelConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
+    """A real AsyncLLM over a FakeEngine; set `engine.load` to let it become ready. `labels`: those of a classifier."""
     engines: list[FakeEngine] = []
 
     def connect(config: EngineConfig, replica: int, on_message: Callable[[Event], None]) -> FakeEngine:
         engine = FakeEngine(config, replica, on_message)
+        if labels is not None:
+            engine.embedding = engine.embedding[: len(labels.labels)]
         if engines:
             engine.load = engines[0].reload
         engines.append(engine)
@@ -181,7 +186,8 @@ def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
         own = tokenizer(byte_level_json())
         if config.model.skip_tokenizer_init:
             return ModelText(None, None, own.vocab_size, own.eos_token_ids)
-        return ModelText(own, ChatTemplate(TEMPLATE, own.special_tokens), own.vocab_size, own.eos_token_ids, 3)
+        template, pooler = ChatTemplate(TEMPLATE, own.special_tokens), Pooler(3, labels) if config.embeds else None
+        return ModelText(own, template, own.vocab_size, own.eos_token_ids, 3, pooler=pooler)
 
     llm = AsyncLLM(config or EngineConfig(), connect=connect, load_text=load_text)
     return llm, engines[0]

@@ -14,6 +14,7 @@ from shardline.api.beam_search import BeamSearch, step_params
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
+from shardline.api.pooling import Pooler
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
 from shardline.api.streams import Inbox, RequestStream, Streams
@@ -45,6 +46,8 @@ class ReadyModel:
     """The lines of the engines about their start."""
     builder: RequestBuilder
     streams: Streams
+    pooler: Pooler | None
+    """What becomes of prompts that are not continued; None: prompts are continued."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
 
@@ -117,6 +120,7 @@ class AsyncLLM:
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),
+            text.pooler,
             text.sampling_defaults,
         )
         self._inbox.open(loop)

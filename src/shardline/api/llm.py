@@ -22,16 +22,10 @@ from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
-from shardline.api.outputs import (
-    EMBEDDING_PARAMS,
-    CompletionOutput,
-    Embedding,
-    EmbeddingOutput,
-    RequestOutput,
-    normalized_embedding,
-)
+from shardline.api.outputs import CompletionOutput, RequestOutput
+from shardline.api.pooled_batches import PoolingMethods
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt
+from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt, as_prompts
 from shardline.config.engine import EngineConfig
 from shardline.config.structured_outputs import read_structured_outputs_config
 from shardline.config.vllm_variables import note_variables, options_from_variables
@@ -47,7 +41,7 @@ from shardline.text.transformers_tokenizer import TransformersTokenizer
 logger = logging.getLogger(__name__)
 
 
-class LLM:
+class LLM(PoolingMethods):
     """An engine for batches of prompts.
 
     The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2, and
@@ -157,39 +151,12 @@ class LLM:
         priority: int | Sequence[int] | None = None,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
-        if self.config.embeds:
-            raise ValueError("this LLM embeds prompts (runner='pooling'); use embed()")
+        if self._text.pooler is not None:
+            raise ValueError(f"this LLM generates nothing (runner='pooling'); use {self._text.pooler.tasks[0]}()")
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _as_params(given, len(batch))
         return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
-
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_tqdm: bool | MakeBar = True
-    ) -> list[EmbeddingOutput]:
-        """The vectors of one or several prompts, in their order: `outputs.embedding` of each has the length 1.
-
-        A vector is the final hidden state of the prompt's last token. `dimensions`: keep only so many of its numbers.
-
-        Raises:
-            ValueError: the engine was not started with runner="pooling", or a prompt is invalid.
-            RuntimeError: a prompt could not be embedded, for example because it needs more KV cache than there is.
-        """
-        if not self.config.embeds:
-            raise ValueError("this LLM generates; start it with runner='pooling' to embed prompts")
-        batch = as_prompts(prompts)
-        outputs, _ = self._run_batch(batch, [EMBEDDING_PARAMS] * len(batch), use_tqdm, [0] * len(batch))
-        for number, output in enumerate(outputs):
-            if output.outputs[0].finish_reason == "error":
-                raise RuntimeError(f"prompt {number} could not be embedded: {output.outputs[0].error}")
-        return [
-            EmbeddingOutput(
-                output.request_id,
-                output.prompt_token_ids,
-                Embedding(normalized_embedding(output, dimensions).tolist()),
-            )
-            for output in outputs
-        ]
 
     def _run_batch(
         self,
@@ -406,13 +373,6 @@ class LLM:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list. A string, an object or a list of ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shardline.api.pooling import Pooler
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig, ModelConfig, json_object
 from shardline.sampling_params import SamplingParams
@@ -31,6 +32,8 @@ class ModelText:
     """Numbers in a row of `prompt_embeds`; 0: the model takes none."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out, by the names of `SamplingParams`."""
+    pooler: Pooler | None = None
+    """What becomes of prompts that are not continued; None: prompts are continued."""
 
     def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
         """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
@@ -80,12 +83,14 @@ def load_model_text(config: EngineConfig) -> ModelText:
     Raises:
         ValueError: the model does not exist, or its files are broken.
     """
+    from shardline.checkpoints.classifier import read_labels
     from shardline.checkpoints.description import resolve_configured, tokenizer_source
     from shardline.checkpoints.lookup import decoder_spec
 
     model = config.model
     files = resolve_configured(model, weights=False)
     source, spec = tokenizer_source(model, files), decoder_spec(files.config)
+    labels = read_labels(files.config)
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.from_folder(source)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
@@ -98,4 +103,5 @@ def load_model_text(config: EngineConfig) -> ModelText:
         # Layers that read token ids themselves have nothing to read.
         embeds_size=0 if spec.token_input is not None else spec.hidden_size,
         sampling_defaults=read_sampling_defaults(model, files.generation_config),
+        pooler=Pooler(spec.hidden_size, labels) if config.embeds or labels is not None else None,
     )

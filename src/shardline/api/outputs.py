@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +16,8 @@ Decode = Callable[[int], str | None]
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of a request that is embedded. No token is generated."""
+TOKEN_EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+"""The same if every token of the prompt is embedded."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -62,7 +61,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     refused: bool = False
     """Whether what the request asks for is at fault."""
     embedding: bytes = b""
-    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    """See `SequenceOutput`."""
     shaped_logprobs: list[dict[int, Logprob]] = []
     """What `logprobs` has made so far."""
 
@@ -161,32 +160,31 @@ class Deltas:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingOutput:
     """The vector of one prompt."""
 
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
 
 @dataclass(frozen=True)
-class EmbeddingOutput:
-    """A prompt and its vector, in vLLM's shape."""
+class ClassificationOutput:
+    """The score of each label for one prompt, in the order of the model's labels."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Embedding
-    finished: bool = True
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
 
 
-def normalized_embedding(output: RequestOutput, dimensions: int | None = None) -> array[float]:
-    """The vector of a finished request, float32, of length 1; `dimensions`: keep only so many of its first numbers.
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well two texts fit."""
 
-    Raises:
-        ValueError: the vector has fewer numbers.
-    """
-    values = array("f", output.outputs[0].embedding)
-    if dimensions is not None:
-        if not 1 <= dimensions <= len(values):
-            raise ValueError(f"dimensions must be in [1, {len(values)}], the size of this model's vectors")
-        values = values[:dimensions]
-    length = math.sqrt(math.fsum(map(operator.mul, values, values)))
-    return array("f", [value / length for value in values]) if length > 0.0 else values
+    score: float

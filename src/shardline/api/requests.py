@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import msgspec
 
@@ -376,6 +376,13 @@ def _engine_params(params: SamplingParams) -> SamplingParams:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
         raise ValueError(f"the sampling parameters are invalid: {error}") from error
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list. A string, an object or a list of ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:

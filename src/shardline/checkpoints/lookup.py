@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from msgspec.structs import replace
 
 import shardline.models.families
+from shardline.checkpoints.classifier import read_labels
 from shardline.checkpoints.quantization import check_loadable
 from shardline.checkpoints.wrapper import text_config
 from shardline.models.attention import GQA
@@ -115,6 +116,9 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     check_loadable(hf)
     spec = found.decoder_spec(hf, max_model_len)
     _check_experts(spec)
+    if (classes := read_labels(config)) is not None:
+        # The head of the family stands for nothing here: no logit of a token is computed.
+        spec = replace(spec, num_labels=len(classes.labels), tied_embeddings=False, lm_head_bias=False)
     return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
 
 

@@ -94,7 +94,8 @@ class ModelConfig:
     )
     runner: str = option(
         "auto",
-        "auto, generate: continue prompts; pooling: embed them, one vector for each",
+        "generate: continue prompts; pooling: embed them, one vector for each; auto: classify them if the model is a "
+        "classifier, else continue them",
         choices=("auto", "generate", "pooling"),
     )
     max_logprobs: int = option(

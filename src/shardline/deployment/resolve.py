@@ -54,6 +54,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
         raise ValueError(refusal)
     check_length(asked_length, spec)
+    embeds = _embeds(config, spec)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
     held = choose_weight_format(config, model.stored, devices)
@@ -74,7 +75,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         numerics=cast(Numerics, parallel.numerics),
         check_finite=config.model.check_finite,
         logprobs_mode=cast(LogprobsMode, config.model.logprobs_mode),
-        embeds=config.embeds,
+        embeds=embeds,
         machine=machine,
         device=layout.device,
         grid=layout.grid,
@@ -97,6 +98,20 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _embeds(config: EngineConfig, spec: DecoderSpec) -> bool:
+    """Whether prompts are embedded or classified; a model that classifies cannot do anything else."""
+    if spec.num_labels is None or config.embeds:
+        return config.embeds
+    if config.model.runner == "generate":
+        raise ValueError(
+            "the model classifies (ForSequenceClassification) and cannot generate: leave --runner out, or use "
+            "--runner pooling"
+        )
+    if config.scheduler.speculation.num_speculative_tokens:
+        raise ValueError("speculative_config drafts tokens, and this model classifies: leave it out")
+    return True
 
 
 def _max_in_flight(config: EngineConfig, layout: Layout) -> int:

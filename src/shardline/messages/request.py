@@ -87,7 +87,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of all prompt tokens but the first, with the first generated token; None: nobody asked for them."""
     embedding: bytes = b""
-    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    """float32 [tokens, size]: the final hidden state, or the labels' logits, of the prompt's last token, or of all of
+    its tokens if `prompt_logprobs` is set; empty unless prompts are embedded."""
     timeline: EngineTimeline | None = None
     """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
     refused: bool = False

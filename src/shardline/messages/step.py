@@ -124,7 +124,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens after the step's positions; None: the step scored none."""
     embedding: bytes = b""
-    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    """float32 [num_samples, size]: the final hidden states, or the labels' logits, of the step's last positions; empty
+    unless prompts are embedded."""
     refused: bool = False
     """Whether what the request asks for is at fault for the error."""
 

@@ -23,7 +23,12 @@ from shardline.models.spec import DecoderSpec, Layer, TensorSource
 KeyFinder = Callable[[str, DecoderSpec], TensorSource]
 """See `lookup.Family.tensor_source`."""
 
-_MODEL_KEYS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
+_MODEL_KEYS = {
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+    "classifier": "score",
+}
 LAYER_KEYS: Mapping[str, str] = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",

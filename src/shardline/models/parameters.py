@@ -3,6 +3,7 @@
 Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `final_norm.*`, `lm_head.*`, and
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
+A model that classifies has `classifier.weight` [labels, hidden] instead of the lm_head.
 The scores of attention sinks are `attention.sinks.bias` [heads], and the factor of a layer's output is
 `output_scale.bias` [1]. A layer that reads the cache of another layer has no k and v.
 
@@ -191,6 +192,9 @@ def _after_layers(spec: DecoderSpec, layers: Span) -> Parameters:
     hidden, vocab = spec.hidden_size, spec.vocab_size
     yield from spec.layers[0].head_parameters(hidden)
     yield from norm_parameters("final_norm", spec.final_norm, hidden)
+    if spec.num_labels is not None:
+        yield "classifier.weight", (spec.num_labels, hidden)
+        return
     if not spec.tied_embeddings:
         yield "lm_head.weight", (vocab, hidden)
     elif not embeds_tokens(spec, layers):

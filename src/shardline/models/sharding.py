@@ -26,9 +26,9 @@ def shard(
     Every linear is split by its output: q, k and v by heads, o and down by the hidden size, gate and up by the
     intermediate size, embedding and lm_head by the vocabulary. With numerics "fast", o and down are split by their
     input instead. Their biases are then whole, since they are added once, after the sum. Norms, learned positions,
-    routers and gates of shared experts are whole. Experts are split like any other feed-forward block. With `experts`,
-    each expert is whole on one rank and has no rows on the others. A layer's inputs for each token are split by their
-    elements, but their projection is whole, since its norm needs whole rows.
+    routers, gates of shared experts and classifiers are whole. Experts are split like any other feed-forward block.
+    With `experts`, each expert is whole on one rank and has no rows on the others. A layer's inputs for each token are
+    split by their elements, but their projection is whole, since its norm needs whole rows.
 
     In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
     q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
@@ -42,7 +42,7 @@ def shard(
     if layer is None:
         if part in ("embed", "lm_head"):
             return _split(0, split_dim(spec.vocab_size, tp_size)[tp_rank], whole)
-        if part in ("positions", "head_streams"):
+        if part in ("positions", "head_streams", "classifier"):
             return whole
         if part in ("final_norm", "token_input_norm"):
             return (None,)

@@ -110,6 +110,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True)
     logits_softcap: float | None = None
     logits_scale: float = 1.0
     """Factor of the logits (Cohere, Granite)."""
+    num_labels: int | None = None
+    """Rows of the classifier in the place of the lm_head; None: the model has an lm_head."""
 
     @property
     def token_input(self) -> TokenInput | None:

@@ -22,7 +22,7 @@ from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
 from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
-from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
+from shardline.runtime.layers.vocabulary import Classifier, LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows, StepInput, empty_rows
@@ -153,7 +153,8 @@ class FusedLayers(Protocol):
 class DecoderStage:
     """The layers [layers.start, layers.stop) of a model; the first stage embeds tokens, the last computes logits.
 
-    If prompts are embedded, the last stage has no lm_head and returns the final hidden states.
+    If prompts are embedded, the last stage has no lm_head and returns the final hidden states, or what the classifier
+    of the model makes of them.
     """
 
     def __init__(self, loader: LayerLoader, layers: Span) -> None:
@@ -164,6 +165,7 @@ class DecoderStage:
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
         last = layers.stop == len(spec.layers)
         self.lm_head = LMHead(loader) if last and not stage.embeds else None
+        self._classifier = Classifier(loader) if last and spec.num_labels is not None else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
         self._embedding = TokenEmbedding(loader, tied) if embeds_tokens(spec, layers) else None
         self.is_first = layers.start == 0
@@ -202,12 +204,15 @@ class DecoderStage:
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """Run the layers on hidden states [T, H]. Returns the input of the next stage, [T, H]. The last stage returns
         this rank's fp32 logits of the sampled rows, [R, local vocab], or, for a greedy step, only the best logit of
-        each row (see LMHead.find_best). If prompts are embedded, it returns the final hidden states [R, H].
+        each row (see LMHead.find_best). If prompts are embedded, it returns the final hidden states [R, H], or the
+        logits of a classifier [R, labels].
         """
         hidden, delta = self._run_stage(step, hidden)
         if self._final_norm is None:
             return hidden if delta is None else add(self._kernels, hidden, delta)
         normed, _ = self._final_norm(hidden, delta)
+        if self._classifier is not None:
+            return self._classifier(as_tensor(normed))
         if self.lm_head is None:
             return as_tensor(normed)
         if step.greedy:

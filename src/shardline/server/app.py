@@ -33,6 +33,10 @@ from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import admin_routes, health_routes
+from shardline.server.pooling.generative import generative_scoring_routes
+from shardline.server.pooling.request import RunnerChecks
+from shardline.server.pooling.routes import pooling_routes
+from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
@@ -71,15 +75,17 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
-    ready, refused = Depends(service.require_ready), Depends(service.refuse_task)
-    generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
+    ready, checks = Depends(service.require_ready), RunnerChecks(service)
+    generates, pools = [ready, Depends(checks.generates)], [ready, Depends(checks.pools)]
     app.include_router(model_routes(service), dependencies=[ready])
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
         for routes in (completion_routes, chat_routes, response_routes, message_routes, render_routes):
             app.include_router(routes(service), dependencies=generates)
-        app.include_router(embedding_routes(service), dependencies=embeds)
+        app.include_router(generative_scoring_routes(service), dependencies=generates)
+        for routes in (embedding_routes, pooling_routes, score_routes):
+            app.include_router(routes(service), dependencies=pools)
     app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
     if not config.disable_fastapi_docs:
         app.include_router(documentation_routes(app))

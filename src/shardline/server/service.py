@@ -79,19 +79,6 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
-    async def refuse_task(self) -> None:
-        """Refuse a request for what this server's runner does not do.
-
-        Raises:
-            ApiError: 400.
-        """
-        message = (
-            "This server embeds prompts (--runner pooling): use /v1/embeddings."
-            if self.llm.config.embeds
-            else "This server generates text: start one with --runner pooling for embeddings."
-        )
-        raise bad_request(message, code="unsupported_parameter")
-
     @cached_property
     def _takes_any_name(self) -> bool:
         return env.takes_any_model_name()

@@ -119,7 +119,7 @@ class RequestRegistry:
             prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         )
 
-    def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
+    def finish_embedding(self, sequence: LiveSequence) -> SequenceOutput:
         """End a live sequence whose prompt was embedded; returns its only output."""
         self.totals.prompt_tokens += len(sequence.tokens)
         self._forget(sequence)
@@ -130,7 +130,7 @@ class RequestRegistry:
             [],
             finish_reason="stop",
             num_cached_tokens=cached,
-            embedding=embedding,
+            embedding=sequence.embedding,
         )
 
     def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:

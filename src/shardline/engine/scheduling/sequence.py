@@ -140,6 +140,10 @@ class LiveSequence:
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
+    embedding: bytes = b""
+    """See `SequenceOutput.embedding`, as far as it is known."""
+    num_reported: int | None = None
+    """From how many of its first positions log probabilities or embeddings are known; None: nobody asked for all."""
     mask_key: int = -1
     """What its masks are asked for by, if it has a grammar."""
     allowed: bytes = b""
@@ -153,6 +157,7 @@ class LiveSequence:
         # With the first output the user has had them.
         if sampling.prompt_logprobs is not None and not self.request.output_token_ids:
             self.prompt_logprobs = []
+            self.num_reported = 0
         eos = () if sampling.ignore_eos else self.request.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         self.awaits_mask = self.has_grammar
@@ -181,10 +186,11 @@ class LiveSequence:
     def first_unscored(self) -> int | None:
         """The first position whose logits tell the log probability of the prompt's next token, which is not known yet.
 
-        None: all that were asked for are known.
+        None: all that were asked for are known. If prompts are embedded, it is the first position without a vector;
+        that of the last one comes from the step that samples.
         """
-        known = self.prompt_logprobs
-        return None if known is None or len(known) + 1 >= len(self.request.prompt_token_ids) else len(known)
+        known = self.num_reported
+        return None if known is None or known + 1 >= len(self.request.prompt_token_ids) else known
 
     def is_scored(self, start: int, end: int) -> bool:
         """Whether a step that computes these positions reports log probabilities of the prompt."""
@@ -195,6 +201,16 @@ class LiveSequence:
         """Append the scores of a step that began at `start`; a preempted sequence may have had some of them before."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += scores[len(self.prompt_logprobs) - start :]
+            self.num_reported = len(self.prompt_logprobs)
+
+    def append_embeddings(self, end: int, count: int, values: bytes) -> None:
+        """Append what a step made of the `count` positions before `end`, [count, size]; a preempted sequence may have
+        had some of them before. Only the last position counts unless all were asked for."""
+        known = end - 1 if self.num_reported is None else self.num_reported
+        new = end - known
+        self.embedding += values[len(values) // count * (count - new) :]
+        if self.num_reported is not None:
+            self.num_reported = end
 
     def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
         """Note that workers get all tokens known now, and that the first `num_cached_tokens` need no computation."""

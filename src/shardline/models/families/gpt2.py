@@ -61,8 +61,8 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     """See `lookup.Family`."""
     layer, part, kind = parse_name(name)
-    if part == "lm_head":
-        return TensorSource("lm_head.weight")
+    if part in ("lm_head", "classifier"):
+        return TensorSource("lm_head.weight" if part == "lm_head" else "score.weight")
     keys = _MODEL_KEYS if layer is None else _LAYER_KEYS
     if part not in keys:
         raise ValueError(f"{name!r} is no parameter of this model type")

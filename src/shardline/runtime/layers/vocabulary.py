@@ -1,6 +1,7 @@
 """The token embedding and the lm_head, vocab-parallel: each rank owns a range of the vocabulary.
 
-A rank sends the rows of the embedding that a step needs, and computes the logits of its own range.
+A rank sends the rows of the embedding that a step needs, and computes the logits of its own range. A model that
+classifies has a small head instead, which every rank has whole.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import GivenRows
+from shardline.weights.formats import plain
 
 
 class TokenEmbedding:
@@ -100,3 +102,14 @@ class LMHead:
         """
         assert self._softcap is None
         return self._packed.argmax(hidden, self._bias, allowed)
+
+
+class Classifier:
+    """hidden [R, hidden_size] -> fp32 logits [R, labels]; its weight is never quantized."""
+
+    def __init__(self, loader: LayerLoader) -> None:
+        self._linear = plain.Format().pack_linear(loader.stage.kernels, loader.read("classifier.weight"))
+        loader.on_loaded(self._linear.nbytes)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._linear(hidden, out_dtype=torch.float32)

@@ -46,7 +46,7 @@ class Generation:
         cls,
         service: Service,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         *,
         request_id: str,
         prompt_param: str,
@@ -57,20 +57,23 @@ class Generation:
     ) -> Generation:
         """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
 
+        `params`: one for all prompts, or one for each.
+
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
         outputs; empty: there is none.
 
         Raises:
             ApiError: 400, a prompt or a parameter is invalid; 429, the queue is full; 503, the engine accepts nothing.
         """
-        limit = service.llm.config.scheduler.max_num_waiting
-        if len(prompts) * params.n > limit:
+        own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        limit, first = service.llm.config.scheduler.max_num_waiting, own[0]
+        if len(prompts) * first.n > limit:
             raise bad_request(
-                f"The request asks for {len(prompts) * params.n} choices ({len(prompts)} prompts, n={params.n}); at "
+                f"The request asks for {len(prompts) * first.n} choices ({len(prompts)} prompts, n={first.n}); at "
                 f"most {limit} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
-        observed = service.observer.start(request_id, params)
+        observed = service.observer.start(request_id, first)
         generation = cls(service, observed)
         try:
             for index, prompt in enumerate(prompts):
@@ -79,7 +82,7 @@ class Generation:
                 observed.add_prompt()
                 stream = await service.llm.submit(
                     prompt,
-                    params,
+                    own[index],
                     request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                     priority=priority,
                     cache_salt=cache_salt,

@@ -1,0 +1,1 @@
+"""Endpoints of models that embed or classify, and scores of pairs of texts."""
