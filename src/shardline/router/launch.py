@@ -73,8 +73,8 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
                 logger.warning("ended %d request(s) that had not finished", ended)
             return 0
         finally:
-            for task in (watching, refreshing):
-                task.cancel()
+            watching.cancel()
+            refreshing.cancel()
             server.should_exit = True
             await asyncio.gather(serving, watching, refreshing, return_exceptions=True)
             fleet.close()
