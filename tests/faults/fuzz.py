@@ -132,7 +132,7 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
     from shardline.config.engine import EngineConfig
     from shardline.config.server import ServerConfig
     from shardline.server.app import create_app
-    from shardline.server.launch import _make_http_server, bind_listener
+    from shardline.server.launch import make_http_server, bind_listener
 
     ports: list[int] = []
     servers = []
@@ -143,7 +143,7 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
             await llm.wait_ready()
             with contextlib.closing(bind_listener("127.0.0.1", 0)) as listener:
                 config = ServerConfig(uvicorn_log_level="error")
-                server = _make_http_server(create_app(llm, config), config, 1)
+                server = make_http_server(create_app(llm, config), config, 1)
                 servers.append(server)
                 ports.append(listener.getsockname()[1])
                 await server.serve(sockets=[listener])

@@ -15,7 +15,7 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.server.app import create_app
-from shardline.server.launch import _make_http_server, bind_listener
+from shardline.server.launch import make_http_server, bind_listener
 
 COUNT = int(os.environ.get("SHARDLINE_DISCONNECTS", "200"))
 AT_ONCE = 16
@@ -90,7 +90,7 @@ async def serve_clients(count: int) -> None:
         await llm.wait_ready()
         with contextlib.closing(bind_listener("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            server = _make_http_server(create_app(llm, config), config, 1)
+            server = make_http_server(create_app(llm, config), config, 1)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             usage = Usage(llm)
             try:

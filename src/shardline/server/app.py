@@ -23,6 +23,8 @@ from shardline.server.errors import ApiError, bad_request, explain_validation, i
 from shardline.server.keys import ApiKeys, AuthMiddleware
 from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
 from shardline.server.observer import RequestObserver
+from shardline.server.openai.batch.chat import batched_chat_routes
+from shardline.server.openai.batch.routes import batch_routes, start_batches
 from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.embeddings import embedding_routes
@@ -70,9 +72,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     generates, embeds = ([ready, refused], [ready]) if llm.config.embeds else ([ready], [ready, refused])
     for routes in (model_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[ready])
-    for routes in (completion_routes, chat_routes, response_routes, message_routes, generate_routes, render_routes):
+    for routes in (
+        completion_routes, chat_routes, batched_chat_routes, response_routes, message_routes, generate_routes,
+        render_routes,
+    ):  # fmt: skip
         app.include_router(routes(service), dependencies=generates)
     app.include_router(embedding_routes(service), dependencies=embeds)
+    app.state.batches = start_batches(app, service)
+    app.include_router(batch_routes(app.state.batches))
     return app
 
 
@@ -101,7 +108,7 @@ def _middleware(service: Service) -> list[Middleware]:
     if service.keys.are_required or service.keys.has_admin:
         stack.append(Middleware(AuthMiddleware, keys=service.keys))
     stack.append(Middleware(SlashMiddleware))
-    stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
+    stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
     if service.observer.tracer is not None:
         stack.append(Middleware(TraceMiddleware))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))

@@ -178,7 +178,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
     stop = _StopSignals(reloads=config.api_key_file is not None)
     try:
         app = create_app(llm, config)
-        server = _make_http_server(app, config, llm.config.parallel.num_engines)
+        server = make_http_server(app, config, llm.config.parallel.num_engines)
         with stop.handled(), _reload_handled(app.state.service.keys.reload, config):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
@@ -186,6 +186,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
             finally:
                 server.should_exit = True
                 await serving
+                if app.state.batches is not None:
+                    await app.state.batches.close()
                 tracer = app.state.service.observer.tracer
                 if tracer is not None:
                     await asyncio.to_thread(tracer.close)
@@ -324,7 +326,8 @@ def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterato
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
+def make_http_server(app: FastAPI, config: ServerConfig, num_engines: int) -> uvicorn.Server:
+    """The HTTP server of an application; `num_engines`: for which descriptors are kept."""
     import uvicorn
 
     from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
