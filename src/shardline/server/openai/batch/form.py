@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from email.message import Message
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
 
 from shardline.server.errors import bad_request
 
@@ -49,7 +49,8 @@ async def read_form(content_type: str, chunks: AsyncIterator[bytes], write: Call
 
 
 async def _read_part(form: UploadForm, body: _Body, mark: bytes, write: Callable[[bytes], None]) -> None:
-    headers = BytesHeaderParser().parsebytes(await body.read_text(b"\r\n\r\n", MAX_HEADER_BYTES))
+    # Clients send names in UTF-8, as browsers do.
+    headers = HeaderParser().parsestr((await body.read_text(b"\r\n\r\n", MAX_HEADER_BYTES)).decode(errors="replace"))
     name = headers.get_param("name", header="content-disposition")
     if not isinstance(name, str):
         raise bad_request("A part of the form has no name.")
