@@ -48,6 +48,7 @@ def test_log_probabilities(http: httpx.Client, as_ids: bool) -> None:
     ("fields", "param"),
     [
         ({"stream": True}, "stream"),
+        ({"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params.prompt_token_ids"),
         ({"messages": []}, "messages"),
         ({"messages": [[]]}, "messages"),
         ({"messages": chat("a")}, "messages"),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from shardline.cli.flags import add_engine_flags, add_flags, engine_config, fields_from_flags
 from shardline.config.server import ServerConfig
 
-_ANSWER_FIELDS = frozenset(
-    {
-        "host", "port", "served_model_name", "max_request_bytes", "return_tokens_as_token_ids",
-        "enable_force_include_usage", "chat_template", "default_chat_template_kwargs", "special_tokens_in_content",
-        "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser", "structured_outputs_config",
-        "enable_metrics", "metrics_prefix", "disable_log_requests", "otlp_traces_endpoint",
-    }
+_CONNECTION_FIELDS = (
+    "uds", "api_key", "api_key_file", "admin_api_key", "ssl_keyfile", "ssl_certfile", "allowed_origins",
+    "allow_credentials", "allowed_methods", "allowed_headers", "batch_dir", "batch_dir_bytes",
+    "enable_request_id_headers", "disable_access_log", "root_path", "uvicorn_log_level", "shutdown_timeout",
 )  # fmt: skip
-"""The fields of the server that a batch has a use for; others are about connections."""
+"""The fields of the server for which a batch has no use."""
 
 
 def add_parser(commands: Any) -> None:
@@ -41,8 +37,7 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--output-tmp-dir", metavar="FOLDER", help="where answers are until they are uploaded to a URL")
     group.add_argument("--url", dest="host", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_engine_flags(parser)
-    skipped = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in _ANSWER_FIELDS]
-    add_flags(parser, ServerConfig, "answers", skip=skipped)
+    add_flags(parser, ServerConfig, "answers", skip=_CONNECTION_FIELDS)
     parser.set_defaults(run=run)
 
 

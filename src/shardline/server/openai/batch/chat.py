@@ -38,6 +38,12 @@ class BatchedChatRequest(ChatRequest):
             ApiError: 400, a field is of single chats only.
         """
         refuse_if(bool(self.stream), "stream", "Batched chats cannot be streamed: set 'stream' to false.")
+        transfer = self.kv_transfer_params
+        refuse_if(
+            isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None,
+            "kv_transfer_params.prompt_token_ids",
+            "One prompt cannot stand for several conversations: leave out 'kv_transfer_params.prompt_token_ids'.",
+        )
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return [ChatRequest.model_construct(**{**fields, "messages": messages}) for messages in self.messages]
 
@@ -81,7 +87,7 @@ def _join(answers: Sequence[bytes]) -> bytes:
     for index, choice in enumerate(first["choices"]):
         choice["index"] = index
     if others:
-        first = {name: value for name, value in first.items() if name not in ("prompt_token_ids", "prompt_logprobs")}
+        first = {name: value for name, value in first.items() if not name.startswith("prompt_")}
     return msgspec.json.encode(first)
 
 

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BATCH_URLS = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/score", "/v1/score", "/rerank",
-        "/v1/rerank", "/v2/rerank", "/pooling", "/classify",
-    }
-)  # fmt: skip
+_URLS = """
+    /v1/chat/completions /v1/completions /v1/embeddings /v1/responses
+    /score /v1/score /rerank /v1/rerank /v2/rerank /pooling /classify
+"""
+BATCH_URLS = frozenset(_URLS.split())
 """Endpoints that requests of a batch may ask for, where the server has them."""
 MAX_HELD_BYTES = 64 << 20
 """Answers that wait in memory for an earlier one; behind them no request is started."""
@@ -56,7 +55,7 @@ class BatchExecutor:
         self.urls = frozenset(url for url in BATCH_URLS if _has_endpoint(app, url))
         scheduler, parallel = llm.config.scheduler, llm.config.parallel
         slots = scheduler.max_num_seqs * parallel.data_parallel_size
-        self._slots = asyncio.Semaphore(min(_REQUESTS_PER_SLOT * slots, scheduler.max_num_waiting))
+        self._slots = asyncio.Semaphore(max(1, min(_REQUESTS_PER_SLOT * slots, scheduler.max_num_waiting)))
 
     async def run(
         self, lines: Iterator[Line], write: Callable[[Answer], None], urls: Collection[str] | None = None
