@@ -53,6 +53,7 @@ def test_log_probabilities(http: httpx.Client, as_ids: bool) -> None:
         ({"messages": [[]]}, "messages"),
         ({"messages": chat("a")}, "messages"),
         ({"messages": [chat("a")] * 2049}, "messages"),
+        ({"messages": [chat("a")] * 1025, "n": 2}, "messages"),
         ({"messages": [chat("a"), [{"role": "user"}]]}, "messages"),
         ({"temperature": -1}, "temperature"),
         ({"model": "other"}, "model"),

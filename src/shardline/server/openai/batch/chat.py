@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.prepare import prepare_chat
 from shardline.server.openai.chat.request import ChatRequest, Messages
@@ -31,11 +32,11 @@ class BatchedChatRequest(ChatRequest):
         list[Messages], Field(min_length=1, max_length=MAX_CONVERSATIONS, fail_fast=True)
     ]
 
-    def chats(self) -> list[ChatRequest]:
-        """A chat request for each conversation.
+    def chats(self, max_choices: int) -> list[ChatRequest]:
+        """A chat request for each conversation; all together have at most `max_choices` choices.
 
         Raises:
-            ApiError: 400, a field is of single chats only.
+            ApiError: 400, there are more, or a field is of single chats only.
         """
         refuse_if(bool(self.stream), "stream", "Batched chats cannot be streamed: set 'stream' to false.")
         transfer = self.kv_transfer_params
@@ -44,6 +45,13 @@ class BatchedChatRequest(ChatRequest):
             "kv_transfer_params.prompt_token_ids",
             "One prompt cannot stand for several conversations: leave out 'kv_transfer_params.prompt_token_ids'.",
         )
+        choices = len(self.messages) * (self.n or 1)
+        if choices > max_choices:
+            raise bad_request(
+                f"The request asks for {choices} choices; at most {max_choices} are taken in one request "
+                "(--max-num-waiting).",
+                "messages",
+            )
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return [ChatRequest.model_construct(**{**fields, "messages": messages}) for messages in self.messages]
 
@@ -55,7 +63,7 @@ def batched_chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions/batch", responses=json_answers(ChatResponse))
     async def create_batched_chat_completion(body: BatchedChatRequest) -> Response:
         """Answer several conversations. With `n` choices each, the first n are of the first one, and so on."""
-        chats = body.chats()
+        chats = body.chats(service.llm.config.scheduler.max_num_waiting)
         prepared = [await prepare_chat(service, chat) for chat in chats]
         response_id = new_id("chatcmpl-")
         async with AsyncExitStack() as stack:
@@ -70,7 +78,9 @@ def batched_chat_routes(service: Service) -> APIRouter:
                 answers.append(
                     await asyncio.to_thread(writer.write_whole, output) if chat.logprobs else writer.write_whole(output)
                 )
-        return Response(_join(answers), headers=body.ignored_headers, media_type="application/json")
+        return Response(
+            await asyncio.to_thread(_join, answers), headers=body.ignored_headers, media_type="application/json"
+        )
 
     return router
 

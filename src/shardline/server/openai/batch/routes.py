@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
@@ -20,7 +20,7 @@ from shardline.server.openai.batch.executor import BatchExecutor
 from shardline.server.openai.batch.form import UploadForm, read_form
 from shardline.server.openai.batch.jobs import BatchJobs
 from shardline.server.openai.batch.store import Batch, BatchStore, ExpiresAfter, FileObject
-from shardline.server.openai.protocol import MAX_ID_CHARS, MAX_METADATA, RequestModel
+from shardline.server.openai.protocol import MAX_ID_CHARS, RequestModel, check_metadata
 from shardline.server.service import Service
 
 T = TypeVar("T", FileObject, Batch)
@@ -77,7 +77,7 @@ class CreateBatch(RequestModel):
     endpoint: Annotated[str, Field(max_length=MAX_ID_CHARS)]
     completion_window: Annotated[str, Field(max_length=16)]
     """Any time: a batch never expires."""
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], BeforeValidator(check_metadata)] | None = None
     output_expires_after: ExpiresAfterField | None = None
 
 
