@@ -191,6 +191,8 @@ def test_wrong_paths(tmp_path: Path) -> None:
         ((str(tmp_path / "no"), "out", None), "no such file"),
         ((str(tmp_path), "out", None), "no such file"),
         ((str(source), str(tmp_path / "link"), None), "is the input file"),
+        ((str(source), str(tmp_path / "no" / "out"), None), "must be a folder"),
+        ((str(source), str(tmp_path), None), "must be a folder"),
         ((str(source), "http://x/y", str(source)), "no such folder"),
     ):
         with pytest.raises(ValueError, match=message):

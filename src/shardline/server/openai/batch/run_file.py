@@ -48,7 +48,7 @@ class BatchFiles:
     """Where the requests are, and where the answers go: paths, or http(s) URLs.
 
     Raises:
-        ValueError: both are one file, or `tmp_dir` is no folder.
+        ValueError: a file or a folder is not there, or input and output are one file.
     """
 
     input_file: str
@@ -61,9 +61,12 @@ class BatchFiles:
             if not os.path.exists(self.input_file) or os.path.isdir(self.input_file):
                 raise ValueError(f"--input-file {self.input_file}: there is no such file")
             # Pipes and terminals may be both.
-            same = os.path.isfile(self.output_file) and os.path.samefile(self.input_file, self.output_file)
-            if same:
+            if os.path.isfile(self.output_file) and os.path.samefile(self.input_file, self.output_file):
                 raise ValueError(f"--output-file {self.output_file} is the input file; give another one")
+        if not _is_url(self.output_file):
+            folder = os.path.dirname(self.output_file) or "."
+            if os.path.isdir(self.output_file) or not os.path.isdir(folder):
+                raise ValueError(f"--output-file {self.output_file}: {folder} must be a folder, and this a file in it")
         if self.tmp_dir is not None and not os.path.isdir(self.tmp_dir):
             raise ValueError(f"--output-tmp-dir {self.tmp_dir}: there is no such folder")
 
@@ -159,7 +162,7 @@ class _Run:
         self.source.seek(0)
         lines = read_lines(self.source, self.config.body_limit)
         try:
-            lines = log.skip_answered(lines, llm.model.fingerprint)
+            lines = await asyncio.to_thread(log.skip_answered, lines, llm.model.fingerprint)
         except OtherAnswers as error:
             raise ValueError(f"{error}: give another --output-file, or delete this one") from error
         if log.num_answers:
