@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
+from shardline.server.openai.batch.chat import BatchedChatRequest
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
@@ -22,12 +23,14 @@ from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHATS = "/v1/chat/completions/batch"
 EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/inference/v1/generate"
 RENDER = "/render"
 """After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
 MODELS = {
     CHAT: ChatRequest,
+    CHATS: BatchedChatRequest,
     COMPLETION: CompletionRequest,
     RESPONSE: ResponsesRequest,
     EMBEDDING: EmbeddingRequest,
@@ -74,6 +77,7 @@ def usual(path: str) -> Fields:
     """A harmless request."""
     requests: dict[str, Fields] = {
         CHAT: {"messages": _user(), "max_tokens": 4},
+        CHATS: {"messages": [_user(), _user()], "max_tokens": 4},
         COMPLETION: {"prompt": "The first", "max_tokens": 4},
         RESPONSE: {"input": "Hi", "max_output_tokens": 4},
         EMBEDDING: {"input": "Hi"},
@@ -205,6 +209,7 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
         "begin": "a", "content": {"type": "regex", "pattern": "b+"}, "end": ["c"]}, {"type": "any_text"}]}}},
         {"documents": [{"title": "a", "text": "b"}], "reasoning_effort": "low", "logprobs": True, "top_logprobs": 3},
     ),
+    CHATS: ({"messages": [_user(), _user([{"type": "text", "text": "a"}])], "stop": ["a"], "n": 2},),
     COMPLETION: ({"logit_bias": {"5": 1}, "stop": ["a"], "structured_outputs": {"regex": "a+",
     "disable_any_whitespace": True}},),
     RESPONSE: (
@@ -342,6 +347,7 @@ def _large(rng: random.Random) -> tuple[str, Fields]:
             (CHAT, {"messages": _user("word " * (10 * count))}),
             (CHAT, {"messages": _user([{"type": "text", "text": "a"}] * min(count, 5000))}),
             (CHAT, {"chat_template_kwargs": {"a": list(range(count))}}),
+            (CHATS, {"messages": [_user()] * min(count, 2100), "max_tokens": 1}),
             (CHAT, {"tools": [_tool({}, index) for index in range(min(count, 1100))]}),
             (COMPLETION, {"prompt": ["a"] * min(count, 2100), "max_tokens": 1}),
             (COMPLETION, {"prompt": [5] * count}),

@@ -95,6 +95,8 @@ def serve(
             await asyncio.sleep(0.005)
         up.set()
         await serving
+        if app.state.batches is not None:
+            await app.state.batches.close()
         await llm.close()
         await asyncio.gather(loading, return_exceptions=True)
 

@@ -59,6 +59,10 @@ class ServerConfig:
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
     )
+    batch_dir: str | None = option(
+        None, "folder for /v1/files and /v1/batches, which go on when the server starts again; default: there are none"
+    )
+    batch_dir_bytes: int | str = option("8GiB", "most bytes of files in this folder, answers of batches included")
     enable_request_id_headers: bool = option(
         False, "every answer has an X-Request-Id; otherwise those have one whose request had one"
     )
@@ -156,6 +160,11 @@ class ServerConfig:
         return parse_bytes(self.max_request_bytes)
 
     @property
+    def batch_dir_limit(self) -> int:
+        """Bytes of all files in `batch_dir`."""
+        return parse_bytes(self.batch_dir_bytes)
+
+    @property
     def response_store_limit(self) -> int:
         """Memory for stored responses, in bytes."""
         return parse_bytes(self.response_store_bytes)
@@ -222,6 +231,7 @@ def _validate(config: ServerConfig) -> None:
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     _ = config.disable_any_whitespace
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
+    require(config.batch_dir_limit >= 0, f"batch_dir_bytes must be at least 0, got {config.batch_dir_bytes}")
     require(
         config.response_store_limit >= 0, f"response_store_bytes must be at least 0, got {config.response_store_bytes}"
     )

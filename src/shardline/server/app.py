@@ -26,6 +26,8 @@ from shardline.server.keys import ApiKeys, AuthMiddleware
 from shardline.server.load_report import LoadReportMiddleware
 from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
 from shardline.server.observer import RequestObserver
+from shardline.server.openai.batch.chat import batched_chat_routes
+from shardline.server.openai.batch.routes import batch_routes, start_batches
 from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.embeddings import embedding_routes
@@ -72,6 +74,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
+    app.state.batches = None if config.tokens_only else start_batches(app, service)
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
@@ -81,11 +84,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
-        for routes in (completion_routes, chat_routes, response_routes, message_routes, render_routes):
+        for routes in (
+            completion_routes, chat_routes, batched_chat_routes, response_routes, message_routes, render_routes,
+        ):  # fmt: skip
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
         for routes in (embedding_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
+        app.include_router(batch_routes(app.state.batches))
     app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
     if not config.disable_fastapi_docs:
         app.include_router(documentation_routes(app))
@@ -118,7 +124,7 @@ def _middleware(service: Service) -> list[Middleware]:
     if service.keys.are_required or service.keys.has_admin:
         stack.append(Middleware(AuthMiddleware, keys=service.keys))
     stack.append(Middleware(SlashMiddleware))
-    stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
+    stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
     if service.observer.tracer is not None:
         stack.append(Middleware(TraceMiddleware))
     stack.append(Middleware(LoadReportMiddleware, stats=service.llm.stats))

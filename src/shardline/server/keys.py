@@ -89,6 +89,10 @@ ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 """Paths of administration."""
 
 
+INSIDE = "shardline.inside"
+"""Where the scope of a request says that the server itself has made it: it needs no key, and no line in the log."""
+
+
 class AuthMiddleware:
     """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
 
@@ -101,7 +105,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
-        if scope["type"] == "http":
+        if scope["type"] == "http" and INSIDE not in scope:
             headers = Headers(scope=scope)
             key = headers.get("authorization", "")
             if not key and "x-api-key" in headers:  # as clients of Anthropic send it

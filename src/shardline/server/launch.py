@@ -174,6 +174,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
                 server.should_exit = True
                 refreshing.cancel()
                 await serving
+                if app.state.batches is not None:
+                    await app.state.batches.close()
                 tracer = app.state.service.observer.tracer
                 if tracer is not None:
                     await asyncio.to_thread(tracer.close)

@@ -11,13 +11,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.server.errors import ApiError, internal_error
-from shardline.server.keys import OPEN_PATHS, route_path
+from shardline.server.keys import INSIDE, OPEN_PATHS, route_path
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
 
 MAX_LARGE_BODIES = 16
@@ -98,7 +98,7 @@ class AccessMiddleware:
         if self._count is not None:
             self._count(handler, scope["method"], status)
         if self._log:
-            level = logging.DEBUG if handler in OPEN_PATHS else logging.INFO
+            level = logging.DEBUG if handler in OPEN_PATHS or INSIDE in scope else logging.INFO
             client = scope["client"][0] if scope.get("client") else "-"
             path = scope["path"].encode("unicode_escape").decode()
             line = (client, scope["method"], path, status, seconds, request_id, f" {ending}" if ending else "")
@@ -136,18 +136,20 @@ class WholeStreamMiddleware:
 class BodyLimitMiddleware:
     """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
 
-    All bodies of requests that are not answered yet may have MAX_LARGE_BODIES times as much together.
+    All bodies of requests that are not answered yet may have MAX_LARGE_BODIES times as much together. The endpoints of
+    `unlimited` paths hold no body in memory, and have bounds of their own.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, unlimited: Collection[str] = ()) -> None:
         self._app = app
         self._limit = limit
+        self._unlimited = unlimited
         self._num_held = 0
         """Bytes of all bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or route_path(scope) in self._unlimited:
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "0")

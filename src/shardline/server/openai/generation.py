@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 RETRY_QUEUE_FULL_SECONDS = 1
 RETRY_RECOVERING_SECONDS = 2
+
+usual_priority: ContextVar[int] = ContextVar("usual_priority", default=0)
+"""The priority of requests that do not say theirs."""
 
 
 class Generation:
@@ -84,7 +88,7 @@ class Generation:
                     prompt,
                     own[index],
                     request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                    priority=priority,
+                    priority=priority or usual_priority.get(),
                     cache_salt=cache_salt,
                     shown_token_ids=shown_token_ids,
                     grammar=grammar,

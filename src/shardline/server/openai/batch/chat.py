@@ -1,0 +1,108 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, as vLLM has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
+from shardline.server.json_body import StrictRoute
+from shardline.server.openai.chat.prepare import prepare_chat
+from shardline.server.openai.chat.request import ChatRequest, Messages
+from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.protocol import refuse_if
+from shardline.server.service import Service, new_id
+
+MAX_CONVERSATIONS = 2048
+"""The most conversations of one request, as there may be prompts in a completion."""
+
+
+class BatchedChatRequest(ChatRequest):
+    """The body: all fields of a chat, for each conversation in `messages`."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Messages], Field(min_length=1, max_length=MAX_CONVERSATIONS, fail_fast=True)
+    ]
+
+    def chats(self, max_choices: int) -> list[ChatRequest]:
+        """A chat request for each conversation; all together have at most `max_choices` choices.
+
+        Raises:
+            ApiError: 400, there are more, or a field is of single chats only.
+        """
+        refuse_if(bool(self.stream), "stream", "Batched chats cannot be streamed: set 'stream' to false.")
+        transfer = self.kv_transfer_params
+        refuse_if(
+            isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None,
+            "kv_transfer_params.prompt_token_ids",
+            "One prompt cannot stand for several conversations: leave out 'kv_transfer_params.prompt_token_ids'.",
+        )
+        choices = len(self.messages) * (self.n or 1)
+        if choices > max_choices:
+            raise bad_request(
+                f"The request asks for {choices} choices; at most {max_choices} are taken in one request "
+                "(--max-num-waiting).",
+                "messages",
+            )
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        return [ChatRequest.model_construct(**{**fields, "messages": messages}) for messages in self.messages]
+
+
+def batched_chat_routes(service: Service) -> APIRouter:
+    """The endpoint."""
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/v1/chat/completions/batch", responses=json_answers(ChatResponse))
+    async def create_batched_chat_completion(body: BatchedChatRequest) -> Response:
+        """Answer several conversations. With `n` choices each, the first n are of the first one, and so on."""
+        chats = body.chats(service.llm.config.scheduler.max_num_waiting)
+        prepared = [await prepare_chat(service, chat) for chat in chats]
+        response_id = new_id("chatcmpl-")
+        async with AsyncExitStack() as stack:
+            generations = [
+                await stack.enter_async_context(await answer.start(service, f"{response_id}_{index}", **chat.queueing))
+                for index, (chat, answer) in enumerate(zip(chats, prepared, strict=True))
+            ]
+            answers = []
+            for chat, answer, generation in zip(chats, prepared, generations, strict=True):
+                [output] = await generation.wait_finished()
+                writer = ChatWriter(service, chat, response_id, answer.answer_format)
+                answers.append(
+                    await asyncio.to_thread(writer.write_whole, output) if chat.logprobs else writer.write_whole(output)
+                )
+        return Response(
+            await asyncio.to_thread(_join, answers), headers=body.ignored_headers, media_type="application/json"
+        )
+
+    return router
+
+
+def _join(answers: Sequence[bytes]) -> bytes:
+    """One answer with the choices of all, numbered anew, and the sum of their usages.
+
+    What a single answer says of its prompt is left out.
+    """
+    first, *others = [msgspec.json.decode(answer) for answer in answers]
+    for other in others:
+        first["choices"] += other["choices"]
+        first["usage"] = _added(first["usage"], other["usage"])
+    for index, choice in enumerate(first["choices"]):
+        choice["index"] = index
+    if others:
+        first = {name: value for name, value in first.items() if not name.startswith("prompt_")}
+    return msgspec.json.encode(first)
+
+
+def _added(left: Any, right: Any) -> Any:
+    """The sum of two usages, member by member."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {name: _added(value, right.get(name)) for name, value in left.items()}
+    return left if right is None else left + right
