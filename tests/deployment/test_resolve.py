@@ -320,6 +320,11 @@ def test_a_layout_that_cannot_be_is_refused_before_a_model_is_downloaded(monkeyp
 
 def test_cores_that_are_too_few_are_told() -> None:
     [warning] = resolve_on(machine(cores=2), tensor_parallel_size=4).warnings
-    assert warning == "4 ranks of 1 threads share 2 cores: expect them to wait for each other"
+    assert warning.startswith("4 ranks of 1 threads share 2 cores and wait for each other; use fewer ranks")
     with pytest.raises(ValueError, match="cpu_threads 3 is more than the 2 cores"):
         resolve_on(machine(cores=2), cpu_threads=3)
+
+
+def test_flags_of_several_nodes_on_one_node_are_told() -> None:
+    [warning] = resolve_on(machine(), master_addr="10.0.0.1").warnings
+    assert warning.startswith("--master-addr has no effect on one node; say with --nnodes how many nodes there are")

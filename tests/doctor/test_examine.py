@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import threading
@@ -11,11 +12,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from shardline.checkpoints.hub import find_local_model
 from shardline.cli.main import main
 from shardline.cluster.wire import NodeSocket
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.doctor import examine, gather
-from shardline.doctor.facts import Finding, NodeFacts, Report
+from shardline.doctor.facts import Finding, ModelFacts, NodeFacts, Report
 from tests.doctor.test_checks import facts, host
 
 TOKEN = "the-token-of-this-test-2"
@@ -26,11 +28,12 @@ def config() -> EngineConfig:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return EngineConfig.from_options(nnodes=2, master_addr="127.0.0.1", master_port=port)
+    return EngineConfig.from_options(pipeline_parallel_size=2, nnodes=2, master_addr="127.0.0.1", master_port=port)
 
 
 def local(node: int) -> NodeFacts:
-    return facts(node, host=host(name="ab"[node], address="127.0.0.1"))
+    demo = ModelFacts("demo", str(find_local_model("demo", None)), "d1")
+    return facts(node, host=host(name="ab"[node], address="127.0.0.1"), model=demo)
 
 
 def visit(config: EngineConfig, node: NodeFacts, wait: float = 5.0, token: str = TOKEN) -> Report:
@@ -58,10 +61,19 @@ def test_both_nodes_get_the_same_report_within_seconds(config: EngineConfig) -> 
     ours, theirs = run_both(lambda: reception.receive(5.0), lambda: visit(config, local(1)))
     assert time.monotonic() - began < 5.0
     assert ours == theirs
-    assert ours.verdict == "ok", ours.findings
+    assert ours.verdict == "ok", [found for found in ours.findings if found.verdict != "ok"]
     assert [(link.source, link.target, link.error) for link in ours.links] == [(0, 1, ""), (1, 0, "")]
     assert all(0 < link.latency < 0.1 and link.bytes_per_second > 1e7 for link in ours.links)
     assert finding(ours, "clocks").verdict == "ok"
+
+
+def test_a_layout_that_the_model_does_not_allow(config: EngineConfig) -> None:
+    wide = dataclasses.replace(config, parallel=ParallelConfig(tensor_parallel_size=99))
+    ours, _ = run_both(lambda: examine.Reception(TOKEN, wide, local(0)).receive(5.0), lambda: visit(wide, local(1)))
+    found = finding(ours, "layout")
+    assert found.verdict == "broken"
+    assert found.text.startswith("tensor_parallel_size 99 does not work for this model")
+    assert found.fix == "use 8"
 
 
 def test_a_link_that_is_closed_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +130,14 @@ def test_the_exit_code_is_that_of_the_worst(
     assert report["verdict"] == "warning"
     fixes = [row["fix"] for row in report["findings"] if row["verdict"] == "warning"]
     assert [fix.split("`")[1:2] for fix in fixes] == [["shardline download nobody/has-this"]], fixes
+
+
+def test_a_layout_that_does_not_work_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "KnownAnswers", NoAnswers)
+    flags = ["doctor", "demo", "--device", "cpu", "--port", "0"]
+    assert main([*flags, "-tp", "99"]) == 2
+    assert "fix: use 8" in capsys.readouterr().out
+    assert main([*flags, "-tp", "2", "--cpu-threads", "1", "--max-model-len", "auto"]) == 0
+    assert "tokens of a request: up to 2,048" in capsys.readouterr().out

@@ -77,6 +77,20 @@ def test_replicas_have_their_own_numbers() -> None:
     for engine in range(2):
         lines = startup_report(setup, engine, KVAllocation(9), [report], {})
         assert any(f"dp {engine}, pp 0" in line for line in lines)
+        assert "CPU KV cache size: 256 tokens a replica in bfloat16" in lines
+        assert "Maximum concurrency for 2,048 tokens per request: 0.12x a replica, 0.25x on all 2" in lines
+
+
+def test_a_token_lies_in_one_replica_of_those_in_lockstep(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mixtral", tmp_path / "mixtral"))
+    lines = {}
+    for options in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        setup = resolve_here(EngineConfig.from_options(model=model, device="cpu", cpu_threads=1, **options))
+        count = setup.grid.world_size
+        ranks = [RankReport(rank, "host", 7, "CPU", "avx2", 1, 0, 0, 0.0) for rank in range(count)]
+        lines[count] = startup_report(setup, 0, KVAllocation(9), ranks, {})
+    bytes_of = {count: [line for line in lines[count] if line.startswith("KV bytes per token")] for count in lines}
+    assert bytes_of[1] == bytes_of[2]
 
 
 def test_ranks_whose_kernels_give_other_bits_are_named() -> None:

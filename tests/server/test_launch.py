@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -21,7 +22,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.server.launch import bind_listener, loopback_notice, run_server
+from shardline.server.launch import bind_listener, reach_notice, run_server
 from tests.server.fake_engine import REPLY
 
 STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
@@ -175,16 +176,22 @@ def test_a_wrong_host_is_one_clear_error(host: str) -> None:
         bind_listener(host, 0)
 
 
-@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("127.0.0.2", True), ("0.0.0.0", False)])
-def test_a_server_on_loopback_says_how_to_serve_others(host: str, is_local: bool) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_a_server_on_loopback_says_how_to_serve_others(host: str) -> None:
     with bind_listener(host, 0) as listener:
-        notice = loopback_notice(listener)
-    if is_local:
-        assert notice is not None
-        assert f"listening on {host} only" in notice
-        assert "--host 0.0.0.0" in notice
-    else:
-        assert notice is None
+        level, text = reach_notice(listener, has_key=False) or pytest.fail("no notice")
+    assert level == logging.INFO
+    assert f"listening on {host} only" in text
+    assert "--host 0.0.0.0" in text
+
+
+def test_a_server_for_others_without_a_key_is_warned_of() -> None:
+    with bind_listener("0.0.0.0", 0) as listener:
+        level, text = reach_notice(listener, has_key=False) or pytest.fail("no notice")
+        assert reach_notice(listener, has_key=True) is None
+    assert level == logging.WARNING
+    assert "listening on 0.0.0.0 without a key" in text
+    assert "--api-key" in text
 
 
 def test_a_wrong_certificate_is_one_clear_error(tmp_path: Path) -> None:

@@ -102,11 +102,13 @@ class Replicas:
         return len(self._placement)
 
     def stats(self) -> list[EngineStats]:
-        """The latest counters of each replica, failed replicas included."""
-        return [
-            msgspec.structs.replace(merge_stats([replica.past, replica.stats]), experts=replica.stats.experts)
-            for replica in self._replicas
-        ]
+        """The latest counters of each replica, failed replicas and those in lockstep included."""
+        count, found = self.config.parallel.lockstep, []
+        for replica in self._replicas:
+            summed = merge_stats([replica.past, replica.stats]).each_replica(count)
+            for one, now in zip(summed, replica.stats.each_replica(count), strict=True):
+                found.append(msgspec.structs.replace(one, experts=now.experts))
+        return found
 
     def alive(self) -> list[bool]:
         """For each replica, whether it runs."""
@@ -123,8 +125,7 @@ class Replicas:
         replica, now = self._replicas[index], time.monotonic()
         reason = event.message or "the engine's process has ended"
         replica.failed, replica.host_lost = reason, event.host_lost
-        gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
-        replica.stats = msgspec.structs.replace(replica.stats, **gauges)
+        replica.stats = replica.stats.with_gauges(num_running=0, num_waiting=0, kv_blocks_used=0)
         lost, alone = self._placement.lose_replica(index)
         logger.error("replica %d is lost with %d choices; %d left: %s", index, len(lost), sum(self.alive()), reason)
         if self.config.parallel.on_failure == "exit":
@@ -172,7 +173,7 @@ class Replicas:
 
     def _welcome_replica(self, index: int, client: Client) -> Sequence[SequenceOutput]:
         replica = self._replicas[index]
-        replica.past = merge_stats([replica.past, msgspec.structs.replace(replica.stats, kv_blocks_total=0)])
+        replica.past = merge_stats([replica.past, replica.stats.with_gauges(kv_blocks_total=0)])
         replica.stats = EngineStats()
         replica.client, replica.failed, replica.restarting = client, "", False
         logger.info("replica %d runs again, and goes on with %d choices", index, self._placement.num_unplaced)

@@ -415,8 +415,8 @@ def _explain(model: str, revision: str | None, error: Exception, hub: HubAccess)
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            f"{what} it is not in the hub cache while HF_HUB_OFFLINE is set; unset it and run "
-            f"`shardline download {model}`, or give a folder with the model"
+            f"{what} it is not in the hub cache while HF_HUB_OFFLINE is set; unset it to download the model, or give "
+            "a folder with it"
         )
     if isinstance(error, errors.HfHubHTTPError):
         return f"{what} the hub answered: {_first_line(error)}"
@@ -427,7 +427,7 @@ def _explain(model: str, revision: str | None, error: Exception, hub: HubAccess)
         )
     return (
         f"{what} the hub cannot be reached ({type(error).__name__}: {_first_line(error)}), nor is the model in its "
-        f"cache; check the network and run `shardline download {model}`, or give a folder with the model"
+        "cache; check the network (HF_ENDPOINT names a mirror) and try again, or give a folder with the model"
     )
 
 

@@ -85,11 +85,14 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
         threads.append(_choose_threads(parallel, host, max(1, num_ranks)))
         if threads[index] * num_ranks > host.cores:
             warnings.append(
-                f"{num_ranks} ranks of {threads[index]} threads share {host.cores} cores: "
-                "expect them to wait for each other"
+                f"{num_ranks} ranks of {threads[index]} threads share {host.cores} cores and wait for each other; "
+                "use fewer ranks, or fewer --cpu-threads"
             )
     if device == "cuda" and shares_gpus:
-        warnings.append("collectives gloo on GPUs are a test mode: slow, through host memory; ranks may share a GPU")
+        warnings.append(
+            "collectives gloo on GPUs are a test mode, slow and through host memory, in which ranks may share a GPU; "
+            "leave --collectives out"
+        )
     layout = Layout(
         device=device,
         grid=grid,

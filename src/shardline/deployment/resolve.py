@@ -95,7 +95,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         cache=cache,
         host_models=(),
         reasons=(),
-        warnings=layout.warnings,
+        warnings=(*layout.warnings, *_without_effect(config)),
     )
     return explain_choices(deployment, config, room)
 
@@ -112,6 +112,16 @@ def _embeds(config: EngineConfig, spec: DecoderSpec) -> bool:
     if config.scheduler.speculation.num_speculative_tokens:
         raise ValueError("speculative_config drafts tokens, and this model classifies: leave it out")
     return True
+
+
+def _without_effect(config: EngineConfig) -> list[str]:
+    """Flags of several nodes on one node, which a forgotten --nnodes leaves alone. Launchers may pass them always."""
+    cluster = config.cluster
+    if cluster.has_nodes or config.places_with_ray:
+        return []
+    given = {"--master-addr": cluster.master_addr, "--join-token-file": cluster.join_token_file}
+    fix = "say with --nnodes how many nodes there are, or leave it out"
+    return [f"{flag} has no effect on one node; {fix}" for flag, value in given.items() if value is not None]
 
 
 def _max_in_flight(config: EngineConfig, layout: Layout) -> int:

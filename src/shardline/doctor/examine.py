@@ -17,6 +17,7 @@ from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.doctor.checks import check_cluster, check_node
+from shardline.doctor.deployment import check_deployment
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
 from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
@@ -60,7 +61,9 @@ def examine(config: EngineConfig, server: ServerConfig, wait: float) -> Report:
     facts = gather(config, server)
     alone = Report(tuple(check_node(facts)), (facts,))
     cluster = config.cluster
-    if not cluster.has_nodes or facts.address_error:
+    if not cluster.has_nodes:
+        return _with(alone, *check_deployment(config, [facts]))
+    if facts.address_error:
         return alone
     token = find_token(cluster)
     if cluster.is_headless:
@@ -77,6 +80,7 @@ class Reception:
         Raises:
             ValueError: the port cannot be used.
         """
+        self._config = config
         self._own = own
         self._num_replicas = config.parallel.data_parallel_size
         self._nodes: dict[int, tuple[FrameSocket, NodeFacts]] = {}
@@ -105,6 +109,8 @@ class Reception:
             findings = [finding for facts in nodes for finding in check_node(facts)]
             if missing := self._missing():
                 findings.append(_absence(self._own, missing, wait))
+            else:
+                findings += check_deployment(self._config, nodes)
             findings += [_silence(self._nodes[node][1]) for node in sorted(self._lost)]
             report = Report((*findings, *check_cluster(nodes, links, clocks)), nodes, tuple(links))
             for peer, _ in self._nodes.values():

@@ -6,8 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
@@ -141,8 +139,5 @@ class Engine:
             counts = self._executor.expert_load()
             self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
             self._expert_load_time = now
-        return msgspec.structs.replace(
-            merge_lockstep([scheduler.stats() for scheduler in self._schedulers]),
-            engine_seconds=self._engine_seconds,
-            experts=self._expert_load,
-        )
+        replicas = [scheduler.stats() for scheduler in self._schedulers]
+        return merge_lockstep(replicas, self._engine_seconds, self._expert_load)

@@ -23,14 +23,14 @@ def startup_report(
 ) -> list[str]:
     """Lines for people; those about the KV cache and the concurrency are worded as in vLLM."""
     grid, spec, cache, stages = deployment.grid, deployment.spec, deployment.cache, deployment.stages
-    num_engines, length = len(deployment.placements), deployment.max_model_len
+    replicas, length = len(deployment.placements) * grid.data, deployment.max_model_len
     first_replica = engine * grid.data
     lines = [
         f"model {deployment.model.name}: {spec.model_type}, {len(spec.layers)} layers, {deployment.dtype}, "
         f"quantization {_quantization(deployment)}, "
         f"max_model_len {length}",
         f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.replica_size} ranks a replica, "
-        f"{num_engines * grid.data} replicas{_together(grid.data)}; "
+        f"{replicas} replicas{_together(grid.data)}; "
         f"executor {deployment.executor}, "
         f"collectives {deployment.collectives if grid.world_size > 1 else 'none needed'}, "
         f"numerics {deployment.numerics}{_experts(deployment)}",
@@ -48,16 +48,19 @@ def startup_report(
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")
     concurrency = max_concurrency(deployment, allocation)
+    # A token lies in one replica only, and each replica has a pool of its own.
     per_token = [
         kv_bytes_per_token(spec, grid.place(rank), stages, cache.dtype, latents_shared=cache.latents_shared)
-        for rank in range(grid.world_size)
+        for rank in range(grid.replica_size)
     ]
+    each = " a replica" if replicas > 1 else ""
     lines += [
-        f"{ranks[0].device} KV cache size: {int(concurrency * length):,} tokens in {cache.dtype}",
+        f"{ranks[0].device} KV cache size: {int(concurrency * length):,} tokens{each} in {cache.dtype}",
         f"KV bytes per token: {sum(per_token):,} ({', '.join(f'rank {r}: {n:,}' for r, n in enumerate(per_token))})",
         f"# {ranks[0].device} blocks: {allocation.num_blocks - 1}, block size {cache.block_size}, KV groups "
         f"{len(cache.groups)}, prefix caching {'on' if cache.prefix_caching else 'off'}",
-        f"Maximum concurrency for {length:,} tokens per request: {concurrency:.2f}x",
+        f"Maximum concurrency for {length:,} tokens per request: {concurrency:.2f}x"
+        + (f"{each}, {replicas * concurrency:.2f}x on all {replicas}" if each else ""),
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines

@@ -58,23 +58,41 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """While the engine is busy, these are about a second old. None: the model has no experts."""
     drafts: DraftStats | None = None
     """None: the engine does not decode speculatively."""
+    in_lockstep: list[EngineStats] = []
+    """The same of each of its replicas, if it has several; the first has the load of the experts, which all share."""
+
+    def each_replica(self, count: int) -> list[EngineStats]:
+        """The counters of each of the engine's `count` replicas, which are zero before it reports any."""
+        return self.in_lockstep or [self, *[EngineStats()] * (count - 1)]
+
+    def with_gauges(self, **gauges: int) -> EngineStats:
+        """The same counters with other gauges, also of every replica."""
+        replicas = [one.with_gauges(**gauges) for one in self.in_lockstep]
+        return msgspec.structs.replace(self, in_lockstep=replicas, **gauges)
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums of the counters and gauges of several replicas."""
-    names = set(EngineStats.__struct_fields__) - {"experts", "drafts"}  # expert loads of different engines have no sum
+    """The sums of the counters and gauges of several replicas, or of one engine at several times."""
+    # Expert loads of different engines have no sum.
+    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "in_lockstep"}
+    replicas = zip(*(one.in_lockstep for one in stats if one.in_lockstep), strict=True)
     return EngineStats(
         **{name: sum(getattr(one, name) for one in stats) for name in names},
         drafts=merge_drafts([one.drafts for one in stats if one.drafts is not None]),
+        in_lockstep=[merge_stats(one) for one in replicas],
     )
 
 
-def merge_lockstep(stats: Sequence[EngineStats]) -> EngineStats:
-    """The counters and gauges of replicas that share their steps, and so the counters of steps."""
+def merge_lockstep(stats: Sequence[EngineStats], engine_seconds: float, experts: ExpertLoad | None) -> EngineStats:
+    """The counters and gauges of an engine whose replicas share their steps, and so the counters of steps."""
+    stats = [msgspec.structs.replace(one, engine_seconds=engine_seconds) for one in stats]
+    stats[0] = msgspec.structs.replace(stats[0], experts=experts)
     if len(stats) == 1:
         return stats[0]
     shared = ("num_steps", "step_seconds", "engine_seconds", "experts")
-    return msgspec.structs.replace(merge_stats(stats), **{name: getattr(stats[0], name) for name in shared})
+    return msgspec.structs.replace(
+        merge_stats(stats), in_lockstep=stats, **{name: getattr(stats[0], name) for name in shared}
+    )
 
 
 def merge_drafts(stats: Sequence[DraftStats]) -> DraftStats | None:

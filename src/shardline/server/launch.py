@@ -147,14 +147,18 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def loopback_notice(listener: socket.socket) -> str | None:
-    """A line for the log if only this machine can reach the server; None if others can."""
+def reach_notice(listener: socket.socket, *, has_key: bool) -> tuple[int, str] | None:
+    """A line for the log, with its level, if only this machine can reach the server, or if anybody may use it."""
     if listener.family == socket.AF_UNIX:
         return None
     host = listener.getsockname()[0]
-    if not ipaddress.ip_address(host).is_loopback:
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        text = f"listening on {host} only: other machines cannot connect; pass --host 0.0.0.0 to serve them"
+        return logging.INFO, text
+    if has_key:
         return None
-    return f"listening on {host} only: other machines cannot connect; pass --host 0.0.0.0 to serve them"
+    text = f"listening on {host} without a key: whoever can connect can send requests; set --api-key or --api-key-file"
+    return logging.WARNING, text
 
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, started: float) -> int:
@@ -234,9 +238,9 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
             "the tokenizer cannot tell special tokens from text that spells them; in chats it becomes the tokens: %s",
             ", ".join(ambiguous[:20]),
         )
-    notice = loopback_notice(listener)
+    notice = reach_notice(listener, has_key=service.keys.are_required)
     if notice is not None:
-        logger.info("%s", notice)
+        logger.log(*notice)
     name, url = service.model_names[0], url_of(listener, service.config)
     logger.info("Shardline %s: startup complete in %.1f s, serving %s at %s", __version__, seconds, name, url)
 

@@ -10,7 +10,8 @@ _DESCRIPTION = """Download a model from the hub, unless it is here. The last lin
 its GGUF file. Of a repository with several GGUF quants, REPOSITORY:QUANT fetches one.
 HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning. Nodes that share HF_HOME download it once: the others
 wait. Complete files are kept, so an interrupted download goes on where it was.
-Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: there is no such model."""
+Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: there is no such model, or it is not
+here and HF_HUB_OFFLINE is set."""
 
 
 def add_parser(commands: Any) -> None:
