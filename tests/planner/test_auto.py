@@ -28,7 +28,7 @@ def host(name: str, count: int, gib: float) -> Machine:
 
 def choose(model: str, machine: Machine, *fixed: str, **options: object) -> Plan:
     config = EngineConfig.from_options(model=model, **options)
-    return plan_here(config, find_model(model), machine, frozenset(fixed))
+    return plan_here(config, find_model(model), machine, {name: options[name] for name in fixed})
 
 
 def test_gpus_that_a_large_model_needs() -> None:
