@@ -103,7 +103,12 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--input-len", "128"]
     assert main([*words, "--running", "3"]) == 0
-    assert "chosen for 3 requests of 128 + 128 tokens" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "chosen for 3 requests of 128 + 128 tokens" in text
+    assert "  $ shardline serve demo --device cpu\n" in text
+    lines = ("recommended: ", "fits:", "speed:", "memory of a rank", "links: ", "dense or experts?", "\nlayout ")
+    places = [text.index(line) for line in lines]
+    assert places == sorted(places)
     assert main([*words, "--simulate"]) == 0
     text = capsys.readouterr().out
     assert "chosen for 16 requests of 128 + 128 tokens" in text
@@ -116,6 +121,23 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     assert slow["goodput_per_s"] == pytest.approx(slow["requests_per_s"])
     assert main([*words, "--replicas", "3", "--data-parallel-size", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["simulation"]["replicas"] == 3
+
+
+def test_loads_that_no_layout_can_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    words = ["plan", "demo", "--gpus", "here", "--device", "cpu"]
+    for more, says in (
+        (["--input-len", "4000"], "--input-len and --output-len make 4128 tokens, more than the 2048 positions"),
+        (["--input-len", "100", "--max-model-len", "64"], "more than --max-model-len 64"),
+        (["--input-len", "0"], "--input-len must be above zero, got 0"),
+        (["--running", "0"], "--running must be above zero, got 0"),
+    ):
+        assert main([*words, *more]) == 2
+        assert says in capsys.readouterr().err
+    assert main([*words, "--max-model-len", "64"]) == 0
+    assert "16 requests of 32 + 32 tokens" in capsys.readouterr().out, "the usual load is as short as the model"
 
 
 def test_gpus_of_this_host_are_simulated() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
+from shardline.checkpoints.hub import DEMO_FOLDER
+from shardline.cli.main import main
 from shardline.planner.catalog import find_model
 from shardline.planner.layout import Demand, usual_length
 from shardline.planner.page import format_plan
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.search import Plan, plan_on
 
-GPUS = tuple(f"{count}x{name}" for name in ("L4", "A100-80GB", "H200") for count in (1, 4, 8))
+SMALL = ["plan", "demo", "--gpus", "1xL4", "--max-model-len", "512", "--input-len", "64"]
 
 
 def plan_for(model: PlannedModel, gpus: str, goal: str = "cost") -> Plan:
@@ -70,3 +74,59 @@ def check_page(plan: Plan) -> None:
 @pytest.mark.parametrize("gpus", ["1xL4", "8xA100-80GB", "8xH200"])
 def test_a_page(model: str, gpus: str) -> None:
     check_page(plan_for(find_model(model), gpus))
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main(SMALL) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if this were a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(SMALL) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[1;32mrecommended: " in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(SMALL) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_names_of_this_engine_are_in_no_command_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "plan_demo"
+    package.mkdir()
+    (package / "model.safetensors").touch()
+    shutil.copy(DEMO_FOLDER / "config.json", package)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("demo", "package:plan_demo"):
+        assert main(["plan", name, *SMALL[2:]]) == 0
+        text = capsys.readouterr().out
+        assert f"  $ shardline serve {name} " in text
+        assert "vllm serve" not in text
+    assert main(["plan", "package:plan_demo", *SMALL[2:], "--engine", "vllm"]) == 0
+    text = capsys.readouterr().out
+    assert "vllm serve package:" not in text
+    assert f"vllm serve {package}" in text.replace("\\\n   ", ""), "the folder means something there"
+
+
+def test_commands_for_vllm_name_checkpoints_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """int4 is the cheapest; vLLM needs a checkpoint for it, so its command is that of the best layout without one."""
+    words = ["meta-llama/Llama-3.1-70B-Instruct", "--gpus", "2xH100-80GB-PCIe", "--rate", "2"]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^recommended: int4 .*1 of the 2 GPUs$", text, re.MULTILINE)
+    assert re.search(
+        r"^in vLLM, as fp8 tp2.*:\n  \$ vllm serve meta-llama/Llama-3.1-70B-Instruct --t", text, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/planner.md"])
+def test_documents_show_what_is_printed(document: str) -> None:
+    text = (Path(__file__).parents[2] / document).read_text(encoding="utf-8")
+    name, gpus = "meta-llama/Llama-3.1-70B-Instruct", "4xH100-80GB"
+    shown = text.partition(f"$ shardline plan {name} --gpus {gpus}\n")[2].partition("\n```")[0]
+    assert "\nfits:  " in shown
+    assert shown in format_plan(plan_for(find_model(name), gpus))
