@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -98,7 +100,7 @@ def test_measuring_finds_plausible_rates() -> None:
 
 
 def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--input-len", "128"]
@@ -106,6 +108,9 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     text = capsys.readouterr().out
     assert "chosen for 3 requests of 128 + 128 tokens" in text
     assert "  $ shardline serve demo --device cpu\n" in text
+    assert main([*words, "--compare", "tp1", "dp2", "--all", "--html", str(tmp_path / "plan.html")]) == 0
+    assert re.search(r"^TPOT: bf16 \w+ is better ", capsys.readouterr().out, re.MULTILINE)
+    assert "recommended: " in (tmp_path / "plan.html").read_text(encoding="utf-8")
     lines = ("recommended: ", "fits:", "speed:", "memory of a rank", "links: ", "dense or experts?", "\nlayout ")
     places = [text.index(line) for line in lines]
     assert places == sorted(places)

@@ -98,10 +98,13 @@ def _fewest_answer(plan: Plan, fewest: Mapping[str, Fit], most: int) -> str:
     if best is not None and small is not None and best.layout.num_gpus > least:
         return f"{best.layout.num_gpus} GPUs: {small.layout.weights} fits {least}, but {_drawback(plan, small, best)}"
     answer = "one GPU is enough" if least == 1 else f"{least} GPUs at least"
+    if best is None and small is not None:
+        answer = "one GPU holds it" if least == 1 else f"{least} GPUs hold it"
     if all(fewest[label].verdict == "tight" for label in held):
         answer = f"{least} GPU{'s' * (least > 1)} for fewer than {plan.demand.concurrency} requests at once"
     if own not in held and plan.fixed.weights is None:
-        return f"{answer} in {held[0]}; {own} needs {fewest[own].layout.num_gpus if own in fewest else f'over {most}'}"
+        label = best.layout.weights if best is not None and best.layout.weights in held else held[0]
+        return f"{answer} in {label}; {own} needs {fewest[own].layout.num_gpus if own in fewest else f'over {most}'}"
     size = len(plan.cluster.gpus)
     if least > 1 and packed_bytes(plan.model, fewest[held[0]]):
         packed = fewest_gpus(plan, held[0], most, "vllm")
