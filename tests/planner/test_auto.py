@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -28,7 +30,7 @@ def host(name: str, count: int, gib: float) -> Machine:
 
 def choose(model: str, machine: Machine, *fixed: str, **options: object) -> Plan:
     config = EngineConfig.from_options(model=model, **options)
-    return plan_here(config, find_model(model), machine, frozenset(fixed))
+    return plan_here(config, find_model(model), machine, {name: options[name] for name in fixed})
 
 
 def test_gpus_that_a_large_model_needs() -> None:
@@ -98,12 +100,20 @@ def test_measuring_finds_plausible_rates() -> None:
 
 
 def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--input-len", "128"]
     assert main([*words, "--running", "3"]) == 0
-    assert "chosen for 3 requests of 128 + 128 tokens" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "chosen for 3 requests of 128 + 128 tokens" in text
+    assert "  $ shardline serve demo --device cpu\n" in text
+    assert main([*words, "--compare", "tp1", "dp2", "--all", "--html", str(tmp_path / "plan.html")]) == 0
+    assert re.search(r"^TPOT: bf16 \w+ is better ", capsys.readouterr().out, re.MULTILINE)
+    assert "recommended: " in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    lines = ("recommended: ", "fits:", "speed:", "memory of a rank", "links: ", "dense or experts?", "\nlayout ")
+    places = [text.index(line) for line in lines]
+    assert places == sorted(places)
     assert main([*words, "--simulate"]) == 0
     text = capsys.readouterr().out
     assert "chosen for 16 requests of 128 + 128 tokens" in text
@@ -116,6 +126,23 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     assert slow["goodput_per_s"] == pytest.approx(slow["requests_per_s"])
     assert main([*words, "--replicas", "3", "--data-parallel-size", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["simulation"]["replicas"] == 3
+
+
+def test_loads_that_no_layout_can_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    words = ["plan", "demo", "--gpus", "here", "--device", "cpu"]
+    for more, says in (
+        (["--input-len", "4000"], "--input-len and --output-len make 4128 tokens, more than the 2048 positions"),
+        (["--input-len", "100", "--max-model-len", "64"], "more than --max-model-len 64"),
+        (["--input-len", "0"], "--input-len must be above zero, got 0"),
+        (["--running", "0"], "--running must be above zero, got 0"),
+    ):
+        assert main([*words, *more]) == 2
+        assert says in capsys.readouterr().err
+    assert main([*words, "--max-model-len", "64"]) == 0
+    assert "16 requests of 32 + 32 tokens" in capsys.readouterr().out, "the usual load is as short as the model"
 
 
 def test_gpus_of_this_host_are_simulated() -> None:

@@ -13,11 +13,13 @@ from shardline.cli.main import main
 from shardline.config.topology import COORDINATES, GROUPS
 from shardline.deployment.resolve import resolve
 from shardline.models.communication import NOTHING, TRAFFIC, Traffic
+from shardline.planner import report
+from shardline.planner import search as search_module
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.compare import parse_layout
 from shardline.planner.hardware import known_gpus
-from shardline.planner.layout import Demand, Layout
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
 from shardline.planner.report import axis_traffic, frontier
@@ -169,8 +171,7 @@ def test_more_than_the_fewest_gpus_has_a_reason(capsys: pytest.CaptureFixture[st
     plan = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100-80GB-PCIe")
     assert plan["layouts"][plan["recommended"]]["pp"] == 2
     answer = plan["path"][0]["answer"]
-    assert answer.startswith("one GPU is enough; 2 are recommended, since int4 ")
-    assert "a million output tokens, not $1.98" in answer
+    assert re.fullmatch(r"2 GPUs: int4 fits 1, but costs \$2\.\d\d a million output tokens, not \$1\.98", answer)
 
 
 def test_the_demo_model_has_no_command_of_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +209,7 @@ def test_the_memory_the_longest_context_and_the_bandwidth_are_shown(capsys: pyte
 def test_every_axis_has_its_traffic_on_every_link(capsys: pytest.CaptureFixture[str]) -> None:
     dense = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--running", "32")
     axes = {one["axis"]: one for one in dense["bandwidth"]}
-    assert set(axes) == {"tp4", "pp4", "cp4", "dp4"}
+    assert set(axes) == {"tp4", "pp4", "dp4"}, "those that an engine starts"
     assert axes["pp4"]["bytes_per_token"] == 2 * 8192, "one hidden state"
     assert axes["dp4"]["step_bytes"] == 0
     assert axes["tp4"]["step_bytes"] == 32 * axes["tp4"]["bytes_per_token"]
@@ -396,6 +397,8 @@ def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:
 def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exchanges take time, and its name is in layouts, comparisons and traffic."""
     monkeypatch.setitem(COORDINATES, "context", "sp")
+    for module in (report, search_module):
+        monkeypatch.setattr(module, "STARTED_AXES", (*STARTED_AXES, "context"))
     monkeypatch.setitem(GROUPS, "stages", ("pipeline",))
     monkeypatch.setitem(TRAFFIC, "stages", lambda *_: NOTHING)
     result = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
@@ -412,16 +415,16 @@ def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPa
     assert {one.axis for one in axis_traffic(fresh, fresh.best)} == {"tp4", "pp4", "dp4", "sp4"}
 
 
-def test_context_parallelism_is_priced_and_never_recommended(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, LLAMA_70B, "--gpus", "8xH100", "--max-model-len", "131072", "--quantization", "none")
-    spread = [one for one in plan["layouts"] if one["cp"] > 1]
-    assert {(one["tp"], one["cp"]) for one in spread} == {(1, 8), (2, 4), (4, 2)}
-    assert all(one["verdict"] == "no" and "context_parallel_size" in one["why_not"] for one in spread)
-    priced = next(one for one in spread if one["cp"] == 2)
-    assert priced["tpot_ms"]["p50"] > 0
-    assert priced["cost_per_million"] > 0
-    assert plan["layouts"][plan["recommended"]]["cp"] == 1
-    assert not any("context-parallel" in command for command in plan["commands"].values())
+def test_context_parallelism_is_no_layout_until_an_engine_starts_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [LLAMA_70B, "--gpus", "8xH100", "--max-model-len", "131072", "--quantization", "none"]
+    assert main(["plan", *words, "--all"]) == 0
+    assert not re.search(r"\bcp\d|context.parallel", capsys.readouterr().out)
+    monkeypatch.setattr(search_module, "STARTED_AXES", (*STARTED_AXES, "context"))
+    spread = [one for one in found(LLAMA_70B, "4xH100", Demand(8192)).options if one.layout.context > 1]
+    assert (2, 2) in {(one.layout.tensor, one.layout.context) for one in spread}
+    assert not any(one.fits for one in spread), "the engine refuses them"
 
 
 def test_the_planner_is_a_library() -> None:

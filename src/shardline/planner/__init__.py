@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shardline.planner.calibration import calibrated
     from shardline.planner.catalog import find_model
     from shardline.planner.layout import Demand, Layout, demand_for
-    from shardline.planner.report import format_plan, plan_json
+    from shardline.planner.page import format_plan, plan_page
+    from shardline.planner.report import plan_json
     from shardline.planner.search import Fixed, Option, Plan, plan_on
     from shardline.planner.simulation.simulate import simulate_plan
     from shardline.planner.simulation.workload import Workload
@@ -31,6 +32,7 @@ __all__ = [
     "format_plan",
     "plan_json",
     "plan_on",
+    "plan_page",
     "simulate_plan",
 ]
 
@@ -44,9 +46,10 @@ _HOMES = {
     "calibrated": "calibration",
     "demand_for": "layout",
     "find_model": "catalog",
-    "format_plan": "report",
+    "format_plan": "page",
     "plan_json": "report",
     "plan_on": "search",
+    "plan_page": "page",
     "simulate_plan": "simulation.simulate",
 }
 

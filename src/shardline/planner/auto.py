@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,17 +15,13 @@ from shardline.deployment.machine import Device, Machine
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
-from shardline.planner.layout import STARTED_AXES, Demand, Layout
+from shardline.planner.layout import HOST_CHOICES, STARTED_AXES, Demand, Layout
 from shardline.planner.memory import bits_label, sized
-from shardline.planner.options import flag_words
 from shardline.planner.planned_model import PlannedModel
-from shardline.planner.report import option_json
 from shardline.planner.search import Fixed, Plan, search
 from shardline.planner.timing import Constants, Timing, shipped_timing
 
 RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
-CHOSEN = (*(f"{axis}_parallel_size" for axis in STARTED_AXES), "enable_expert_parallel")
-"""The options that a plan for this host chooses."""
 _MOST_RANKS = 16
 _SHOWN = 5
 _SHARED_MEMORY_GBS = 20.0
@@ -59,11 +54,14 @@ class HostLoad(NamedTuple):
     """The load for which a layout is chosen."""
 
     running: int = RUNNING
-    input_len: int = INPUT_LEN
-    output_len: int = OUTPUT_LEN
+    input_len: int | None = None
+    """None: the usual length, or less if the model has fewer positions."""
+    output_len: int | None = None
+    """None: as `input_len`."""
 
 
 _USUAL_LOAD = HostLoad()
+_NOTHING_GIVEN: Mapping[str, Any] = {}
 _NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
 
 
@@ -71,18 +69,19 @@ def plan_here(
     config: EngineConfig,
     model: PlannedModel | None = None,
     machine: Machine | None = None,
-    fixed: frozenset[str] = frozenset(),
+    given: Mapping[str, Any] = _NOTHING_GIVEN,
     load: HostLoad = _USUAL_LOAD,
 ) -> Plan:
     """The layouts of a configuration on this host; the first makes most tokens per second.
 
-    `fixed` names the options of `CHOSEN` that the user has set. Without a `model` or a `machine`, they are those of the
-    configuration.
+    `given` are the options that the user has set; those of `HOST_CHOICES` stay as they are. Without a `model` or a
+    `machine`, they are those of the configuration.
 
     Raises:
-        ValueError: no layout works, or a GPU of this host is unknown. The message says why.
+        ValueError: no layout works, requests are too long, or a GPU of this host is unknown. The message says why.
     """
     model = model or find_model(config.model.model, config.model.revision)
+    input_len, output_len = _lengths(load, config, model)
     machine = machine or probe_here(config)
     alone = sized(config, Layout("shardline")).parallel
     host = machine.hosts[0]
@@ -92,18 +91,37 @@ def plan_here(
         timing = {"shardline": HOST_TIMING}
     else:
         cluster, timing = dataclasses.replace(_known_cluster(devices), host=machine), dict(shipped_timing())
-    given = {name: getattr(config.parallel, name) for name in CHOSEN if name in fixed}
     sizes = {axis: given.get(f"{axis}_parallel_size") for axis in STARTED_AXES}
     label, kv = config.model.quantization or bits_label(model), config.cache.kv_cache_dtype
     choices = Fixed(
-        **sizes, context=1, whole_experts=given.get(CHOSEN[-1]), weights=label, kv=kv, numerics=config.parallel.numerics
+        **sizes, whole_experts=given.get(HOST_CHOICES[-1]), weights=label, kv=kv, numerics=config.parallel.numerics
     )
-    demand = Demand(0, load.input_len, load.output_len, running=load.running, config=config)
+    demand = Demand(0, input_len, output_len, running=load.running, options=given, config=config)
     plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
     if plan.best is None:
         why = plan.options[0].fit.why_not if plan.options else "there are too few devices for the given sizes"
         raise ValueError(f"--parallel auto: no layout works on this host; with the fewest ranks: {why}")
     return plan
+
+
+def _lengths(load: HostLoad, config: EngineConfig, model: PlannedModel) -> tuple[int, int]:
+    """Tokens of a prompt and of an output.
+
+    Raises:
+        ValueError: a number is not above zero, or the requests are longer than the model or its stated limit.
+    """
+    for name, value in load._asdict().items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be above zero, got {value}")
+    length, positions = config.model.max_model_len, model.spec.max_position_embeddings
+    most = min(length, positions) if isinstance(length, int) else positions
+    left = most // 2 if load.input_len is None else most - load.input_len
+    output_len = load.output_len or max(1, min(OUTPUT_LEN, left))
+    input_len = load.input_len or max(1, min(INPUT_LEN, most - output_len))
+    if (needed := input_len + output_len) > most:
+        limit = f"--max-model-len {most}" if most < positions else f"the {most} positions of the model"
+        raise ValueError(f"--input-len and --output-len make {needed} tokens, more than {limit}")
+    return input_len, output_len
 
 
 def chosen_config(plan: Plan) -> EngineConfig:
@@ -115,15 +133,7 @@ def chosen_config(plan: Plan) -> EngineConfig:
 
 def path_here(plan: Plan) -> list[str]:
     """The steps to the choice, in words."""
-    demand, cluster = plan.demand, plan.cluster
-    if cluster.is_shared:
-        whole = cluster.gpus[0]
-        path = [
-            f"devices: {cluster.cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
-            f"{whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
-        ]
-    else:
-        path = [f"devices: {cluster.name}, {cluster.link.kind}"]
+    path = [f"devices: {plan.cluster.host_summary}"]
     for option in plan.options[:_SHOWN]:
         if option.speed is not None:
             tokens, tpot = option.speed.output_tok_s.p50, 1e3 * option.speed.tpot.p50
@@ -132,21 +142,7 @@ def path_here(plan: Plan) -> list[str]:
         number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
         path.append(f"{number}: {refusals[0]}")
     assert plan.best is not None
-    lengths = f"{demand.running} requests of {demand.input_len} + {demand.output_len} tokens"
-    return [*path, f"chosen for {lengths}: {plan.best.layout}"]
-
-
-def command_here(plan: Plan, options: Mapping[str, Any]) -> str:
-    """The command that starts the choice; `options` of the engine are those that the user has set."""
-    parallel = chosen_config(plan).parallel
-    words = ["shardline", "serve", plan.model.name, "--device", parallel.device]
-    sizes = {name: size for name in CHOSEN if (size := getattr(parallel, name)) > 1 or size is True}
-    return shlex.join(words + flag_words(sizes) + flag_words(options, skip=("model", "device", *CHOSEN)))
-
-
-def json_here(plan: Plan, command: str) -> dict[str, Any]:
-    layouts = [option_json(option) for option in plan.options if option.fits]
-    return {"layouts": layouts, "recommended": 0, "path": path_here(plan), "commands": {"shardline": command}}
+    return [*path, f"chosen for {plan.demand.load_summary}: {plan.best.layout}"]
 
 
 def measure_host(machine: Machine, threads: int | None = None) -> Gpu:

@@ -40,7 +40,7 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     Raises:
         ValueError: it cannot be found, its configuration is wrong, or its type has no spec.
     """
-    folder = DEMO_FOLDER if name == "demo" else package_folder(name) or Path(name).expanduser()
+    folder = own_folder(name) or Path(name).expanduser()
     if (file := _find_gguf(name, folder, revision)) is not None:
         return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():
@@ -60,6 +60,15 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     if "stored" in alias:
         return stored_as(model, usual_rules()[alias["stored"]])
     return model
+
+
+def own_folder(name: str) -> Path | None:
+    """The folder of a model whose name only this engine knows: "demo", or "package:..."; None: it is another name.
+
+    Raises:
+        ValueError: there is no such package, or it has no model.
+    """
+    return DEMO_FOLDER if name == "demo" else package_folder(name)
 
 
 def _find_gguf(name: str, folder: Path, revision: str | None) -> Path | None:

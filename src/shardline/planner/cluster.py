@@ -84,6 +84,15 @@ class Cluster:
         assert self.host is not None
         return self.host.hosts[0].cores
 
+    @property
+    def host_summary(self) -> str:
+        """What this host has."""
+        if not self.is_shared:
+            return f"{self.name}, {self.link.kind}"
+        whole = self.gpus[0]
+        rates = f"{whole.bandwidth_gbs:.0f} GB/s, {whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
+        return f"{self.cores} cores, measured: {rates}"
+
     def machine(self, reserved: int) -> Machine:
         """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
         return self.host or Machine(tuple(self._host(f"node{index}", reserved) for index in range(self.num_nodes)))

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardline.planner import vllm
-from shardline.planner.layout import ENGINES, Layout
+from shardline.planner.catalog import own_folder
+from shardline.planner.layout import ENGINES, HOST_CHOICES, STARTED_AXES, Layout
 from shardline.planner.memory import bits_label, fit
-from shardline.planner.options import lacking_in_vllm, option_words
+from shardline.planner.options import flag_words, lacking_in_vllm, option_words
 from shardline.planner.search import Plan
 
 HEAD = "HEAD"
@@ -25,30 +26,37 @@ class Command(NamedTuple):
     """A command line, and what a user has to know about it."""
 
     line: str
-    note: str
+    layout: Layout
+    note: str = ""
     """Empty: nothing."""
+    is_complete: bool = True
+    """Whether a user can type it as it is, but for the address of a node: no checkpoint has to be found first."""
 
 
 def plan_commands(plan: Plan) -> dict[str, Command | None]:
     """The command of each engine for the best layout that it accepts; None: nothing is recommended, or it has none."""
     commands: dict[str, Command | None] = dict.fromkeys(ENGINES)
-    if plan.recommended is None:
+    if plan.best is None:
         return commands
+    if plan.demand.config is not None:
+        return commands | {"shardline": _command_here(plan, plan.best.layout)}
     good = [option.layout for option in plan.options[:_TRIED] if option.fits and not option.misses]
     for engine in commands:
-        tried = (_command(plan, layout, engine) for layout in good)
-        commands[engine] = next((command for command in tried if command is not None), None)
+        written = [command for layout in good if (command := _command(plan, layout, engine)) is not None]
+        # The plan's own engine starts what is recommended. Of the other one, a command that can be typed comes first.
+        complete = [command for command in written if command.is_complete and engine != plan.best.layout.engine]
+        commands[engine] = next(iter(complete + written), None)
     return commands
 
 
 def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
     """The command line of an engine, if it accepts the layout."""
     own = replace(layout, engine=engine)
-    if plan.model.name == "demo" and engine != "shardline":
-        return None  # the name is this engine's only
-    if fit(plan.model, own, plan.cluster, plan.demand).verdict == "no":
+    name = plan.model.name if engine == "shardline" else vllm_name(plan)
+    if not name or fit(plan.model, own, plan.cluster, plan.demand).verdict == "no":
         return None
-    name, quantization, note = _checkpoint(plan, layout, engine)
+    name, quantization, note = _checkpoint(plan, layout, engine, name)
+    is_complete = not note
     words = [engine, "serve", name, *_sizes(layout), "--max-model-len", str(plan.demand.max_model_len)]
     kv = layout.kv if engine != "vllm" else vllm.kv_flag(plan.model.spec, layout)
     words += ["--kv-cache-dtype", kv] if kv != "auto" else []
@@ -69,7 +77,31 @@ def _command(plan: Plan, layout: Layout, engine: str) -> Command | None:
         if layout.pipeline > 1 and "pipeline_stages" in demand.options:
             words.insert(0, f"VLLM_PP_LAYER_PARTITION={demand.options['pipeline_stages']}")
     nodes, node_note = _nodes(plan, layout)
-    return Command(shlex.join([*words, *nodes]), "; ".join(text for text in (note, node_note) if text))
+    note = "; ".join(text for text in (note, node_note) if text)
+    return Command(shlex.join([*words, *nodes]), own, note, is_complete)
+
+
+def vllm_name(plan: Plan) -> str:
+    """The name of the model for vLLM; empty: there is none.
+
+    The names "demo" and "package:..." are this engine's. A plan for vLLM has their folder instead.
+    """
+    name = plan.model.name
+    folder = own_folder(name)
+    if folder is None:
+        return name
+    return str(folder) if plan.best is not None and plan.best.layout.engine == "vllm" else ""
+
+
+def _command_here(plan: Plan, layout: Layout) -> Command:
+    """The command that starts a layout on this host, with the options that the user has set."""
+    given = plan.demand.options
+    chosen = {f"{axis}_parallel_size": getattr(layout, axis) for axis in STARTED_AXES}
+    chosen = {name: size for name, size in chosen.items() if size > 1}
+    chosen |= {"enable_expert_parallel": True} if layout.whole_experts else {}
+    device = {"device": given["device"]} if "device" in given else {}
+    words = flag_words(device | chosen) + flag_words(given, skip=("model", "device", *HOST_CHOICES))
+    return Command(shlex.join(["shardline", "serve", plan.model.name, *words]), layout)
 
 
 def _sizes(layout: Layout) -> list[str]:
@@ -77,9 +109,9 @@ def _sizes(layout: Layout) -> list[str]:
     return [word for pair in sizes for word in pair] + ["--enable-expert-parallel"] * layout.whole_experts
 
 
-def _checkpoint(plan: Plan, layout: Layout, engine: str) -> tuple[str, list[str], str]:
+def _checkpoint(plan: Plan, layout: Layout, engine: str, name: str) -> tuple[str, list[str], str]:
     """(name of the checkpoint, flag of its quantization, note). vLLM itself quantizes to floats only."""
-    name, own, given = plan.model.name, bits_label(plan.model), plan.demand.options.get("quantization")
+    own, given = bits_label(plan.model), plan.demand.options.get("quantization")
     if layout.weights == own:
         stated = given is not None and (engine == "shardline" or given != "none")
         return name, ["--quantization", str(given)] if stated else [], ""

@@ -16,6 +16,8 @@ from shardline.planner.simulation.workload import SimulatedRequest
 ENGINES = ("shardline", "vllm")
 STARTED_AXES = ("tensor", "pipeline", "data")
 """The axes along which engines start ranks."""
+HOST_CHOICES = (*(f"{axis}_parallel_size" for axis in STARTED_AXES), "enable_expert_parallel")
+"""The options that a plan for this host chooses."""
 _USUAL_LENGTH = 8192
 
 
@@ -100,6 +102,11 @@ class Demand:
     """Further options of the engine that are given: see `planner/options.py`."""
     config: EngineConfig | None = field(default=None, hash=False)
     """The configuration that is planned for this host; None: `options` say what is known of it."""
+
+    @property
+    def load_summary(self) -> str:
+        """The load of a plan for this host."""
+        return f"{self.running} requests of {self.input_len} + {self.output_len} tokens"
 
 
 def usual_length(positions: int, needed: int) -> int:

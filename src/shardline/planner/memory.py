@@ -36,6 +36,8 @@ _GENEROUS = 4
 """Times the wanted concurrency from which memory is generous."""
 _CONTEXT_BYTES = int(0.55 * GIB)
 """Memory of the driver, kernels and NCCL: as vLLM's logs show it, since both engines use the same libraries."""
+_EXPANDED = 1.3
+"""Weights that are so many times larger than stored are expanded."""
 _ROOMY_GIB = float(1 << 20)
 """Memory of GPUs on which everything fits: with them, `resolve` says how large weights are that do not fit."""
 
@@ -112,6 +114,16 @@ def held_weights(model: PlannedModel, layout: Layout) -> StoredWeights:
     if layout.engine == "shardline" and model.files is not None and layout.weights == bits_label(model):
         return model.stored(StoredRules())
     return stored_weights(model, layout.weights)
+
+
+def packed_bytes(model: PlannedModel, fitted: Fit) -> int:
+    """Bytes of a GPU's weights, if this engine kept them packed that it expands; 0: it keeps them packed."""
+    layout = fitted.layout
+    if layout.engine != "shardline" or not model.rules.rules or not fitted.weight_bytes:
+        return 0
+    stages = fitted.stages or stage_spans(model.spec, layout.pipeline)
+    packed, _ = vllm.weight_bytes(model, stored_weights(model, layout.weights), layout, stages)
+    return packed if fitted.weight_bytes >= _EXPANDED * packed else 0
 
 
 def fit(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
@@ -228,7 +240,7 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
         layout,
         verdict_of(max(whole_requests(concurrency, replicas), 1) if fits else 0, wanted),
         weights,
-        step + _CONTEXT_BYTES,
+        step if cluster.is_shared else step + _CONTEXT_BYTES,
         room,
         tokens,
         longest,

@@ -13,9 +13,9 @@ from shardline.config.topology import COORDINATES
 from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
-from shardline.planner.hardware import Gpu, known_gpus
+from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import STARTED_AXES, Demand, Layout
-from shardline.planner.memory import Fit, bits_label, fit, stored_weights
+from shardline.planner.memory import Fit, bits_label, fit, packed_bytes, stored_weights
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.speed import Speed, layout_speed
@@ -30,10 +30,6 @@ _EVERY_NUMBER = 8
 """GPUs up to which every smaller number of them is looked at."""
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
-_DENSE = (
-    "vLLM instead: Shardline makes some of these quantized weights dense on GPUs, and then no layout fits; "
-    "--engine shardline shows its figures"
-)
 
 
 @dataclass(frozen=True)
@@ -141,10 +137,10 @@ def search(
     options = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, chosen, fixed)]
     instead = ""
     if engine is None and chosen == "shardline" and model.rules.rules and not any(option.fits for option in options):
-        # vLLM keeps weights packed that this engine makes dense on GPUs.
+        # vLLM keeps weights packed that this engine expands on GPUs.
         others = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, "vllm", fixed)]
         if any(option.fits for option in others):
-            options, instead = others, _DENSE
+            instead, options = _instead(model, options), others
     own = bits_label(model)
     prices = [option.cost_per_million for option in options if option.cost_per_million and option.is_good]
     near = _SAME_PRICE * min(prices, default=0.0)
@@ -152,6 +148,22 @@ def search(
     good = options and options[0].fits and not options[0].misses
     return Plan(
         model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
+    )
+
+
+def _instead(model: PlannedModel, refused: Sequence[Option]) -> str:
+    """Why vLLM is planned for, if none of this engine's layouts fits."""
+    smallest = min((option.fit for option in refused), key=lambda fitted: fitted.layout.num_gpus)
+    packed = packed_bytes(model, smallest)
+    missing = f" Missing: {missing_kernels(smallest, packed)}." if packed else ""
+    return f"vLLM instead: no layout of Shardline fits; --engine shardline shows its figures.{missing}"
+
+
+def missing_kernels(fitted: Fit, packed: int) -> str:
+    """What this engine lacks to keep weights packed, which would then have `packed` bytes on a GPU."""
+    return (
+        f"GPU kernels of Shardline that keep these {fitted.layout.weights} weights packed; it expands them to bf16, "
+        f"{fitted.weight_bytes / GIB:,.0f} GiB a GPU with {fitted.layout}, not {packed / GIB:,.0f}"
     )
 
 
@@ -243,7 +255,7 @@ def check_refusals(plan: Plan) -> None:
     Raises:
         ValueError: there is no layout, or all are refused for one reason that is not the memory.
     """
-    fits = [option.fit for option in plan.options if option.layout.context == 1]
+    fits = [option.fit for option in plan.options]
     if not fits:
         raise ValueError(f"no layout of {plan.cluster.name} has the given sizes; leave one of them out")
     if not any(fitted.other_bytes for fitted in fits) and len({fitted.why_not for fitted in fits}) == 1:
@@ -326,11 +338,6 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
                 for label in labels:
                     for kv in caches:
                         yield dataclasses.replace(plain.along(**sizes), whole_experts=whole, weights=label, kv=kv)
-    if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
-        # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
-        for sizes in _divide(cluster.num_gpus, ("tensor", "context"), fixed):
-            if sizes["context"] > 1:
-                yield dataclasses.replace(plain.along(**sizes), weights=labels[0], kv=caches[0])
 
 
 def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:

@@ -15,8 +15,11 @@ from shardline.cli.flags import add_engine_flags, engine_config
 from shardline.config.engine import option_names
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from shardline.planner.layout import Demand
     from shardline.planner.planned_model import PlannedModel
+    from shardline.planner.search import Plan
     from shardline.planner.simulation.workload import SimulatedRequest, Workload
 
 
@@ -40,66 +43,37 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.gpus:
         raise ValueError("--gpus is missing; write for example --gpus 4xH100-80GB, or --gpus any")
-    if args.gpus == "here":
-        _plan_here(args)
-    else:
-        _plan(args)
+    workload = read_workload(args)
+    _show(args, _plan_here(args) if args.gpus == "here" else _plan(args, workload), workload)
     return 0
 
 
 # What few plans ask for is imported only then: a plan takes half a second in all.
 
 
-def _plan(args: argparse.Namespace) -> None:
-    """Plan for GPUs that a user could rent."""
+def _plan(args: argparse.Namespace, workload: Workload | None) -> Plan:
+    """The plan for GPUs that a user could rent."""
     from shardline.planner.catalog import find_model
-    from shardline.planner.cost import OtherPrices, parse_api_price
     from shardline.planner.hardware import known_gpus
     from shardline.planner.options import check_options, in_dtype
-    from shardline.planner.report import format_plan, plan_json
     from shardline.planner.search import fixed_choices, plan_on
 
-    api = None if args.api_price is None else parse_api_price(args.api_price)
-    others = OtherPrices(args.traffic_price, args.operations_price)
     gpus, options = known_gpus(args.hardware), given_options(args)
     model = find_model(args.model, options.get("revision"))
     check_options(options)
     model = in_dtype(model, options.get("dtype", "auto"))
-    workload = read_workload(args)
     demand, fixed = read_demand(args, model, workload.trace if workload else ()), fixed_choices(options, model)
     links = {"link": args.link, "inter_node": args.inter_node}
     plan = plan_on(args.gpus, model, demand, args.goal, args.engine, fixed, known=gpus, **links)
-    if args.calibrate is not None:
-        from shardline.planner.calibration import calibrated
+    if args.calibrate is None:
+        return plan
+    from shardline.planner.calibration import calibrated
 
-        plan = calibrated(plan, args.calibrate)
-    texts, data, simulation = [format_plan(plan, show_all=args.all, api=api, others=others)], {}, None
-    if args.compare:
-        from shardline.planner.compare import compare_layouts, comparison_json, format_comparison
-
-        pair = compare_layouts(plan, args.compare)
-        texts.append(format_comparison(plan, pair))
-        data["comparison"] = comparison_json(plan, pair)
-    if workload is not None:
-        from shardline.planner.simulation.report import format_simulation, simulation_json
-        from shardline.planner.simulation.simulate import simulate_plan
-
-        simulation = simulate_plan(plan, workload)
-        texts.append(format_simulation(simulation))
-        data["simulation"] = simulation_json(simulation)
-    text = "\n".join(texts)
-    if args.html is not None:
-        from shardline.planner.html import plan_html
-
-        try:
-            args.html.write_text(plan_html(plan, text, simulation), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
-    print(json.dumps(plan_json(plan, api, others) | data, indent=1) if args.json else text)
+    return calibrated(plan, args.calibrate)
 
 
-def _plan_here(args: argparse.Namespace) -> None:
-    """Plan for the devices of this host. A CPU is measured.
+def _plan_here(args: argparse.Namespace) -> Plan:
+    """The plan for the devices of this host. A CPU is measured.
 
     Raises:
         ValueError: this engine cannot run the model on it.
@@ -111,21 +85,62 @@ def _plan_here(args: argparse.Namespace) -> None:
     options = given_options(args)
     model = find_model(args.model, options.get("revision"))
     check_nodes(options)
-    workload = read_workload(args)
-    load = auto.HostLoad(
-        args.running or auto.RUNNING, args.input_len or auto.INPUT_LEN, args.output_len or auto.OUTPUT_LEN
-    )
-    plan = auto.plan_here(engine_config(args), model, None, frozenset(auto.CHOSEN) & options.keys(), load)
-    command = auto.command_here(plan, options)
-    lines, data = [*auto.path_here(plan), f"run: {command}"], auto.json_here(plan, command)
+    running = auto.RUNNING if args.running is None else args.running
+    load = auto.HostLoad(running, args.input_len, args.output_len)
+    return auto.plan_here(engine_config(args), model, None, options, load)
+
+
+def _show(args: argparse.Namespace, plan: Plan, workload: Workload | None) -> None:
+    """Print a plan and what else the flags ask for, and write the HTML page."""
+    from shardline.planner.cost import OtherPrices, parse_api_price
+
+    api = None if args.api_price is None else parse_api_price(args.api_price)
+    others = OtherPrices(args.traffic_price, args.operations_price)
+    texts, data, simulation = [], {}, None
+    if args.compare:
+        from shardline.planner.compare import compare_layouts, comparison_json, format_comparison
+
+        pair = compare_layouts(plan, args.compare)
+        texts.append(format_comparison(plan, pair))
+        data["comparison"] = comparison_json(plan, pair)
     if workload is not None:
         from shardline.planner.simulation.report import format_simulation, simulation_json
         from shardline.planner.simulation.simulate import simulate_plan
 
-        simulation = simulate_plan(plan, workload, read_demand(args, model, workload.trace))
-        lines.append(format_simulation(simulation))
+        demand = None if plan.demand.config is None else read_demand(args, plan.model, workload.trace)
+        simulation = simulate_plan(plan, workload, demand)
+        texts.append(format_simulation(simulation))
         data["simulation"] = simulation_json(simulation)
-    print(json.dumps(data, indent=1) if args.json else "\n".join(lines))
+    if args.json:
+        from shardline.planner.report import plan_json
+
+        print(json.dumps(plan_json(plan, api, others) | data, indent=1))
+    if args.json and args.html is None:
+        return
+    from shardline.planner.page import plan_page
+
+    page = plan_page(plan, show_all=args.all, api=api, others=others)
+    page.append("".join(f"\n\n{text}" for text in texts))
+    if args.html is not None:
+        from shardline.planner.html import plan_html
+
+        try:
+            args.html.write_text(plan_html(plan, page.plain, simulation), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
+    if not args.json:
+        _print(page)
+
+
+def _print(page: Text) -> None:
+    """Print with colours on a terminal, unless NO_COLOR is set."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal and not console.no_color:
+        console.print(page, soft_wrap=True)
+    else:
+        print(page.plain)
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -140,7 +155,7 @@ def _validate(args: argparse.Namespace) -> None:
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _OF_SIMULATIONS = ("num_prompts", "trace", "prefix_len", "num_prefixes", "replicas", "report_interval")
 _NOT_WITH_TRACE = ("prefix_len", "num_prefixes")
-_FOR_HERE = ("gpus", "json", "input_len", "output_len", "running", "simulate")
+_FOR_HERE = ("gpus", "json", "all", "compare", "html", "input_len", "output_len", "running", "simulate")
 _FOR_SIMULATIONS_HERE = (*_OF_SIMULATIONS, "rate", "ttft", "tpot")
 _FOR_VALIDATION = ("validate", "hardware", "json")
 

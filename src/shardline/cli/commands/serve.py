@@ -54,9 +54,10 @@ def _with_layout(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig
     Raises:
         ValueError: no layout works on this host.
     """
-    from shardline.planner.auto import CHOSEN, chosen_config, path_here, plan_here
+    from shardline.planner.auto import chosen_config, path_here, plan_here
+    from shardline.planner.layout import HOST_CHOICES
 
-    plan = plan_here(engine, fixed=frozenset(name for name in CHOSEN if hasattr(args, name)))
+    plan = plan_here(engine, given={name: getattr(args, name) for name in HOST_CHOICES if hasattr(args, name)})
     for line in path_here(plan):
         print(f"--parallel auto: {line}", file=sys.stderr)
     return chosen_config(plan)
