@@ -231,10 +231,3 @@ def test_fp8_needs_a_gpu_that_computes_in_it() -> None:
             new = Machine((host(gpu(80 * GIB, 79 * GIB, capability=capability)),))
             resolve_on(new, **{option: "fp8"})
     assert resolve_on(old, quantization="int8").weight_format.name == "int8"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", ["half", "float16"])
-def test_a_type_that_nothing_computes_in_is_refused(dtype: str, device: str) -> None:
-    with pytest.raises(ValueError, match=f"^dtype {dtype} is not supported; use bfloat16 or float32$"):
-        resolve_on(ONE, dtype=dtype, device=device)

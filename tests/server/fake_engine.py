@@ -43,6 +43,7 @@ class FakeEngine:
         self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
+        self.num_resets = 0
         self.timeline: EngineTimeline | None = None
         self.reply = REPLY
         self.refusal = ""
@@ -83,6 +84,9 @@ class FakeEngine:
             self.aborted += request_ids
             for request_id in request_ids:
                 self._running.pop(request_id, None)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def close(self, timeout: float = 10.0) -> None:
         self._closed = True

@@ -116,8 +116,8 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
 
 
 def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sse._COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
-    monkeypatch.setattr(sse, "_COMMENT_SECONDS", 0.05)
+    assert sse.COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
+    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.05)
     with serve() as running, running.http() as http, running.http() as other:
         running.engine.paused = True
         content, comments = "", 0

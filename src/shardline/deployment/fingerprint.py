@@ -15,7 +15,7 @@ from shardline.models.attention import GQA, GQA_PARTS
 NUMERICS_VERSION = 8
 """Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
 
-_LATER_FIELDS = {"token_input"}
+_LATER_FIELDS = {"num_labels", "token_input"}
 """Fields of the spec that came after the first release. A model without them keeps the fingerprint that it had."""
 
 _FIRST_FIELDS = (

@@ -74,7 +74,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
-    app.state.batches = None if config.tokens_only else start_batches(app, service)
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
@@ -91,7 +90,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         app.include_router(generative_scoring_routes(service), dependencies=generates)
         for routes in (embedding_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
-        app.include_router(batch_routes(app.state.batches))
+    app.state.batches = None if config.tokens_only else start_batches(app, service)
+    app.include_router(batch_routes(app.state.batches))
     app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
     if not config.disable_fastapi_docs:
         app.include_router(documentation_routes(app))

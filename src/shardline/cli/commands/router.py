@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 from shardline.cli.flags import add_flags, fields_from_flags
@@ -62,6 +60,9 @@ def _act(args: argparse.Namespace) -> int:
     """
     if (args.backend_url is None) != (args.action == "status"):
         raise ValueError("status takes no URL" if args.action == "status" else f"{args.action}: which backend's URL?")
+    import urllib.error
+    import urllib.request
+
     body = None if args.backend_url is None else json.dumps({"url": args.backend_url}).encode()
     request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{args.action}", body)
     key = getattr(args, "admin_api_key", None)

@@ -41,7 +41,7 @@ class BatchedChatRequest(ChatRequest):
         refuse_if(bool(self.stream), "stream", "Batched chats cannot be streamed: set 'stream' to false.")
         transfer = self.kv_transfer_params
         refuse_if(
-            isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None,
+            transfer is not None and transfer.prompt_token_ids is not None,
             "kv_transfer_params.prompt_token_ids",
             "One prompt cannot stand for several conversations: leave out 'kv_transfer_params.prompt_token_ids'.",
         )
