@@ -25,7 +25,6 @@ from shardline.server.service import Service
 
 T = TypeVar("T", FileObject, Batch)
 
-_PURPOSES = ("batch", "batch_output")
 _MAX_FILES, _MAX_BATCHES = 10_000, 100
 """The longest pages of the two lists."""
 _MIN_SECONDS, _MAX_SECONDS = 3600, 2_592_000

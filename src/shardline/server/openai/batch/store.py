@@ -23,10 +23,10 @@ from shardline.server.errors import ApiError, bad_request
 MAX_ENTRIES = 10_000
 """The most files, and the most batches, in a folder."""
 
-Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 T = TypeVar("T", "FileObject", "Batch")
 
-ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
+ENDED = frozenset({"failed", "completed", "cancelled"})
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -150,8 +150,6 @@ class BatchStore:
         """Let another server have the folder; may be called again."""
         self._lock.close()
 
-    # Files
-
     def path_of(self, file_id: str) -> Path:
         """Where the content of a file is. The id must be one that was made here."""
         return self._files_folder / file_id
@@ -251,8 +249,6 @@ class BatchStore:
         for path in self._files_folder.iterdir():
             if path.name.removesuffix(".json") not in kept:
                 path.unlink()
-
-    # Batches
 
     def find_batch(self, batch_id: str) -> Batch:
         """A batch.
