@@ -17,10 +17,15 @@ from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.pooling.generative import GenerativeScoringRequest
+from shardline.server.pooling.routes import ClassificationRequest, PoolingRequest
+from shardline.server.pooling.scores import RerankRequest, ScoreRequest
 from tests.hostile import draws, lark, regexes, schemas
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
+POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
+LABELS = "/generative_scoring"
 MODELS = {
     CHAT: ChatRequest,
     COMPLETION: CompletionRequest,
@@ -28,6 +33,11 @@ MODELS = {
     EMBEDDING: EmbeddingRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
+    POOLING: PoolingRequest,
+    CLASSIFY: ClassificationRequest,
+    SCORE: ScoreRequest,
+    RERANK: RerankRequest,
+    LABELS: GenerativeScoringRequest,
 }
 MOST_CHOICES = 128
 _EARLY = 0.08
@@ -67,6 +77,11 @@ def usual(path: str) -> Fields:
         EMBEDDING: {"input": "Hi"},
         TOKENIZE: {"prompt": "Hi"},
         DETOKENIZE: {"tokens": [5, 6]},
+        POOLING: {"input": "Hi"},
+        CLASSIFY: {"input": "Hi"},
+        SCORE: {"text_1": "Hi", "text_2": ["a", "b"]},
+        RERANK: {"query": "Hi", "documents": ["a", "b"]},
+        LABELS: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]},
     }
     return requests[path]
 
@@ -191,6 +206,8 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
     EMBEDDING: ({"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3},),
     TOKENIZE: ({"prompt": None, "messages": _user(), "tools": [_tool({})]},),
     DETOKENIZE: ({"tokens": [1, 2, 3]},),
+    SCORE: ({"text_2": [{"content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},),
+    LABELS: ({"query": [5], "items": [[6], [7]]},),
 }  # fmt: skip
 
 
