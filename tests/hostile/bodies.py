@@ -19,6 +19,9 @@ from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.pooling.generative import GenerativeScoringRequest
+from shardline.server.pooling.routes import ClassificationRequest, PoolingRequest
+from shardline.server.pooling.scores import RerankRequest, ScoreRequest
 from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas
 
@@ -28,6 +31,8 @@ EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/inference/v1/generate"
 RENDER = "/render"
 """After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
+POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
+LABELS = "/generative_scoring"
 MODELS = {
     CHAT: ChatRequest,
     CHATS: BatchedChatRequest,
@@ -43,6 +48,11 @@ MODELS = {
     COMPLETION + RENDER: CompletionRequest,
     RESPONSE + RENDER: ResponsesRequest,
     MESSAGES + RENDER: MessagesRequest,
+    POOLING: PoolingRequest,
+    CLASSIFY: ClassificationRequest,
+    SCORE: ScoreRequest,
+    RERANK: RerankRequest,
+    LABELS: GenerativeScoringRequest,
 }
 MOST_CHOICES = 128
 _EARLY = 0.08
@@ -86,6 +96,11 @@ def usual(path: str) -> Fields:
         MESSAGES: {"messages": _user(), "max_tokens": 4},
         COUNT_TOKENS: {"messages": _user()},
         GENERATE: {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}},
+        POOLING: {"input": "Hi"},
+        CLASSIFY: {"input": "Hi"},
+        SCORE: {"text_1": "Hi", "text_2": ["a", "b"]},
+        RERANK: {"query": "Hi", "documents": ["a", "b"]},
+        LABELS: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]},
     }
     return requests[path.removesuffix(RENDER)]
 
@@ -238,6 +253,8 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
     COUNT_TOKENS: ({"system": "a", "tools": [{"name": "f", "input_schema": {"type": "object"}}]},),
     GENERATE: ({"sampling_params": {"max_tokens": 4, "stop": ["a"], "logprobs": 2, "logit_bias": {"5": 1},
     "structured_outputs": {"regex": "a+"}}, "stream": True, "output_mode": "text"},),
+    SCORE: ({"text_2": [{"content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},),
+    LABELS: ({"query": [5], "items": [[6], [7]]},),
 }  # fmt: skip
 
 

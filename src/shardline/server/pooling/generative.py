@@ -19,7 +19,7 @@ from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions import MAX_PROMPTS, TokenIdLists, encode_prompt
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import IgnoredFields, TokenIds
-from shardline.server.pooling.request import PoolingUsage
+from shardline.server.pooling.request import PoolingUsage, check_tokens
 from shardline.server.service import Service, new_id
 
 
@@ -63,11 +63,14 @@ class GenerativeScoringRequest(IgnoredFields):
             ApiError: 400, the model has no tokenizer.
         """
         query = await encode_prompt(service, self.query, self.add_special_tokens is not False)
+        longest = service.llm.model.max_model_len - 1
+        query = query[:longest]
+        check_tokens(len(query) * len(self.items), "query")
         prompts = []
         for item in self.items:
-            token_ids = await encode_prompt(service, item, False)
+            token_ids = (await encode_prompt(service, item, False))[:longest]
             whole = [*token_ids, *query] if self.item_first else [*query, *token_ids]
-            prompts.append(whole[: service.llm.model.max_model_len - 1])
+            prompts.append(whole[:longest])
         return prompts
 
 

@@ -151,8 +151,21 @@ def require_pooler(service: Service) -> Pooler:
     return pooler
 
 
-MOST_NUMBERS = 1 << 23
+MOST_NUMBERS = 1 << 24
 """The most numbers in one answer: they fill memory, and take long to write."""
+MOST_TOKENS = 1 << 22
+"""The most tokens of one request whose prompts share a text, so that they may be much longer than its body."""
+
+
+def check_tokens(count: int, param: str) -> None:
+    """Refuse a request whose prompts have more than `MOST_TOKENS` tokens; `param`: the field with most of the texts.
+
+    Raises:
+        ApiError: 400.
+    """
+    refuse_if(
+        count > MOST_TOKENS, param, f"The prompts have {count} tokens or more; at most {MOST_TOKENS} are taken at once."
+    )
 
 
 async def pool_prompts(

@@ -22,7 +22,14 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute, check_template_values
 from shardline.server.openai.completions import MAX_PROMPTS
 from shardline.server.openai.protocol import RequestModel
-from shardline.server.pooling.request import PoolingFields, PoolingUsage, pool_prompts, pooling_usage, require_pooler
+from shardline.server.pooling.request import (
+    PoolingFields,
+    PoolingUsage,
+    check_tokens,
+    pool_prompts,
+    pooling_usage,
+    require_pooler,
+)
 from shardline.server.service import Service, new_id
 
 _SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
@@ -74,8 +81,8 @@ class ScoreRequest(PairFields):
     text_1: TextValue | None = None
     text_2: TextValue | None = None
 
-    def sides(self) -> tuple[list[str], list[str]]:
-        """The two sides of the pairs.
+    def sides(self) -> tuple[list[str], list[str], str]:
+        """The two sides of the pairs, and the name of the field with the second one.
 
         Raises:
             ApiError: 400, there are not two of them.
@@ -83,7 +90,8 @@ class ScoreRequest(PairFields):
         given = {name for names in _SIDES for name in names if getattr(self, name) is not None}
         for first, second in _SIDES:
             if given == {first, second}:
-                return _list_texts(getattr(self, first), first), _list_texts(getattr(self, second), second)
+                texts = _list_texts(getattr(self, first), first)
+                return texts, _list_texts(getattr(self, second), second), second
         names = ", ".join(f"'{first}' and '{second}'" for first, second in _SIDES)
         raise bad_request(f"Send the two sides of the pairs as {names}.", "text_1", "missing_required_parameter")
 
@@ -172,7 +180,7 @@ def score_routes(service: Service) -> APIRouter:
         task = _pair_task(service)
         query, documents = _list_texts(body.query, "query"), _list_texts(body.documents, "documents")
         request_id = new_id("score-")
-        scores, usage = await _score_pairs(service, body, query, documents, task, request_id)
+        scores, usage = await _score_pairs(service, body, query, documents, "documents", task, request_id)
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
         answer = RerankResponse(
             id=request_id,
@@ -208,24 +216,33 @@ def _text(value: Text, param: str) -> str:
 
 
 async def _score_pairs(
-    service: Service, body: PairFields, first: list[str], second: list[str], task: PoolingTask, request_id: str
+    service: Service,
+    body: PairFields,
+    first: list[str],
+    second: list[str],
+    param: str,
+    task: PoolingTask,
+    request_id: str,
 ) -> tuple[list[float], PoolingUsage]:
-    """The score of each pair, and the usage."""
+    """The score of each pair, and the usage; `param` is the field with the second texts."""
     try:
         pair_up(first, second)
     except ValueError as error:
-        raise bad_request(f"{error}.") from error
+        raise bad_request(f"{error}.", param) from error
     first = [await _cut_text(service, text, body.max_tokens_per_query, "max_tokens_per_query") for text in first]
     second = [await _cut_text(service, text, body.max_tokens_per_doc, "max_tokens_per_doc") for text in second]
     if task == "embed":
         prompts = [await body.encode_text(service, text, True) for text in (*first, *second)]
-        vectors = await pool_prompts(service, body, prompts, task, request_id=request_id, param="input")
+        vectors = await pool_prompts(service, body, prompts, task, request_id=request_id, param=param)
         left, right = vectors[: len(first)], vectors[len(first) :]
         pairs = zip(left * (len(right) // len(left)), right, strict=True)
         return [cosine(one, other) for one, other in pairs], pooling_usage(prompts)
-    texts = zip(first * (len(second) // len(first)), second, strict=True)
-    prompts = [await _join(service, body, query, document) for query, document in texts]
-    scores = await pool_prompts(service, body, prompts, task, request_id=request_id, param="input")
+    prompts, num_tokens = [], 0
+    for query, document in zip(first * (len(second) // len(first)), second, strict=True):
+        prompts.append(await _join(service, body, query, document))
+        num_tokens += len(prompts[-1])
+        check_tokens(num_tokens, param)
+    scores = await pool_prompts(service, body, prompts, task, request_id=request_id, param=param)
     return [float(one[0]) for one in scores], pooling_usage(prompts)
 
 
@@ -236,7 +253,7 @@ async def _join(service: Service, body: PairFields, query: str, document: str) -
     check_template_values("chat_template_kwargs", [body.chat_template_kwargs or {}])
     chat = pair_conversation(query, document, {**service.config.template_variables, **body.template_variables})
     limit = service.llm.model.max_model_len
-    _, token_ids = await service.encode_chat(chat, max_tokens=limit, param="input")
+    _, token_ids = await service.encode_chat(chat, max_tokens=limit, param="chat_template_kwargs")
     return body.truncate(service, token_ids)
 
 
