@@ -125,7 +125,7 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         "reasoning_effort": "low", "user": "me", "tools": [], "tool_choice": "none",
         "response_format": {"type": "text"},
         "prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"], "verbosity": "low", "stop": None,
-        "temperature": None, "max_tokens": None,
+        "temperature": None, "max_tokens": None, "top_logprobs": 0, "stream_options": {},
     }  # fmt: skip
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -369,6 +369,20 @@ def test_a_request_may_bring_a_template_if_it_is_trusted() -> None:
         answer = http.post("/v1/chat/completions", json={"messages": HI, "chat_template": "{% if %}"})
         assert answer.status_code == 400
         assert "broken" in answer.json()["error"]["message"]
+
+
+def test_the_template_sees_the_effort() -> None:
+    config = ServerConfig(chat_template="{{ reasoning_effort }} {{ enable_thinking }}")
+    with serve(config) as running, running.http() as http:
+        for sent, seen in (
+            ({"reasoning_effort": "none"}, "none False"),
+            ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "high False"),
+            ({"reasoning_effort": "low"}, "low True"),
+        ):
+            answer = http.post("/v1/chat/completions", json={"messages": HI, "return_prompt_text": True, **sent})
+            assert answer.json()["prompt_text"] == seen
+            assert "x-shardline-ignored" not in answer.headers
+        assert http.post("/v1/chat/completions", json={"messages": HI, "reasoning_effort": "x"}).status_code == 400
 
 
 def test_a_template_that_refuses_is_a_400() -> None:

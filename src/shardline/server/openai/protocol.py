@@ -336,7 +336,7 @@ class SamplingFields(IgnoredFields):
         Raises:
             ApiError: 400, the request has stream options but does not ask for a stream.
         """
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise bad_request(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )

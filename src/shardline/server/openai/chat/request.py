@@ -447,6 +447,8 @@ class ChatRequest(ConversationFields, SamplingFields):
     """Whether reasoning is split off at all; None: it is, if the server has a parser for it."""
     echo: bool | None = None
     kv_transfer_params: TransferParams | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For chat templates; with "none", those that know `enable_thinking` forbid reasoning."""
     return_prompt_text: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """For chat templates that show documents to the model."""
@@ -458,7 +460,7 @@ class ChatRequest(ConversationFields, SamplingFields):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         self.check_supported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs"
             )
@@ -478,8 +480,11 @@ class ChatRequest(ConversationFields, SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        documents = {} if self.documents is None else {"documents": self.documents}
-        return {**documents, **super().template_variables}
+        variables: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        return {**variables, **super().template_variables}
 
     @property
     def answer_role(self) -> str:
@@ -493,9 +498,10 @@ class ChatRequest(ConversationFields, SamplingFields):
     @property
     def echoed_text(self) -> str:
         """The text to repeat before the answer: the last message if `echo` asks for it and its role is the answer's."""
-        last = self.messages[-1].for_template()
-        repeats = self.echo and last["role"] == (self.answer_role or "assistant")
-        return text_content(last.get("content"), -1) if repeats else ""
+        last = self.messages[-1]
+        if not self.echo or last.role != (self.answer_role or "assistant"):
+            return ""
+        return text_content(last.for_template().get("content"), -1)
 
     @property
     def rendered_ids(self) -> list[int] | None:
