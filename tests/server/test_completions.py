@@ -300,6 +300,12 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"stop": [""]}, "stop", "must not be empty"),
         ({"best_of": 1, "n": 2}, "best_of", "best_of"),
         ({"suffix": "x"}, "suffix", "suffix"),
+        ({"use_beam_search": True, "echo": True, "logprobs": 1}, "use_beam_search", "not supported with beam search"),
+        (
+            {"use_beam_search": True, "logprobs": 1, "logprob_token_ids": [5]},
+            "use_beam_search",
+            "not supported with beam search",
+        ),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20]"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when 'stream'"),

@@ -21,9 +21,10 @@ async def search_beams(
     *,
     request_id: str,
     prompt_param: str,
-    grammar: str,
+    has_form: bool,
 ) -> list[RequestOutput]:
-    """For each prompt its `n` likeliest outputs; `params`: what the request asks for otherwise.
+    """For each prompt its `n` likeliest outputs; `params`: what the request asks for otherwise, `has_form`: whether it
+    asks for a form of the output.
 
     Raises:
         ApiError: 400, the request asks for something else besides; else as `Generation.start`.
@@ -31,10 +32,8 @@ async def search_beams(
     param = "use_beam_search"
     refuse_if(bool(body.stream), "stream", "Streaming is not currently supported with beam search.")
     refuse_if(bool(body.logprob_token_ids), param, "'logprob_token_ids' is not supported with beam search.")
-    refuse_if(params.prompt_logprobs is not None, param, "Log probabilities of the prompt ('echo' with 'logprobs', "
-              "'prompt_logprobs') are not supported with beam search.")  # fmt: skip
     refuse_if(bool(params.stop_strings or params.stop_token_ids), param, "'stop' is not supported with beam search.")
-    refuse_if(bool(grammar), param, "A form of the output, or tools, are not supported with beam search.")
+    refuse_if(has_form, param, "A form of the output, or tools, are not supported with beam search.")
     most = service.llm.model.max_model_len
     try:
         search = BeamSearchParams(

@@ -127,6 +127,11 @@ class CompletionRequest(SamplingFields):
                 raise bad_request("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
             raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         refuse_if(
+            bool(self.use_beam_search) and self.num_prompt_logprobs is not None,
+            "use_beam_search",
+            "Log probabilities of the prompt ('echo' with 'logprobs') are not supported with beam search.",
+        )
+        refuse_if(
             bool(self.prompt_embeds) and self.num_prompt_logprobs is not None,
             "prompt_embeds",
             "Log probabilities of the prompt are not compatible with prompt embeds.",
@@ -487,7 +492,7 @@ def completion_routes(service: Service) -> APIRouter:
                 completion.params,
                 request_id=response_id,
                 prompt_param="prompt",
-                grammar=completion.grammar,
+                has_form=bool(completion.grammar),
             )
             return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
         generation = await Generation.start(

@@ -238,6 +238,11 @@ class SamplingFields(IgnoredFields):
         )
         if self.logprob_token_ids and not self.reports_logprobs:
             raise bad_request("When using 'logprob_token_ids', 'logprobs' must be set.", "logprob_token_ids")
+        refuse_if(
+            bool(self.use_beam_search) and self.prompt_logprobs is not None,
+            "use_beam_search",
+            "'prompt_logprobs' is not supported with beam search.",
+        )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
         refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")

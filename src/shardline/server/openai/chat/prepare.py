@@ -34,6 +34,11 @@ class PreparedChat:
     """Rows in place of some tokens; None: there are none."""
 
     @property
+    def has_form(self) -> bool:
+        """Whether the answer cannot be any text."""
+        return bool(self.grammar)
+
+    @property
     def prompt(self) -> list[int] | MixedPrompt:
         """The prompt as the engine takes it."""
         if self.embeds is None:

@@ -35,7 +35,7 @@ def chat_routes(service: Service) -> APIRouter:
                 chat.params,
                 request_id=response_id,
                 prompt_param=chat.param,
-                grammar=chat.grammar,
+                has_form=chat.has_form,
             )
             return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
         generation = await chat.start(service, response_id, **body.queueing)
