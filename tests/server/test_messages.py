@@ -98,6 +98,17 @@ def test_thinking_is_a_block_of_its_own() -> None:
         assert http.post("/v1/messages", json={**body, "messages": again}).status_code == 200
 
 
+def test_effort_and_budget_of_thinking() -> None:
+    template = "{{ reasoning_effort }} {{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = ServerConfig(port=0, reasoning_parser="qwen3", chat_template=template)
+    with serve(config) as running, running.http() as http:
+        body = {"max_tokens": 9, "messages": HI, "output_config": {"effort": "low"}}
+        thinking = {"type": "enabled", "budget_tokens": 4}
+        assert http.post("/v1/messages", json={**body, "thinking": thinking}).status_code == 200
+        assert prompt_of(running).startswith("low True")
+        assert http.post("/v1/messages", json={**body, "output_config": {"effort": "much"}}).status_code == 400
+
+
 def test_a_schema_constrains_the_answer(shared: Running, http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = {"max_tokens": 9, "messages": HI, "output_config": {"format": {"type": "json_schema", "schema": schema}}}

@@ -65,6 +65,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ),
         ({"json": json.dumps(SCHEMA)}, ['{"a": 1}'], ["{}"]),
         ({"json": SCHEMA, "disable_any_whitespace": True}, ['{"a": 1}'], ['{ "a": 1}', '{"a":  1}']),
+        (
+            {"json": {"type": "array", "items": {"properties": {"a": {}}}}, "disable_additional_properties": True},
+            ['[{"a": 1}]', "[{}]"],
+            ['[{"a": 1, "b": 2}]'],
+        ),
+        (
+            {"json": {"properties": {"a": {}}, "additionalProperties": {}}, "disable_additional_properties": True},
+            ['{"a": 1, "b": 2}'],
+            ["{"],
+        ),
         ({"json": SCHEMA, "whitespace_pattern": "x?"}, ['{"a":x1}', '{"a":1}'], ['{"a": 1}']),
         (
             {"json_object": True},
@@ -292,6 +302,34 @@ def test_arguments_with_names_follow_their_schemas(compiler: GrammarCompiler) ->
         assert accepts(compiler, grammar, f"[{call}]"), call
     for call in ('f(a="x")', "f()", "f(, b=True)", "f(b=true)", 'free(b=True, a="x")', "free(a=1)", "free(d=1)"):
         assert not accepts(compiler, grammar, f"[{call}]"), call
+
+
+def test_nested_arguments_between_marks_follow_their_schemas(compiler: GrammarCompiler) -> None:
+    kinds = {"type": "object", "properties": {"k": {"enum": ["x", None]}}, "required": ["k"]}
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"type": "boolean"},
+            "c": {"type": "array", "items": kinds},
+            "d": {"$ref": "#/$defs/day"},
+        },
+        "required": ["b"],
+        "$defs": {"day": {"type": ["integer", "null"], "minimum": 1}},
+    }
+    functions = [OfferedFunction("f", parameters), OfferedFunction("any", {"type": "object"})]
+    rules = find_tool_parser("gemma4").write_rules(CallRules(functions, True, "", {}))
+    grammar = wrap_grammar(f"start: calls\n{rules}", "")
+
+    def takes(call: str) -> bool:
+        text = call.replace("'", '<|"|>')
+        return accepts(compiler, grammar, f"<|tool_call>call:{text}<tool_call|>")
+
+    for call in ("f{a:'x, y',b:true}", "f{b:false}", "f{b:true,c:[{k:'x'},{k:null}]}", "f{b:true,c:[],d:3}", "any{}"):
+        assert takes(call), call
+    assert takes("any{q:[1,{z:''}]}")
+    for call in ("f{}", "f{b:true,c:[{k:'z'}]}", "f{b:true,c:[{}]}", "f{b:true,d:0}", "f{b:1}", "any{q}"):
+        assert not takes(call), call
 
 
 def test_every_format_has_rules() -> None:

@@ -241,6 +241,26 @@ def lfm2(calls: list[tuple[str, str]]) -> str:
     return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
 
 
+def _gemma4_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(_gemma4_value, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_gemma4_key(key)}:{_gemma4_value(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _gemma4_key(key: str) -> str:
+    return key if key.isidentifier() else f'<|"|>{key}<|"|>'
+
+
+def gemma4(calls: list[tuple[str, str]]) -> str:
+    return "".join(
+        f"<|tool_call>call:{name}{_gemma4_value(json.loads(arguments))}<tool_call|>" for name, arguments in calls
+    )
+
+
 WRITERS = {
     "hermes": [hermes],
     "llama3_json": [llama3_json],
@@ -262,4 +282,5 @@ WRITERS = {
     "pythonic": [pythonic],
     "olmo3": [olmo3],
     "lfm2": [lfm2],
+    "gemma4": [gemma4],
 }

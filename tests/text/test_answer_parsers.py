@@ -18,7 +18,7 @@ from shardline.text.tool_parsers.tagged import ParameterSchemas
 from tests.text.answers import FUNCTIONS, NAMES, WRITERS, Answer, gpt_oss, hermes, join, parse, seed_oss
 
 TAGGED = ("glm4_moe", "mimo", "minimax_m2", "qwen3_coder", "seed_oss")
-LITERAL = ("lfm2", "olmo3", "pythonic")
+LITERAL = ("gemma4", "lfm2", "olmo3", "pythonic")
 WHOLE = ("llama3_json", "pythonic")
 """Formats in which calls are the whole answer, and have no marks."""
 FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
@@ -157,8 +157,13 @@ def test_content_stands_before_calls(name: str) -> None:
         ),
         (
             "pythonic",
-            r"[f(a='\\x41\\u00e9\\ud83d\\ude00\\U0001F600\\ud83d', b=07, c=null, d={1: 'x'})]",
+            r"[f(a='\x41\u00e9\ud83d\ude00\U0001F600\ud83d', b=07, c=null, d={1: 'x'})]",
             [("f", '{"a": "Aé\U0001f600\U0001f600\ufffd", "b": "07", "c": null, "d": {"1": "x"}}')],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:<|"|>{x}, "y"<|"|>, b:[1,true,{c:none}],<|"|>d<|"|>:{}}<tool_call|>',
+            [("f", '{"a": "{x}, \\"y\\"", "b": [1, true, {"c": "none"}], "d": {}}')],
         ),
         ("olmo3", "<function_calls>\nf(on=true)\nweather()\n</function_calls>", [
             ("f", '{"on": true}'), ("weather", "{}"),
@@ -202,6 +207,7 @@ def test_llama_json_that_is_no_call_is_content(text: str) -> None:
         ("jamba", "<tool_calls>no call</tool_calls>"),
         ("olmo3", "<function_calls>no call</function_calls>"),
         ("lfm2", "<|tool_call_start|>no call<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>no call<tool_call|>"),
     ],
 )
 def test_no_markup_reaches_content(name: str, text: str) -> None:

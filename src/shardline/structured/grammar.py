@@ -109,7 +109,8 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
         elif params.json_object:
             options = {"whitespace_pattern": _INDENTATION}
     try:
-        return {**_with_ascii_classes(schema), "x-guidance": options}
+        closed = params is not None and bool(params.disable_additional_properties)
+        return {**_spell_schema(schema, closed), "x-guidance": options}
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
@@ -124,20 +125,22 @@ def ascii_classes(regex: str) -> str:
     return re.sub(r"\\(.)", spell, regex, flags=re.DOTALL)
 
 
-def _with_ascii_classes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `ascii_classes` in its patterns."""
+def _spell_schema(schema: Mapping[str, Any], closed: bool) -> dict[str, Any]:
+    """The schema with `ascii_classes` in its patterns; `closed`: objects have no properties but those that it names."""
     result: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             value = ascii_classes(value)
         elif key in _MAPS and isinstance(value, Mapping):
             spell = ascii_classes if key == "patternProperties" else str
-            value = {spell(k): _with_ascii_classes(v) if isinstance(v, Mapping) else v for k, v in value.items()}
+            value = {spell(k): _spell_schema(v, closed) if isinstance(v, Mapping) else v for k, v in value.items()}
         elif key not in _DATA and isinstance(value, Mapping):
-            value = _with_ascii_classes(value)
+            value = _spell_schema(value, closed)
         elif key not in _DATA and isinstance(value, list):
-            value = [_with_ascii_classes(entry) if isinstance(entry, Mapping) else entry for entry in value]
+            value = [_spell_schema(entry, closed) if isinstance(entry, Mapping) else entry for entry in value]
         result[key] = value
+    if closed and ("properties" in result or "patternProperties" in result):
+        result.setdefault("additionalProperties", False)
     return result
 
 

@@ -17,6 +17,7 @@ from shardline.server.openai.chat.request import (
     ConversationFields,
     FunctionDefinition,
     Tool,
+    read_effort,
 )
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, refuse_if
 
@@ -88,9 +89,10 @@ class OutputConfig(_Lenient):
 
 
 class Thinking(_Lenient):
-    """Whether the model reasons before it answers."""
+    """Whether the model reasons before it answers, and with how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class PromptFields(_Lenient):
@@ -102,6 +104,7 @@ class PromptFields(_Lenient):
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -118,11 +121,13 @@ class PromptFields(_Lenient):
         if self.thinking is not None and self.thinking.type != "adaptive":
             enabled = self.thinking.type == "enabled"
             variables = {"enable_thinking": enabled, "thinking": enabled, **variables}
+        effort = None if self.output_config is None else self.output_config.effort
         return ConversationFields(
             tools=[_read_tool(tool, index) for index, tool in enumerate(self.tools or ())] or None,
             tool_choice=None if choice is None else kinds.get(choice.type, named),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             chat_template_kwargs=variables or None,
+            reasoning_effort=read_effort(effort, "output_config.effort"),
         )
 
     @property
@@ -164,7 +169,6 @@ class MessagesRequest(PromptFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    output_config: OutputConfig | None = None
     cache_salt: str | None = None
     priority: int | None = None
     seed: int | None = None
@@ -174,6 +178,12 @@ class MessagesRequest(PromptFields):
         """The fields that generating endpoints have in common."""
         names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed")
         return SamplingFields(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
+
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """The budget of reasoning; None: there is none."""
+        thinking = self.thinking
+        return None if thinking is None or thinking.type != "enabled" else thinking.budget_tokens
 
     @property
     def response_format(self) -> ResponseFormat | None:

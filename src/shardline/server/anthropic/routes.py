@@ -79,6 +79,7 @@ async def prepare_message(service: Service, body: MessagesRequest) -> PreparedCh
         params,
         body.response_format,
         reasoning=service.chat.reasoning_parser,
+        max_reasoning_tokens=body.max_reasoning_tokens,
         format_param="output_config.format",
     )
 

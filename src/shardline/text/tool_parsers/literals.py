@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from shardline.structured.grammar import lark_json, lark_text
@@ -15,9 +15,9 @@ from shardline.text.tool_parsers.tagged import ParameterSchemas
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KEY = re.compile(r"\w+")
 _WORD = re.compile(r"[-+.\w]+")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
-_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 """The number of hexadecimal digits behind an escape."""
@@ -124,11 +124,11 @@ CONTENT: /(.|\\n)*/ & ~/[ \\n]*\\[({names})\\((.|\\n)*/
                 return False
 
 
-def read_word(reader: TextReader, pattern: re.Pattern[str]) -> Steps[str]:
-    """Read as far as `pattern`, which matches each of its beginnings; empty: the text does not continue so."""
+def read_word(reader: TextReader, first: re.Pattern[str], more: re.Pattern[str] = _WORD) -> Steps[str]:
+    """Read as far as `first` and then `more` match, wherever the text is cut; empty: it does not continue so."""
     word = ""
     while (yield from reader.peek()):
-        part = reader.take_match(pattern if not word else _WORD)
+        part = reader.take_match(more if word else first)
         if not part:
             break
         word += part
@@ -151,7 +151,7 @@ def copy_literal(reader: TextReader, write: Callable[[str], None]) -> Steps[bool
     word = yield from read_word(reader, _WORD)
     if not word or reader.is_at_end:
         return False
-    write(_CONSTANTS.get(word) or (word if _NUMBER.fullmatch(word) else _quote(word)))
+    write(CONSTANTS.get(word) or (word if NUMBER.fullmatch(word) else _quote(word)))
     return True
 
 
@@ -269,18 +269,23 @@ class _FunctionRules:
             value = '("True" | "False")' if types == {"boolean"} else lark_json(schemas.schema_of(name))
             self._lines.append(f"{rule}_{index}: {lark_text(name + '=')} {value}")
             uses.append((f"{rule}_{index}", name in schemas.required))
-        if not uses:
-            return ""
-        # `first_i`: the arguments from i on, none of which has been written; then each has a comma before it.
-        rest = ""
-        choices: list[str] = []
-        for use, required in reversed(uses):
-            if required:
-                choices = []
-            choices.insert(0, f"{use} {rest}")
-            rest = f'(", " {use}){"" if required else "?"} {rest}'
-        choices = choices if any(required for _, required in uses) else [*choices, '""']
-        return f"({' | '.join(choices)})"
+        return ordered_arguments(uses, ", ")
+
+
+def ordered_arguments(uses: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Arguments in their order, with a text between them, in Lark; `uses`: each one's rule, and whether it must be."""
+    if not uses:
+        return ""
+    # Each choice begins with one of the arguments; all that follow it have the separator before them.
+    rest = ""
+    choices: list[str] = []
+    for use, required in reversed(uses):
+        if required:
+            choices = []
+        choices.insert(0, f"{use} {rest}")
+        rest = f"({lark_text(separator)} {use}){'' if required else '?'} {rest}"
+    choices = choices if any(required for _, required in uses) else [*choices, '""']
+    return f"({' | '.join(choices)})"
 
 
 def _quote(text: str) -> str:

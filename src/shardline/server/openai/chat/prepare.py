@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +91,8 @@ async def prepare_answer(
     has_form = requested_form is not None or (response_format is not None and response_format.type != "text")
     if reasoning is not None and not with_reasoning and not reasoning.template_marks:
         reasoning = None if has_form or (chat.tool_use is not None and chat.tool_use.required) else reasoning
+    if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
+        max_reasoning_tokens = None  # the answer ends before, and needs no grammar
     answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens)
     grammar = await make_answer_grammar(
         answer_format,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -66,7 +66,7 @@ def response_routes(service: Service) -> APIRouter:
             message = f"Previous response with id '{body.previous_response_id}' has not ended: wait until it has."
             raise bad_request(message, "previous_response_id")
         chat = await prepare_response(service, body, _earlier_turns(store, body.previous_response_id))
-        response = _begin_response(service, body, chat)
+        response, headers = _begin_response(service, body, chat), body.ignored_headers
         own = [_stored_item(item) for item in _own_items(body)]
 
         def keep(ended: ResponseObject) -> bool:
@@ -92,13 +92,12 @@ def response_routes(service: Service) -> APIRouter:
                 await generation.aclose()
                 raise bad_request("The input is larger than what the server keeps (--response-store-bytes).", "input")
             run = running[response.id] = BackgroundRun(writer, generation, streams=bool(body.stream), on_end=end_run)
-            return _follow(run.follow(0)) if body.stream else _json(response)
+            return _follow(run.follow(0), headers) if body.stream else _json(response, headers)
         if body.stream:
-            events, headers = writer.write_events(), body.ignored_headers
-            return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
+            return EventStream(writer.write_events(), generation, headers, write_error=writer.write_error, done=b"")
         async with generation:
             [output] = await generation.wait_finished()
-            return Response(writer.write_whole(output), headers=body.ignored_headers, media_type="application/json")
+            return Response(writer.write_whole(output), headers=headers, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject, streams=True))
     async def read_response(response_id: str, stream: bool = False, starting_after: int | None = None) -> Response:
@@ -181,12 +180,12 @@ class _Kept(msgspec.Struct):
     output: list[msgspec.Raw] = []
 
 
-def _json(response: ResponseObject) -> Response:
-    return Response(msgspec.json.encode(response), media_type="application/json")
+def _json(response: ResponseObject, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(response), headers=headers, media_type="application/json")
 
 
-def _follow(events: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(events, media_type=EventStream.media_type, headers=STREAM_HEADERS)
+def _follow(events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> Response:
+    return StreamingResponse(events, headers={**STREAM_HEADERS, **(headers or {})}, media_type=EventStream.media_type)
 
 
 async def _replay(events: Sequence[bytes]) -> AsyncIterator[bytes]:
