@@ -93,7 +93,6 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve -n 2 --master-addr a -dpa b", "with data_parallel_address leave nnodes out"),
         ("serve --data-parallel-hybrid-lb", "is not supported yet: one head serves all replicas"),
         ("serve --enable-lora", "--enable-lora is not supported yet: Shardline serves no LoRA adapters"),
-        ("serve --no-enable-lora", "--no-enable-lora is not supported yet"),
         ("serve --lora-modules a=b", "--lora-modules is not supported yet"),
         ("serve --enable-sleep-mode", "a server cannot sleep"),
         ("serve --max-logprobs -2", "max_logprobs must be at least 0, or -1 for all"),

@@ -55,6 +55,12 @@ def test_what_has_no_effect_is_taken_and_named(caplog: pytest.LogCaptureFixture)
         assert f"{flag} has no effect: " in text
 
 
+def test_what_is_not_there_can_be_turned_off() -> None:
+    args = build_parser().parse_args(["serve", "demo", "--no-enable-lora", "--no-enable-flash-late-interaction"])
+    assert engine_config(args).model.model == "demo"
+    assert not hasattr(args, "vllm_notes")
+
+
 def test_keywords_are_treated_as_flags(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shardline"):
         config = EngineConfig.from_options(model="demo", enforce_eager=True, trust_remote_code=False, cpu_offload_gb=0)

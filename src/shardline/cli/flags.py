@@ -126,6 +126,8 @@ class _VllmFlag(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         flag = option_string or self.option_strings[0]
+        if flag.startswith("--no-") and self._option.treatment == "refused":
+            return  # that is so anyway
         try:
             line = self._option.take(values, flag)
         except ValueError as error:
