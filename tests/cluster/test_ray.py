@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -235,6 +236,22 @@ class NoRay(types.ModuleType):
         super().__init__("ray")
         self.calls: list[tuple[object, str | None]] = []
         self.exceptions = types.SimpleNamespace(RayError=RuntimeError)
+        self.last = ""
+        """The address that `ray start` has left on this host."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be what is imported as ray."""
+
+        def find(asked: str, folder: str | None) -> str:
+            if not self.last:
+                raise ConnectionError("Could not find any running Ray instance.")
+            return self.last
+
+        services = types.ModuleType("ray._private.services")
+        services.get_ray_address_from_environment = find  # type: ignore[attr-defined]
+        modules = {"ray": self, "ray._private": types.ModuleType("ray._private"), "ray._private.services": services}
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
 
     def init(self, address: str, **_options: object) -> None:
         self.calls.append((address, os.environ.get("RAY_AUTH_MODE")))
@@ -246,7 +263,7 @@ class NoRay(types.ModuleType):
 def test_without_a_ray_cluster_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray turns on its token itself. It ignores a mode that is set after its import, but its servers do not."""
     ray = NoRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    ray.install(monkeypatch)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ValueError, match=r"no Ray cluster runs on this host.*`ray start --head`") as error:
@@ -254,3 +271,31 @@ def test_without_a_ray_cluster_one_line_says_what_is_missing(monkeypatch: pytest
     assert "\n" not in str(error.value)
     assert "Timed out waiting for a file" in str(error.value)
     assert ray.calls == [("auto", None), ("local", None)]
+
+
+class Unanswered(Exception):
+    """What grpc raises if nothing answers."""
+
+    def code(self) -> Any:
+        return types.SimpleNamespace(name="UNAVAILABLE")
+
+
+def test_a_cluster_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's file with the last address stays when a cluster is killed, and `ray.init` tries it for minutes."""
+
+    def call(body: bytes, timeout: float) -> None:
+        assert timeout <= 5.0
+        raise Unanswered
+
+    grpc: Any = types.ModuleType("grpc")
+    grpc.RpcError, grpc.StatusCode = Unanswered, types.SimpleNamespace(UNAUTHENTICATED="other")
+    channel = types.SimpleNamespace(unary_unary=lambda *_, **__: call)
+    grpc.insecure_channel = lambda address: contextlib.nullcontext(channel)
+    monkeypatch.setitem(sys.modules, "grpc", grpc)
+    ray = NoRay()
+    ray.last = "10.0.0.9:6379"
+    ray.install(monkeypatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 10\.0\.0\.9:6379 .*`ray stop --force` here"):
+        RayCluster()
+    assert ray.calls == []

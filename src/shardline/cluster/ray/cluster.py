@@ -38,22 +38,23 @@ class RayCluster:
             ValueError: Ray cannot be joined; the message says why.
         """
         address = env.ray_address()
-        asks_for_token = _asks_for_token(address) if address else None
+        asks_for_token = _asks_for_token(address, "unset RAY_ADDRESS") if address else None
         if asks_for_token:
             env.adopt_ray_token_auth()
         import ray
 
+        # `ray.init` would try for minutes to join a cluster that has ended without a word to this host.
+        if not address and (last := _last_cluster()):
+            asks_for_token = _asks_for_token(last, "`ray stop --force` here, so that this host forgets that one")
         try:
-            context = ray.init(address=address or "auto", configure_logging=False)
+            ray.init(address=address or "auto", configure_logging=False)
         except _errors(ray) as error:
             if address or _NOT_RUNNING not in str(error):
                 raise ValueError(
                     f"the Ray cluster at {address or 'this host'} cannot be joined: {_cause(error)}"
                 ) from error
-            context = _start_cluster(ray)
+            _start_cluster(ray)
             asks_for_token = True
-        if asks_for_token is None:
-            asks_for_token = _asks_for_token(context.address_info["gcs_address"])
         if not asks_for_token:
             _log.warning(
                 "this Ray cluster asks for no token: who reaches it can run any code on its nodes. Set "
@@ -176,21 +177,20 @@ class Reservation:
             raise Unreachable(f"the actor on {self.host.address} has ended: {words}") from error
 
 
-def _start_cluster(ray: Any) -> Any:
+def _start_cluster(ray: Any) -> None:
     """Start a Ray cluster for this process; Ray itself turns on its token, if RAY_AUTH_MODE is not set.
 
     Raises:
         ValueError: it cannot be started.
     """
     try:
-        context = ray.init(address="local", include_dashboard=False, configure_logging=False)
+        ray.init(address="local", include_dashboard=False, configure_logging=False)
     except _errors(ray) as error:
         raise ValueError(
             f"no Ray cluster runs on this host, and none can be started: {_cause(error)}; start one with "
             "`ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one"
         ) from error
     _log.info("no Ray cluster runs here, so one was started for this host alone; it asks for a token")
-    return context
 
 
 def _errors(ray: Any) -> tuple[type[Exception], ...]:
@@ -203,8 +203,19 @@ def _cause(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def _asks_for_token(address: str) -> bool:
-    """Whether a Ray cluster refuses those who show no token.
+def _last_cluster() -> str | None:
+    """The address of the cluster that `ray start` joined or began on this host last; None: there was none."""
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        address: str = get_ray_address_from_environment("auto", None)
+    except ConnectionError:
+        return None
+    return address
+
+
+def _asks_for_token(address: str, otherwise: str) -> bool:
+    """Whether a Ray cluster refuses those who show no token. `otherwise`: what to do if there is to be no cluster.
 
     Raises:
         ValueError: nothing answers at the address, or it is no such address.
@@ -226,6 +237,6 @@ def _asks_for_token(address: str) -> bool:
                 return True
             raise ValueError(
                 f"no Ray cluster answers at {address} ({error.code().name.lower()}); start one with "
-                "`ray start --head`, or unset RAY_ADDRESS"
+                f"`ray start --head`, or {otherwise}"
             ) from error
     return False
