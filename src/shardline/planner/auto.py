@@ -116,7 +116,7 @@ def _lengths(load: HostLoad, config: EngineConfig, model: PlannedModel) -> tuple
     length, positions = config.model.max_model_len, model.spec.max_position_embeddings
     most = min(length, positions) if isinstance(length, int) else positions
     left = most // 2 if load.input_len is None else most - load.input_len
-    output_len = load.output_len or max(1, min(OUTPUT_LEN, left))
+    output_len = load.output_len or (min(OUTPUT_LEN, left) if left > 0 else OUTPUT_LEN)
     input_len = load.input_len or max(1, min(INPUT_LEN, most - output_len))
     if (needed := input_len + output_len) > most:
         limit = f"--max-model-len {most}" if most < positions else f"the {most} positions of the model"

@@ -42,10 +42,12 @@ def plan_commands(plan: Plan) -> dict[str, Command | None]:
         return commands | {"shardline": _command_here(plan, plan.best.layout)}
     good = [option.layout for option in plan.options[:_TRIED] if option.fits and not option.misses]
     for engine in commands:
-        written = [command for layout in good if (command := _command(plan, layout, engine)) is not None]
-        # The plan's own engine starts what is recommended. Of the other one, a command that can be typed comes first.
-        complete = [command for command in written if command.is_complete and engine != plan.best.layout.engine]
-        commands[engine] = next(iter(complete + written), None)
+        written = (command for layout in good if (command := _command(plan, layout, engine)) is not None)
+        first = next(written, None)
+        if first is not None and not first.is_complete and engine != plan.best.layout.engine:
+            # The plan's own engine starts what is recommended. Of the other one, a command is best that can be typed.
+            first = next((command for command in written if command.is_complete), first)
+        commands[engine] = first
     return commands
 
 

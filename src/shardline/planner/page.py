@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
@@ -51,14 +51,18 @@ def plan_page(
     With `show_all`, every layout is in the table, refused ones with the reason, and each question of the path has its
     figures; then the page is as long as they are.
     """
-    shown = plan.best or _nearest(plan)
-    lines = _head(plan)
-    lines += [Text(), *(_nothing(plan, shown) if plan.best is None else _recommendation(plan, plan.best, api, others))]
+    shown, lines, end = plan.best or _nearest(plan), _head(plan), list[Text]()
+    if plan.best is None:
+        lines += [Text(), *_nothing(plan, shown)]
+    else:
+        commands = plan_commands(plan)
+        own = commands.pop(plan.best.layout.engine)
+        lines += [Text(), *_recommendation(plan, plan.best, own, api, others or OtherPrices())]
+        end = _other_command(plan.best, commands)
     if shown is not None:
         lines += _wrap(missing_weights(plan, shown.fit), "missing: ", "yellow")
         lines += [Text(), *_memory_lines(plan, shown), *_bandwidth_lines(plan, shown)]
     lines += [Text(), *_path_lines(plan, show_all)]
-    end = _other_command(plan)
     options = plan.options if show_all else _selection(plan)
     rows = [_row(plan, option, _name_width(options)) for option in options]
     room = _HEIGHT - len(lines) - len(end) - 3  # a blank line, the head of the table, and how many more there are
@@ -107,14 +111,15 @@ def _head(plan: Plan) -> list[Text]:
     return lines + _wrap(plan.instead, style="yellow")
 
 
-def _recommendation(plan: Plan, best: Option, api: ApiPrice | None, others: OtherPrices | None) -> list[Text]:
+def _recommendation(
+    plan: Plan, best: Option, command: Command | None, api: ApiPrice | None, others: OtherPrices
+) -> list[Text]:
     """The command, what fits, how fast it is, and what it costs."""
-    others, fitted, used = others or OtherPrices(), best.fit, best.layout.num_gpus
+    fitted, used = best.fit, best.layout.num_gpus
     part = "" if plan.cluster.is_shared or used == plan.cluster.num_gpus else f", {used} of the {_gpus(plan)}"
     lines = _wrap(f"{best.layout}{part}", "recommended: ", "bold green")
     if plan.cluster.host is not None:
         lines += _wrap(f"{plan.demand.load_summary}: {best.layout}", "chosen for ")
-    command = plan_commands(plan)[best.layout.engine]
     lines += _command_lines(command) if command is not None else []
     fewer = "" if fitted.verdict != "tight" else f", fewer than {plan.demand.concurrency}"
     fits = _wrap(
@@ -166,15 +171,12 @@ def _command_lines(command: Command) -> list[Text]:
     return lines + [Text("    ").append(line) for line in _wrap(command.note, style="dim", indent="")]
 
 
-def _other_command(plan: Plan) -> list[Text]:
+def _other_command(best: Option, commands: Mapping[str, Command | None]) -> list[Text]:
     """The command of the other engine, if a user can type it."""
-    if plan.best is None:
-        return []
-    own = plan.best.layout
-    for engine, command in plan_commands(plan).items():
-        if engine != own.engine and command is not None and command.is_complete:
-            is_same = str(command.layout) == str(own)
+    for engine, command in commands.items():
+        if command is not None and command.is_complete:
             name = "vLLM" if engine == "vllm" else "Shardline"
+            is_same = str(command.layout) == str(best.layout)
             title = f"the same in {name}:" if is_same else f"in {name}, as {command.layout}:"
             return [Text(), Text(title, "bold"), *_command_lines(command)]
     return []

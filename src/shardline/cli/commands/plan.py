@@ -189,7 +189,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
                        help="price of a gigabyte between nodes (default: 0)")  # fmt: skip
     group.add_argument("--operations-price", type=float, default=0.0, metavar="USD",
                        help="price of operations a month: people, monitoring, storage (default: 0)")  # fmt: skip
-    group.add_argument("--all", action="store_true", help="show every layout")
+    group.add_argument(
+        "--all", action="store_true", help="show every layout, also refused ones, and each answer's figures"
+    )
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--compare", nargs=2, metavar="LAYOUT", help="two layouts side by side, for example tp4 pp4")
     group.add_argument("--html", type=Path, metavar="FILE", help="write the plan with plots to one HTML file")
