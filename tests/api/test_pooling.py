@@ -125,10 +125,10 @@ def test_score_by_a_classifier(vectors: list[Vector]) -> None:
         assert [one.outputs.score for one in scores] == pytest.approx([3 / 4, 3 / 4])
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None
-        assert scores[0].prompt_token_ids == tokenizer.encode_text("abc")
+        assert scores[0].prompt_token_ids == tokenizer.encode("abc")
         template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
         (written,) = llm.score("a", "b", chat_template=template, use_tqdm=False)
-        assert written.prompt_token_ids == tokenizer.encode_text("[query]a[document]b")
+        assert written.prompt_token_ids == tokenizer.encode("[query]a[document]b")
 
 
 @pytest.mark.parametrize(

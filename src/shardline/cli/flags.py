@@ -37,12 +37,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, add_flags: Callable[[Parser], None] | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self._add_flags = add_flags
+        self._deferred: list[Callable[[Parser], None]] = [] if add_flags is None else [add_flags]
+
+    def defer(self, add_flags: Callable[[Parser], None]) -> None:
+        """Have further flags added when they are needed."""
+        self._deferred.append(add_flags)
 
     def complete(self) -> None:
         """Add the flags now, if this has not been done."""
-        add_flags, self._add_flags = self._add_flags, None
-        if add_flags is not None:
+        deferred, self._deferred = self._deferred, []
+        for add_flags in deferred:
             add_flags(self)
 
     def format_help(self) -> str:
@@ -89,9 +93,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str, sk
             _add_flag(group, field)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: Parser) -> None:
     """Add the flags of EngineConfig, grouped by its parts, and the model as an optional positional argument."""
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_model_help())
+    parser.defer(_add_engine_flags)
+
+
+def _add_engine_flags(parser: Parser) -> None:
     for part in dataclasses.fields(EngineConfig):
         assert isinstance(part.default_factory, type)
         add_flags(parser, part.default_factory, part.name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from shardline.cli.flags import add_engine_flags, engine_config
+from shardline.cli.flags import Parser, add_engine_flags, engine_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +29,11 @@ def add_parser(commands: Any) -> None:
         conflict_handler="resolve",  # -q is --quick here
     )
     add_engine_flags(parser)
+    parser.defer(_add_chat_flags)
+    parser.set_defaults(run=run)
+
+
+def _add_chat_flags(parser: Parser) -> None:
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
     group.add_argument("--model-name", help="the model's name on the server (default: the first of /v1/models)")
@@ -40,7 +45,6 @@ def add_parser(commands: Any) -> None:
     group.add_argument(
         "--max-tokens", type=int, help="longest answer, in tokens (default: what the model has room for)"
     )
-    parser.set_defaults(run=run)
 
 
 def add_query_flags(group: Any, what: str) -> None:
