@@ -224,7 +224,8 @@ class CompletionWriter:
         self._texts = texts
         """For each prompt, the text to repeat before the output; empty without `echo`."""
         self._tokenizer = service.llm.model.tokenizer
-        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
+        asked = body.return_tokens_as_token_ids
+        self._tokens_as_ids = service.config.return_tokens_as_token_ids if asked is None else asked
 
     @cached_property
     def _pieces(self) -> TokenPieces:

@@ -212,7 +212,8 @@ class ChatWriter:
         self._with_ids = bool(body.return_token_ids) and not hides_tokens
         self._with_logprobs = bool(body.logprobs) and not hides_tokens
         self._tokens_matter = self._with_ids or self._with_logprobs or bool(body.logits_digest)
-        self._tokens_as_ids = bool(body.return_tokens_as_token_ids) or service.config.return_tokens_as_token_ids
+        asked = body.return_tokens_as_token_ids
+        self._tokens_as_ids = service.config.return_tokens_as_token_ids if asked is None else asked
         self._tokenizer = service.llm.model.tokenizer
         self._role = body.answer_role or service.config.response_role
         self._echo = body.echoed_text
