@@ -165,10 +165,12 @@ def test_enqueued_prompts_run_together() -> None:
         assert llm.enqueue("dog", SamplingParams(max_tokens=2)) == ["0"]
         with pytest.raises(ValueError, match="out of vocabulary"):
             llm.enqueue([[5], [999]])
+        assert llm.llm_engine.get_num_unfinished_requests() == 1, "nothing of a refused batch is left"
         assert llm.enqueue([[5], [6]], priority=[1, 2]) == ["3", "4"]
         outputs = llm.wait_for_completion(use_tqdm=False)
         assert [output.request_id for output in outputs] == ["0", "3", "4"]
         assert llm.wait_for_completion() == []
+        assert not llm.llm_engine.has_unfinished_requests()
         with pytest.raises(ValueError, match="lora_request is not supported"):
             llm.generate("dog", lora_request=object())  # type: ignore[arg-type]
 

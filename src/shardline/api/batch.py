@@ -76,6 +76,11 @@ class BatchRunner:
         times = [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
         return [state.output for state in states], times
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were submitted and have not finished."""
+        return len(self._processor)
+
     def _has_room(self) -> bool:
         """Whether the replicas should get one more request."""
         return self._replicas.num_in_flight() < self._window * max(1, sum(self._replicas.alive()))

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -343,6 +344,11 @@ class LLM(PoolingMethods):
         return read_metrics(collector.collect())
 
     @property
+    def llm_engine(self) -> EngineView:
+        """What programs ask vLLM's `llm_engine`."""
+        return EngineView(lambda: self._runner.num_unfinished + len(self._enqueued), self.get_tokenizer)
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids: every id is smaller."""
         return self._text.vocab_size
@@ -373,6 +379,18 @@ class LLM(PoolingMethods):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The methods of vLLM's `LLM.llm_engine` that have a meaning here."""
+
+    get_num_unfinished_requests: Callable[[], int]
+    get_tokenizer: Callable[[], TransformersTokenizer]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request runs, or waits to be run."""
+        return self.get_num_unfinished_requests() > 0
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -33,30 +33,11 @@ from shardline.server.openai.answer_parts import (
     usage_of,
 )
 from shardline.server.openai.beams import search_beams
+from shardline.server.openai.fill_in_middle import middle_prompt
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service, new_id
 from shardline.server.sse import Events, EventStream, make_event
-from shardline.text.tokenizer import Tokenizer
-
-_FORMATS = (
-    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen, Granite
-    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder
-    "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",  # SantaCoder
-    "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",  # DeepSeek
-    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
-    "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",  # Code Llama
-)
-
-
-def middle_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str | None:
-    """The prompt of the text between `prefix` and `suffix`; None: the tokenizer has no tokens for this."""
-    for form in _FORMATS:
-        marks = form.replace("{prefix}", "{suffix}").split("{suffix}")
-        if all(tokenizer.token_id(mark) is not None for mark in marks if mark):
-            return form.format(prefix=prefix, suffix=suffix)
-    return None
-
 
 MAX_PROMPTS = 2048
 """Largest number of prompts in one request, as at OpenAI."""
