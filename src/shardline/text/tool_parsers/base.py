@@ -85,6 +85,20 @@ class CallRules:
         token_id = self.special_tokens.get(mark)
         return lark_text(mark) if token_id is None else f"<[{token_id}]>"
 
+    @staticmethod
+    def text(text: str) -> str:
+        """A text."""
+        return lark_text(text)
+
+    @staticmethod
+    def json(schema: Any) -> str:
+        """A JSON value of this schema.
+
+        Raises:
+            ValueError: it is no schema.
+        """
+        return lark_json(schema)
+
     def function_rules(self, before: str, between: str, after: str) -> str:
         """The rule `function`: a name after the text `before`, then its arguments between two parts in Lark."""
         names = " | ".join(f"function_{index}" for index in range(len(self.functions)))

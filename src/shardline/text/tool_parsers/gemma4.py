@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardline.structured.grammar import lark_json, lark_text
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
 from shardline.text.tool_parsers.literals import CONSTANTS, NUMBER, ordered_arguments, read_word
@@ -142,13 +141,13 @@ class _ValueRules:
             f"quoted{lazy}: QUOTED {quote}",
             "QUOTED: /(.|\\n)*/",
             "KEY: /[A-Za-z_][A-Za-z0-9_]*/",
-            f"scalar: {lark_json({'type': ['number', 'boolean', 'null']})}",
+            f"scalar: {self._rules.json({'type': ['number', 'boolean', 'null']})}",
             'any: text | scalar | "[" (any ("," any)*)? "]" | fields',
             'fields: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
         ]
         for index, function in enumerate(self._rules.functions):
             fields = self._fields(function, f"value_{index}", 0)
-            self._lines.append(f"function_{index}: {lark_text('call:' + function.name)} {fields}")
+            self._lines.append(f"function_{index}: {self._rules.text('call:' + function.name)} {fields}")
         return "\n".join(self._lines)
 
     def _fields(self, function: OfferedFunction, rule: str, depth: int) -> str:
@@ -160,15 +159,18 @@ class _ValueRules:
         for index, name in enumerate(schemas.names):
             own = f"{rule}_{index}"
             value = self._value(schemas.schema_of(name), schemas.types_of(name), own, depth)
-            self._lines.append(f"{own}: {lark_text(name + ':')} {value}")
+            self._lines.append(f"{own}: {self._rules.text(name + ':')} {value}")
             uses.append((own, name in schemas.required))
-        return f'"{{" {ordered_arguments(uses, ",")} "}}"'
+        arguments = ordered_arguments(uses, '","')
+        return f'"{{" {arguments} "}}"'
 
     def _value(self, schema: Mapping[str, Any], types: frozenset[str], rule: str, depth: int) -> str:
         if isinstance(schema.get("enum"), list | tuple) and schema["enum"]:
             quote = self._rules.mark(_QUOTE)
             spelled = [
-                f"{quote} {lark_text(value)} {quote}" if isinstance(value, str) else lark_text(_quote(value))
+                f"{quote} {self._rules.text(value)} {quote}"
+                if isinstance(value, str)
+                else self._rules.text(_quote(value))
                 for value in schema["enum"]
             ]
             return f"({' | '.join(spelled)})"
@@ -176,7 +178,7 @@ class _ValueRules:
         scalars = sorted(types & {"integer", "number", "boolean", "null"})
         if scalars:
             limits = {key: schema[key] for key in ("minimum", "maximum") if key in schema}
-            choices.append(f"{lark_json({'type': scalars, **limits})}")
+            choices.append(f"{self._rules.json({'type': scalars, **limits})}")
         if "array" in types:
             items = {"properties": {"x": schema.get("items", {})}, **_definitions(schema)}
             inner = ParameterSchemas(items)

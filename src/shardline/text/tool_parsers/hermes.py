@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, ToolParser
 
@@ -28,7 +27,7 @@ class Parser(ToolParser):
     def write_rules(cls, rules: CallRules) -> str:
         """An element for each call."""
         before, after = cls.space
-        between = lark_text(f'", "{cls.arguments_key}": ')
+        between = rules.text(f'", "{cls.arguments_key}": ')
         second = f"{rules.mark(cls.after_begin)} " if cls.after_begin else ""
         return f"""
 calls: {rules.repeated("call", chr(10))}
@@ -36,7 +35,7 @@ call: {rules.mark(cls.begin)} rest
 auto: {"(lead rest)* TEXT" if rules.parallel else "TEXT | lead rest"}
 rest: {second}function {rules.mark(cls.end) if cls.end else ""}
 {rules.text_before(cls.begin)}
-{rules.function_rules(f'{before}{{"name": "', between, lark_text("}" + after))}
+{rules.function_rules(f'{before}{{"name": "', between, rules.text("}" + after))}
 """
 
     def _parse(self) -> Steps[None]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, ToolParser
-
-_BETWEEN = lark_text('", "arguments": ')
 
 
 class ListParser(ToolParser):
@@ -26,14 +23,14 @@ class ListParser(ToolParser):
         """The list, after the spelling of the mark that the model knows."""
         known = [mark for mark in cls.begins if mark in rules.special_tokens or mark in rules.template]
         begin = (known or cls.begins)[0]
-        opening = "" if begin.endswith("[") else lark_text(cls.space + "[")
+        opening = "" if begin.endswith("[") else rules.text(cls.space + "[")
         end = rules.mark(cls.end) if cls.end else ""
         return f"""
 calls: {rules.mark(begin)} rest
 auto: TEXT | lead rest
 rest: {opening} {rules.repeated("function", ", ")} "]" {end}
 {rules.text_before(begin)}
-{rules.function_rules('{"name": "', _BETWEEN, lark_text("}"))}
+{rules.function_rules('{"name": "', rules.text('", "arguments": '), rules.text("}"))}
 """
 
     def _parse(self) -> Steps[None]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from shardline.structured.grammar import lark_json, lark_text
 from shardline.text.text_reader import Steps, TextReader
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
 from shardline.text.tool_parsers.tagged import ParameterSchemas
@@ -39,8 +38,8 @@ class LiteralParser(ToolParser):
     def write_rules(cls, rules: CallRules) -> str:
         """Calls with named arguments, in the order of the schema."""
         opening, closing = cls.brackets
-        more = f" ({lark_text(cls.separator)} function)*" if rules.parallel else ""
-        calls = f"first{more} {lark_text(closing) if closing else ''}"
+        more = f" ({rules.text(cls.separator)} function)*" if rules.parallel else ""
+        calls = f"first{more} {rules.text(closing) if closing else ''}"
         functions = _FunctionRules(rules).write(opening)
         if cls.begin:
             return f"""
@@ -241,7 +240,7 @@ class _FunctionRules:
     """The rules of the offered functions."""
 
     def __init__(self, rules: CallRules) -> None:
-        self._functions = rules.functions
+        self._rules = rules
         self._lines: list[str] = []
 
     def write(self, opening: str) -> str:
@@ -251,39 +250,39 @@ class _FunctionRules:
             ValueError: a parameter's schema is no schema.
         """
         first, others = [], []
-        for index, function in enumerate(self._functions):
+        for index, function in enumerate(self._rules.functions):
             self._lines.append(f'arguments_{index}: {self._arguments(function, f"value_{index}")} ")"')
             # With the bracket in one text, since a text of its own would also begin content.
-            first.append(f"{lark_text(f'{opening}{function.name}(')} arguments_{index}")
-            others.append(f"{lark_text(f'{function.name}(')} arguments_{index}")
+            first.append(f"{self._rules.text(f'{opening}{function.name}(')} arguments_{index}")
+            others.append(f"{self._rules.text(f'{function.name}(')} arguments_{index}")
         return "\n".join([f"first: {' | '.join(first)}", f"function: {' | '.join(others)}", *self._lines])
 
     def _arguments(self, function: OfferedFunction, rule: str) -> str:
         schemas = ParameterSchemas(function.parameters)
         if schemas.takes_any:
-            self._lines.append(f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ {lark_text('=')} {lark_json({})}")
+            self._lines.append(f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ {self._rules.text('=')} {self._rules.json({})}")
             return f'({rule}_any (", " {rule}_any)*)?'
         uses = []
         for index, name in enumerate(schemas.names):
             types = schemas.types_of(name)
-            value = '("True" | "False")' if types == {"boolean"} else lark_json(schemas.schema_of(name))
-            self._lines.append(f"{rule}_{index}: {lark_text(name + '=')} {value}")
+            value = '("True" | "False")' if types == {"boolean"} else self._rules.json(schemas.schema_of(name))
+            self._lines.append(f"{rule}_{index}: {self._rules.text(name + '=')} {value}")
             uses.append((f"{rule}_{index}", name in schemas.required))
-        return ordered_arguments(uses, ", ")
+        return ordered_arguments(uses, '", "')
 
 
-def ordered_arguments(uses: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Arguments in their order, with a text between them, in Lark; `uses`: each one's rule, and whether it must be."""
+def ordered_arguments(uses: Sequence[tuple[str, bool]], comma: str) -> str:
+    """Arguments in their order, in Lark; `uses`: each one's rule, and whether it must be."""
     if not uses:
         return ""
-    # Each choice begins with one of the arguments; all that follow it have the separator before them.
+    # Each choice begins with one of the arguments; all that follow it have the comma before them.
     rest = ""
     choices: list[str] = []
     for use, required in reversed(uses):
         if required:
             choices = []
         choices.insert(0, f"{use} {rest}")
-        rest = f"({lark_text(separator)} {use}){'' if required else '?'} {rest}"
+        rest = f"({comma} {use}){'' if required else '?'} {rest}"
     choices = choices if any(required for _, required in uses) else [*choices, '""']
     return f"({' | '.join(choices)})"
 
