@@ -9,18 +9,20 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 import shardline.models.families
 from shardline.checkpoints.classifier import read_labels
 from shardline.checkpoints.quantization import check_loadable
 from shardline.checkpoints.wrapper import text_config
-from shardline.models.attention import GQA
 from shardline.models.hf_config import HFConfig
 from shardline.models.parts import Norm
-from shardline.models.spec import DecoderSpec, Layer, TensorSource
+from shardline.models.spec import DecoderSpec, TensorSource
+
+Part = TypeVar("Part", bound=Struct)
 
 NORMS_HOLD_OFFSET = "norms_hold_offset"
 """Key of a configuration that was made from a GGUF file. True: see above."""
@@ -28,31 +30,18 @@ NORMS_HOLD_OFFSET = "norms_hold_offset"
 
 def without_norm_offsets(spec: DecoderSpec) -> DecoderSpec:
     """The model with norms that add nothing to their weights. Equal layers stay one object."""
-    changed = {id(layer): _layer(layer) for layer in spec.layers}
+    changed = {id(layer): _without_offsets(layer) for layer in spec.layers}
     layers = tuple(changed[id(layer)] for layer in spec.layers)
-    return replace(spec, layers=layers, final_norm=_norm(spec.final_norm))
+    return replace(spec, layers=layers, final_norm=_without_offsets(spec.final_norm))
 
 
-def _layer(layer: Layer) -> Layer:
-    attention = layer.attention
-    if isinstance(attention, GQA) and attention.norms.qk_norm is not None:
-        attention = attention.changed(qk_norm=_norm(attention.norms.qk_norm))
-    return replace(
-        layer,
-        attention=attention,
-        attention_norm=_optional(layer.attention_norm),
-        feed_forward_norm=_optional(layer.feed_forward_norm),
-        post_attention_norm=_optional(layer.post_attention_norm),
-        post_feed_forward_norm=_optional(layer.post_feed_forward_norm),
-    )
-
-
-def _optional(norm: Norm | None) -> Norm | None:
-    return None if norm is None else _norm(norm)
-
-
-def _norm(norm: Norm) -> Norm:
-    return replace(norm, weight_offset=0.0)
+def _without_offsets(part: Part) -> Part:
+    """A norm, or a part of a model with all norms that are in it."""
+    if isinstance(part, Norm):
+        return replace(part, weight_offset=0.0)
+    inner = {name: getattr(part, name) for name in part.__struct_fields__}
+    changed = {name: _without_offsets(value) for name, value in inner.items() if isinstance(value, Struct)}
+    return replace(part, **{name: value for name, value in changed.items() if value != inner[name]})
 
 
 _MAX_EXPERTS = 1 << 18

@@ -92,6 +92,10 @@ class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """Elements of an expert's inputs and outputs."""
         return hidden_size
 
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`; None: there is none."""
+        return None
+
     def find_block(self, name: str) -> Dense | None:
         """The block whose linears have names below `name`; None: there is none."""
         return self if name == "feed_forward" else None
@@ -169,6 +173,10 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def expert_width(self, hidden_size: int) -> int:
         """Elements of an expert's inputs and outputs."""
         return hidden_size
+
+    def norm_of(self, part: str) -> Norm | None:
+        """See `Dense.norm_of`. All norms of the block are alike."""
+        return self.own_norms
 
     def find_block(self, name: str) -> Dense | None:
         """See `Dense.find_block`."""

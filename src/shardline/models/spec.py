@@ -84,6 +84,18 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
         if self.output_scale:
             yield "output_scale.bias", (1,)
 
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`; None: there is none."""
+        block = part.partition(".")[0]
+        if block == "attention":
+            return self.attention.norm_of(part)
+        if block == "feed_forward":
+            return self.feed_forward.norm_of(part)
+        if block == "token_input":
+            return None if self.token_input is None else self.token_input.norm
+        norm: Norm | None = getattr(self, part)
+        return norm
+
     def head_parameters(self, hidden_size: int) -> Parameters:
         """Parameters that the model has once, between its layers and the final norm."""
         yield from ()

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardline.models.feed_forward import MoE
 from shardline.models.parameters import is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
-from shardline.models.parts import Norm, Shape
+from shardline.models.parts import Shape
 from shardline.models.sharding import Spans, shard_shape
 from shardline.models.spec import DecoderSpec
 
@@ -83,20 +82,13 @@ class DummyWeights:
         layer, part, kind = parse_name(name)
         if kind == "bias" or not part.endswith("norm"):
             return 0.0
-        norm: Norm | None
-        if part.startswith("token_input"):
-            assert self._spec.token_input is not None
-            norm = self._spec.token_input.norm
-        elif layer is None:
-            norm = self._spec.final_norm
-        elif part.startswith("attention."):
-            norm = self._spec.layers[layer].attention.norm_of(part)
-        elif part.startswith("feed_forward."):
-            feed_forward = self._spec.layers[layer].feed_forward
-            assert isinstance(feed_forward, MoE)
-            norm = feed_forward.own_norms
+        spec = self._spec
+        if layer is not None:
+            norm = spec.layers[layer].norm_of(part)
+        elif spec.token_input is not None and part.startswith("token_input"):
+            norm = spec.token_input.norm
         else:
-            norm = getattr(self._spec.layers[layer], part)
+            norm = spec.final_norm
         assert norm is not None
         return 1.0 - norm.weight_offset
 
