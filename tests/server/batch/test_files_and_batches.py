@@ -51,7 +51,7 @@ def start(client: openai.OpenAI, file_id: str, **options: Any) -> str:
 
 def wait_ended(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
     ended = ("completed", "failed", "cancelled", "expired")
-    wait_until(lambda: client.batches.retrieve(batch_id).status in ended)
+    wait_until(lambda: client.batches.retrieve(batch_id).status in ended, 60)
     return client.batches.retrieve(batch_id)
 
 
@@ -222,7 +222,7 @@ def test_cancel_keeps_the_answers_so_far(tmp_path: Path) -> None:
         file_id = upload(client, [request(1), request(2, ignore_eos=True, max_tokens=400)])
         running.engine.seconds_per_token = 0.005
         batch_id = start(client, file_id)
-        wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed == 1)  # type: ignore[union-attr]
+        wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed == 1, 60)  # type: ignore[union-attr]
         with pytest.raises(openai.BadRequestError, match="cancel it first"):
             client.files.delete(file_id)
         assert client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
@@ -237,7 +237,7 @@ def test_batches_go_on_when_the_server_starts_again(tmp_path: Path) -> None:
     with serve(config(tmp_path)) as running, running.openai() as client:
         running.engine.seconds_per_token = 0.01
         batch_id = start(client, upload(client, entries))
-        wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed == 1)  # type: ignore[union-attr]
+        wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed == 1, 60)  # type: ignore[union-attr]
     with serve(config(tmp_path)) as running, running.openai() as client:
         batch = wait_ended(client, batch_id)
         assert batch.status == "completed"

@@ -73,6 +73,16 @@ def long(number: int) -> str:
     return request(number, ignore_eos=True, max_tokens=60)
 
 
+def when_answered(output: Path, count: int, act: Callable[[], None]) -> None:
+    """Call `act` on a thread as soon as the output has so many answers."""
+
+    def watch() -> None:
+        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= count, 60)
+        act()
+
+    threading.Thread(target=watch).start()
+
+
 def test_answers_are_in_the_order_of_the_requests(runs: Runs, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [long(1), *map(request, range(2, 40))])
     assert runs.run(source, tmp_path / "out", max_num_seqs=4) == 0
@@ -126,12 +136,7 @@ def test_a_stopped_run_goes_on(runs: Runs, tmp_path: Path) -> None:
 
     def stop_soon(engine: FakeEngine) -> None:
         engine.seconds_per_token = 0.01
-
-        def stop() -> None:
-            wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=stop).start()
+        when_answered(output, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     runs.prepare = stop_soon
     assert runs.run(source, output, max_num_seqs=2) == 130
@@ -160,13 +165,19 @@ def test_answers_to_other_requests_are_not_touched(runs: Runs, tmp_path: Path) -
 
 
 def test_a_dead_engine_leaves_what_is_done(runs: Runs, tmp_path: Path) -> None:
-    source = write(tmp_path / "in", [request(1), *map(long, range(2, 5))])
-    runs.prepare = lambda engine: setattr(engine, "die_after_steps", 40)
+    source = write(tmp_path / "in", [request(1), *(request(n, ignore_eos=True, max_tokens=400) for n in range(2, 5))])
+    output = tmp_path / "out"
+
+    def die_soon(engine: FakeEngine) -> None:
+        engine.seconds_per_token = 0.02
+        when_answered(output, 1, lambda: engine.die("rank 1 was killed"))
+
+    runs.prepare = die_soon
     with pytest.raises(RuntimeError, match=r"rank 1 was killed; 1 of 4 requests are answered; the same command"):
-        runs.run(source, tmp_path / "out")
+        runs.run(source, output)
     runs.prepare = lambda engine: None
-    assert runs.run(source, tmp_path / "out") == 0
-    assert ids(tmp_path / "out") == ["r1", "r2", "r3", "r4"]
+    assert runs.run(source, output) == 0
+    assert ids(output) == ["r1", "r2", "r3", "r4"]
 
 
 def test_answers_that_wait_are_bounded(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +289,7 @@ def test_metrics_are_served_meanwhile(runs: Runs, tmp_path: Path, caplog: pytest
         engine.paused = True
 
         def scrape() -> None:
-            wait_until(lambda: "metrics are at" in caplog.text)
+            wait_until(lambda: "metrics are at" in caplog.text, 60)
             found = re.search(r"metrics are at (\S+)", caplog.text)
             assert found is not None
             scraped.append(urllib.request.urlopen(found[1], timeout=5).read().decode())
