@@ -104,6 +104,8 @@ class CompletionRequest(SamplingFields):
         """
         self.check_supported()
         if self.prompt is None and not self.prompt_embeds:
+            if "prompt" in self.model_fields_set and self.prompt_embeds is None:
+                raise bad_request("Invalid value for 'prompt': expected a string or an array, but got null.", "prompt")
             if self.prompt_embeds is None:
                 raise bad_request("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
             raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
