@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,8 +84,9 @@ def test_replicas_have_their_own_numbers() -> None:
 
 def test_a_token_lies_in_one_replica_of_those_in_lockstep(tmp_path: Path) -> None:
     model = str(make_checkpoint("mixtral", tmp_path / "mixtral"))
-    lines = {}
-    for options in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+    lines: dict[int, list[str]] = {}
+    layouts: list[dict[str, Any]] = [{}, {"data_parallel_size": 2, "enable_expert_parallel": True}]
+    for options in layouts:
         setup = resolve_here(EngineConfig.from_options(model=model, device="cpu", cpu_threads=1, **options))
         count = setup.grid.world_size
         ranks = [RankReport(rank, "host", 7, "CPU", "avx2", 1, 0, 0, 0.0) for rank in range(count)]

@@ -85,13 +85,13 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
 
 def merge_lockstep(stats: Sequence[EngineStats], engine_seconds: float, experts: ExpertLoad | None) -> EngineStats:
     """The counters and gauges of an engine whose replicas share their steps, and so the counters of steps."""
-    stats = [msgspec.structs.replace(one, engine_seconds=engine_seconds) for one in stats]
-    stats[0] = msgspec.structs.replace(stats[0], experts=experts)
-    if len(stats) == 1:
-        return stats[0]
+    replicas = [msgspec.structs.replace(one, engine_seconds=engine_seconds) for one in stats]
+    first = replicas[0] = msgspec.structs.replace(replicas[0], experts=experts)
+    if len(replicas) == 1:
+        return first
     shared = ("num_steps", "step_seconds", "engine_seconds", "experts")
     return msgspec.structs.replace(
-        merge_stats(stats), in_lockstep=stats, **{name: getattr(stats[0], name) for name in shared}
+        merge_stats(replicas), in_lockstep=replicas, **{name: getattr(first, name) for name in shared}
     )
 
 
