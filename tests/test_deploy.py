@@ -63,6 +63,7 @@ def test_files_and_flags_that_a_page_names_exist(page: str) -> None:
 def _flags_of(command: str) -> set[str]:
     parser = build_parser()
     (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    commands[command].complete()
     return {option for action in commands[command]._actions for option in action.option_strings}
 
 

@@ -64,7 +64,9 @@ def force_isa() -> str | None:
 def serve_options() -> dict[str, str]:
     """SHARDLINE_HOST: the address to listen on if --host is not given. Container images set it."""
     host = os.environ.get("SHARDLINE_HOST")
-    return {"host": host} if host else {}
+    if not host:
+        return {}
+    return {"host": host}
 
 
 def host_address() -> str | None:

@@ -251,7 +251,11 @@ def test_what_only_all_nodes_show_ends_each_with_the_reason(tmp_path: Path) -> N
     [
         (("--max-num-seqs", "7"), {}, "--max-num-seqs differs: the head has 128, .* 7"),
         ((), {"SHARDLINE_JOIN_TOKEN": "another-token-than-the-head"}, "the join tokens differ"),
-        (("--model", "no-such-folder/model"), {}, "shardline download no-such-folder/model"),
+        (
+            ("--model", "no-such-folder/model"),
+            {},
+            "no-such-folder/model.*: there is no such folder, and the hub cannot be reached",
+        ),
     ],
     ids=["flags", "token", "model"],
 )

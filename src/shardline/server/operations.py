@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
+import sys
 from typing import Any
 
 import msgspec
@@ -124,7 +124,7 @@ def admin_routes(service: Service) -> APIRouter:
         body = {
             "vllm_config": config if config_format == "json" else repr(config),
             "vllm_env": {name: value for name, value in env.vllm_variables().items() if "KEY" not in name},
-            "system_env": {"version": __version__, "python": platform.python_version(), "os": platform.platform()},
+            "system_env": {"version": __version__, "python": sys.version.split()[0], "os": sys.platform},
         }
         return Response(msgspec.json.encode(body), media_type="application/json")
 
