@@ -26,6 +26,7 @@ def same_flags() -> list[str]:
     parser = Parser()
     add_engine_flags(parser)
     add_flags(parser, ServerConfig, "server")
+    parser.complete()
     theirs = json.loads(_SERVE_FLAGS.read_text(encoding="utf-8"))
     known = {name for name, action in parser._option_string_actions.items() if type(action).__name__ != "_VllmFlag"}
     return sorted(name for name in theirs if name in known and name.startswith("--") and not name.startswith("--no-"))

@@ -61,12 +61,9 @@ def force_isa() -> str | None:
     return os.environ.get("SHARDLINE_ISA")
 
 
-def serve_options() -> dict[str, str]:
+def serve_host() -> str | None:
     """SHARDLINE_HOST: the address to listen on if --host is not given. Container images set it."""
-    host = os.environ.get("SHARDLINE_HOST")
-    if not host:
-        return {}
-    return {"host": host}
+    return os.environ.get("SHARDLINE_HOST") or None
 
 
 def host_address() -> str | None:

@@ -254,7 +254,7 @@ def test_what_only_all_nodes_show_ends_each_with_the_reason(tmp_path: Path) -> N
         (
             ("--model", "no-such-folder/model"),
             {},
-            "no-such-folder/model.*: there is no such folder, and the hub cannot be reached",
+            "no-such-folder/model'?: there is no such folder, and the hub",
         ),
     ],
     ids=["flags", "token", "model"],

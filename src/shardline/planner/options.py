@@ -24,7 +24,8 @@ DEMANDED = ("model", "max_model_len", "gpu_memory_utilization", "max_num_seqs", 
 _SAME_IN_VLLM = (
     "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init", "download_dir", "generation_config",
     "override_generation_config", "dtype", "load_format", "runner", "seed", "block_size", "enable_prefix_caching",
-    "num_gpu_blocks_override", "max_logprobs", "logprobs_mode", "enable_prompt_embeds", "enable_chunked_prefill", "disable_nccl_for_dp_synchronization",
+    "num_gpu_blocks_override", "max_logprobs", "logprobs_mode", "enable_prompt_embeds", "enable_chunked_prefill",
+    "disable_nccl_for_dp_synchronization",
     "distributed_executor_backend", "distributed_timeout_seconds", "master_port", "data_parallel_backend",
 )  # fmt: skip
 """Options that vLLM has under the same name."""

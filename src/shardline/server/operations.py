@@ -124,7 +124,7 @@ def admin_routes(service: Service) -> APIRouter:
         body = {
             "vllm_config": config if config_format == "json" else repr(config),
             "vllm_env": {name: value for name, value in env.vllm_variables().items() if "KEY" not in name},
-            "system_env": {"version": __version__, "python": sys.version.split()[0], "os": sys.platform},
+            "system_env": {"version": __version__, "python": sys.version.split()[0]},
         }
         return Response(msgspec.json.encode(body), media_type="application/json")
 

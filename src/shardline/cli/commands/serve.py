@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead."""
     engine = engine_config(args)
-    server = ServerConfig(**{**env.serve_options(), **fields_from_flags(args, ServerConfig)})
+    server = ServerConfig(**fields_from_flags(args, ServerConfig))
+    if (address := env.serve_host()) and not hasattr(args, "host"):
+        server = replace(server, host=address)
     if server.tokens_only:
         engine = replace(engine, model=replace(engine.model, skip_tokenizer_init=True))
     if args.parallel is not None:
