@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.house.imports import PACKAGE, SOURCE, parse_file
 
-_FAMILIES = "models/families/"
+_PECULIAR = ("models/families/", "text/reasoning_parsers/", "text/tool_parsers/")
 
 
 def tree_size(source: Path = SOURCE) -> tuple[int, int]:
@@ -22,9 +22,10 @@ def line_counts(source: Path = SOURCE) -> dict[str, int]:
 
 
 def short_files(fewest: int, source: Path = SOURCE) -> list[str]:
-    """Files with fewer lines than `fewest`. Families of models do not count: they state only what is peculiar."""
+    """Files with fewer lines than `fewest`. Families of models and formats of answers state only what is peculiar to
+    one, and do not count."""
     counts = line_counts(source).items()
-    return [name for name, count in counts if count < fewest and not name.startswith(_FAMILIES)]
+    return [name for name, count in counts if count < fewest and not name.startswith(_PECULIAR)]
 
 
 def long_files(most: int, source: Path = SOURCE) -> dict[str, int]:
