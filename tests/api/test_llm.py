@@ -16,7 +16,7 @@ from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import EngineDead, Prompt
 from shardline.config.engine import EngineConfig
-from shardline.metrics.reader import Counter, Gauge
+from shardline.metrics.reader import Counter, Gauge, Histogram
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
@@ -184,6 +184,9 @@ def test_metrics_have_names_of_vllm() -> None:
     assert all(isinstance(metric, Gauge) for metric in running)
     steps = [metric for metric in metrics if metric.name == "shardline:num_steps"]
     assert all(isinstance(metric, Counter) for metric in steps)
+    tokens = [metric for metric in metrics if metric.name == "vllm:iteration_tokens_total"]
+    assert all(isinstance(metric, Histogram) and metric.count == metric.buckets["+Inf"] for metric in tokens)
+    assert len(tokens) == 2
 
 
 def test_every_replica_forgets_its_prefixes() -> None:

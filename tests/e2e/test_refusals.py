@@ -20,7 +20,6 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--max-model-len", "4096"], "2048"),
     (["--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
     (["--kv-cache-memory", "lots"], "is not a size"),
-    (["--dtype", "float16"], "bfloat16"),
     (["--cpu-threads", "4000"], "cores"),
     (["--context-parallel-size", "2"], "not supported yet"),
     (["--tensor-paralel-size", "2"], "--tensor-parallel-size"),

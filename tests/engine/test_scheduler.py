@@ -8,6 +8,7 @@ import pytest
 
 from shardline.engine.scheduling.preemption import PreemptionLog, cheapest_victim
 from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.messages.stats import EngineStats, merge_stats
 from shardline.messages.step import SequenceResult, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import make_request, next_token, reference
@@ -64,6 +65,9 @@ def test_decode_runs_ahead_of_its_tokens() -> None:
     assert [plan.steps[0].token_id for plan in engine.plans] == [1, -1, -1]
     engine.run()
     assert len(engine.plans) == 5, "no step beyond max_tokens"
+    stats = engine.scheduler.stats()
+    assert (sum(stats.step_tokens), stats.step_tokens[:2], stats.num_step_tokens) == (5, [4, 1], 6)
+    assert merge_stats([stats, EngineStats(), stats]).step_tokens[:2] == [8, 2]
     engine.check_done()
 
 

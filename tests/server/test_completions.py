@@ -268,7 +268,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"prompt": [[1], []]}, None, "empty"),
         ({"prompt": ["a", 1]}, "prompt", "a string or an array of strings or an array of integers"),
         ({"prompt": [[1, "a"]]}, "prompt[0][1]", "expected an integer, but got a string"),
-        ({"prompt": None}, "prompt", "Missing required parameter"),
+        ({"prompt": None}, "prompt", "a string"),
         ({"stop": ["a", 5]}, "stop[1]", "expected a string, but got an integer"),
         ({"stop": 5}, "stop", "expected a string or an array of strings"),
         ({"temperature": "x", "top_p": "y"}, "temperature", "expected a number, but got a string"),

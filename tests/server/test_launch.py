@@ -79,8 +79,10 @@ def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
             events = stream.iter_lines()
             next(events)
             server.popen.send_signal(number)
-            time.sleep(0.1)
-            assert http.get("/ready").json() == {"status": "draining"}
+            deadline = time.monotonic() + 5.0
+            while http.get("/ready").json() != {"status": "draining"}:
+                assert time.monotonic() < deadline, "the signal is not noticed"
+                time.sleep(0.05)
             refused = http.post("/v1/completions", json={"prompt": "Hi"})
             assert refused.status_code == 503
             rest = [line for line in events if line]

@@ -53,8 +53,12 @@ def test_requests_are_measured() -> None:
 
 
 def test_engine_stats_are_labelled_by_replica() -> None:
-    stats = [EngineStats(kv_blocks_total=8, kv_blocks_used=2, num_preemptions=3), EngineStats(num_waiting=4)]
-    body, content_type = ServerMetrics("m", lambda: stats).expose("")
+    steps = [1, *[0] * 12, 2]
+    stats = [
+        EngineStats(kv_blocks_total=8, kv_blocks_used=2, num_preemptions=3, step_tokens=steps, num_step_tokens=50_001),
+        EngineStats(num_waiting=4),
+    ]
+    body, content_type = ServerMetrics("m", lambda: stats, read_refused=lambda: 5).expose("")
     found = parse(body.decode())
     first, second = (frozenset([("model_name", "m"), ("engine", str(index))]) for index in range(2))
     assert content_type.startswith("text/plain")
@@ -62,6 +66,13 @@ def test_engine_stats_are_labelled_by_replica() -> None:
     assert found["shardline:kv_cache_usage_perc", second] == 0
     assert found["shardline:num_preemptions_total", first] == 3
     assert found["shardline:num_requests_waiting", second] == 4
+    assert found["shardline:num_requests_waiting_by_reason", second | {("reason", "capacity")}] == 4
+    assert found["shardline:iteration_tokens_total_bucket", first | {("le", "1.0")}] == 1
+    assert found["shardline:iteration_tokens_total_bucket", first | {("le", "+Inf")}] == 3
+    assert found["shardline:iteration_tokens_total_sum", first] == 50_001
+    assert found["shardline:iteration_tokens_total_count", second] == 0
+    reason = frozenset([("model_name", "m"), ("reason", "max_num_queued_reqs")])
+    assert found["shardline:admission_rejections_total", reason] == 5
 
 
 def test_drafts_are_counted_where_there_are_any() -> None:

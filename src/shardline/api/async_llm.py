@@ -258,6 +258,10 @@ class AsyncLLM:
         """Let later requests find nothing in the prefix caches that is there now."""
         self._replicas.reset_prefix_cache()
 
+    def num_refused(self) -> int:
+        """Requests that were refused because too many were waiting."""
+        return self._replicas.num_refused
+
     def stats(self) -> list[EngineStats]:
         """The latest counters of each replica; never blocks."""
         return self._replicas.stats()

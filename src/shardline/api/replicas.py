@@ -47,6 +47,8 @@ class Replicas:
         self._replicas = [Replica(client, RestartLimit(limit)) for client in engines.clients]
         self._placement = Placement(self._replicas, self.config.parallel.router_policy, self.config.max_running)
         self.abort_requests = self._placement.abort
+        self.num_refused = 0
+        """Requests for which there was no room among those that wait."""
 
     def close(self) -> None:
         """End all replicas, and other nodes with exit code 1 if no replica is left; any thread may call this."""
@@ -66,6 +68,7 @@ class Replicas:
             raise EngineRecovering("every replica has failed and is being restarted; try again later")
         limit = self.config.scheduler.max_num_waiting
         if bounded and self.num_waiting() >= limit:
+            self.num_refused += 1
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
         self._placement.place([RunningChoice(child) for child in children])
 

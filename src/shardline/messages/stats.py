@@ -34,6 +34,10 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.accepted)
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of steps by their tokens; the last bucket has none."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Counters of one engine since its start, and its current gauges."""
 
@@ -58,6 +62,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """While the engine is busy, these are about a second old. None: the model has no experts."""
     drafts: DraftStats | None = None
     """None: the engine does not decode speculatively."""
+    step_tokens: list[int] = []
+    """How many steps computed so many tokens, by STEP_TOKEN_BOUNDS; empty: none has run."""
+    num_step_tokens: int = 0
+    """The tokens of these steps."""
     in_lockstep: list[EngineStats] = []
     """The same of each of its replicas, if it has several; the first has the load of the experts, which all share."""
 
@@ -74,10 +82,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The sums of the counters and gauges of several replicas, or of one engine at several times."""
     # Expert loads of different engines have no sum.
-    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "in_lockstep"}
+    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "step_tokens", "in_lockstep"}
     replicas = zip(*(one.in_lockstep for one in stats if one.in_lockstep), strict=True)
     return EngineStats(
         **{name: sum(getattr(one, name) for one in stats) for name in names},
+        step_tokens=[
+            sum(counts) for counts in zip(*(one.step_tokens for one in stats if one.step_tokens), strict=True)
+        ],
         drafts=merge_drafts([one.drafts for one in stats if one.drafts is not None]),
         in_lockstep=[merge_stats(one) for one in replicas],
     )

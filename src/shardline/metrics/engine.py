@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
+from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad
 
 _LABELS = ("model_name", "engine")
 
@@ -81,10 +82,12 @@ class EngineCollector:
         model_name: str,
         read_stats: Callable[[], Sequence[EngineStats]],
         read_cache_config: Callable[[], Mapping[str, str]],
+        read_refused: Callable[[], int] = int,
     ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
         self._read_cache_config = read_cache_config
+        self._read_refused = read_refused
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the families need no check for duplicates, and the engines may not have started."""
@@ -103,6 +106,8 @@ class EngineCollector:
             for labels, stats in replicas:
                 counter.add_metric(labels, value(stats))
             yield counter
+        yield from _queue_metrics(self._model_name, replicas, self._read_refused())
+        yield _step_tokens(replicas)
         config = self._read_cache_config()
         if config:
             info = GaugeMetricFamily(
@@ -113,6 +118,36 @@ class EngineCollector:
             yield info
         yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
+
+
+def _queue_metrics(
+    model_name: str, replicas: Sequence[tuple[tuple[str, str], EngineStats]], num_refused: int
+) -> Iterable[Metric]:
+    """Why requests wait or are refused, with vLLM's labels. All wait for room here."""
+    waiting = GaugeMetricFamily(
+        "shardline:num_requests_waiting_by_reason",
+        "Sequences that wait for a place in the batch; capacity: for room.",
+        labels=(*_LABELS, "reason"),
+    )
+    for labels, stats in replicas:
+        waiting.add_metric((*labels, "capacity"), stats.num_waiting)
+    refused = CounterMetricFamily(
+        "shardline:admission_rejections",
+        "Requests that were refused because --max-num-waiting were waiting.",
+        labels=("model_name", "reason"),
+    )
+    refused.add_metric((model_name, "max_num_queued_reqs"), num_refused)
+    return waiting, refused
+
+
+def _step_tokens(replicas: Sequence[tuple[tuple[str, str], EngineStats]]) -> Metric:
+    """The histogram of steps by their tokens."""
+    family = HistogramMetricFamily("shardline:iteration_tokens_total", "Tokens of an engine step.", labels=_LABELS)
+    for labels, stats in replicas:
+        counts = itertools.accumulate(stats.step_tokens or [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+        bounds = [*(repr(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
+        family.add_metric(labels, list(zip(bounds, map(float, counts), strict=True)), stats.num_step_tokens)
+    return family
 
 
 def _draft_metrics(replicas: Sequence[tuple[tuple[str, str], DraftStats]]) -> Iterable[Metric]:

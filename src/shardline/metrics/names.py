@@ -15,7 +15,8 @@ SHARED_NAMES = frozenset(
         "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
         "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
         "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
+        "spec_decode_num_accepted_tokens_per_pos", "iteration_tokens_total", "num_requests_waiting_by_reason",
+        "admission_rejections",
     }
 )  # fmt: skip
 """Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""

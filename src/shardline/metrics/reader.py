@@ -27,6 +27,15 @@ class Counter(Metric):
 
 
 @dataclass
+class Histogram(Metric):
+    """How many values were at most as large as each bound."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+@dataclass
 class Vector(Metric):
     """Counters by position."""
 
@@ -52,6 +61,9 @@ def read_metrics(families: Iterable[Family]) -> list[Metric]:
         if own == _PER_POSITION:
             metrics += _vectors(name, family)
             continue
+        if family.type == "histogram":
+            metrics += _histograms(name, family)
+            continue
         for sample in family.samples:
             labels = dict(sample.labels)
             if family.type == "counter":
@@ -59,6 +71,21 @@ def read_metrics(families: Iterable[Family]) -> list[Metric]:
             else:
                 metrics.append(Gauge(name, labels, sample.value))
     return metrics
+
+
+def _histograms(name: str, family: Family) -> list[Histogram]:
+    """A histogram for each engine."""
+    found: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for sample in family.samples:
+        labels = {key: value for key, value in sample.labels.items() if key != "le"}
+        histogram = found.setdefault(tuple(labels.items()), Histogram(name, labels, 0, 0.0, {}))
+        if sample.name.endswith("_bucket"):
+            histogram.buckets[sample.labels["le"]] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            histogram.count = int(sample.value)
+        else:
+            histogram.sum = sample.value
+    return list(found.values())
 
 
 def _vectors(name: str, family: Family) -> list[Vector]:

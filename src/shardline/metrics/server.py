@@ -43,11 +43,13 @@ class ServerMetrics:
         read_stats: Callable[[], Sequence[EngineStats]],
         prefix: str = "shardline",
         read_cache_config: Callable[[], Mapping[str, str]] = dict,
+        read_refused: Callable[[], int] = int,
     ) -> None:
-        """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info."""
+        """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info,
+        `read_refused` the number of requests for which the queue had no room."""
         self.registry = CollectorRegistry()
         self._shown = PrefixedRegistry(self.registry, prefix)
-        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config))
+        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config, read_refused))
         ProcessCollector(registry=self.registry)
         self.requests = RequestHistograms(self.registry, model_name)
         self.responses = ResponseMetrics(self.registry)

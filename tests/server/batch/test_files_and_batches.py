@@ -235,7 +235,7 @@ def test_cancel_keeps_the_answers_so_far(tmp_path: Path) -> None:
 def test_batches_go_on_when_the_server_starts_again(tmp_path: Path) -> None:
     entries = [request(1), *(request(number, ignore_eos=True, max_tokens=40) for number in range(2, 6))]
     with serve(config(tmp_path)) as running, running.openai() as client:
-        running.engine.seconds_per_token = 0.01
+        running.engine.seconds_per_token = 0.1
         batch_id = start(client, upload(client, entries))
         wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed == 1, 60)  # type: ignore[union-attr]
     with serve(config(tmp_path)) as running, running.openai() as client:

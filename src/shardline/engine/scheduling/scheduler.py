@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.engine.speculative.proposer import make_proposer
 from shardline.messages.request import Request, SequenceOutput
-from shardline.messages.stats import EngineStats
+from shardline.messages.stats import STEP_TOKEN_BOUNDS, EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
 
 MIN_PREFILL_TOKENS = 128
@@ -105,6 +106,8 @@ class Scheduler:
         self.queues = SequenceQueues(self.kv)
         self.in_flight: deque[PlanInFlight] = deque()
         self.num_steps = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self._num_step_tokens = 0
         """Plans so far, the empty ones included."""
         self.preemptions = PreemptionLog(warns=warns)
         self._max_prefill_tokens = limits.max_prefill_tokens
@@ -160,6 +163,8 @@ class Scheduler:
             prefix_hits=totals.prefix_hits,
             step_seconds=totals.step_seconds,
             drafts=None if self._proposer is None else self._proposer.stats(),
+            step_tokens=list(self._step_tokens),
+            num_step_tokens=self._num_step_tokens,
         )
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
@@ -203,6 +208,8 @@ class Scheduler:
         builder = self._builder
         plan = builder.finish()
         self.num_steps += 1
+        self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, builder.num_tokens)] += 1
+        self._num_step_tokens += builder.num_tokens
         self.in_flight.append(PlanInFlight(plan, builder.sequences, builder.now))
         return plan
 

@@ -296,7 +296,6 @@ def generate_routes(service: Service) -> APIRouter:
             whole = writer.write_whole(output)
             return Response(whole, headers=sampling.ignored_headers, media_type="application/json")
 
-    @router.post("/abort_requests", include_in_schema=False)
     @router.post("/inference/v1/abort_requests", responses=json_answers(dict[str, Any]))
     async def abort_requests(body: AbortRequest) -> Response:
         """End requests of the endpoint above. Ids that are not known are ignored."""
@@ -305,4 +304,6 @@ def generate_routes(service: Service) -> APIRouter:
                 await service.llm.abort(request_id)
         return Response(b"{}", media_type="application/json")
 
+    if service.config.tokens_only:
+        router.add_api_route("/abort_requests", abort_requests, methods=["POST"], include_in_schema=False)
     return router

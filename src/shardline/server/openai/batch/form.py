@@ -43,6 +43,7 @@ async def read_form(content_type: str, chunks: AsyncIterator[bytes], write: Call
     form = UploadForm()
     for _ in range(MAX_PARTS):
         if await body.read_exactly(2) == b"--":
+            await body.skip_rest(MAX_HEADER_BYTES)
             return form
         await _read_part(form, body, mark, write)
     raise bad_request(f"The form has more than {MAX_PARTS} parts.")
@@ -113,6 +114,14 @@ class _Body:
             await self._receive()
         text, self._unread = self._unread[:count], self._unread[count:]
         return text
+
+    async def skip_rest(self, max_bytes: int) -> None:
+        """Read what follows the form: a client whose bytes are not read may lose its answer."""
+        size = len(self._unread)
+        async for chunk in self._chunks:
+            size += len(chunk)
+            if size > max_bytes:
+                raise bad_request("Something follows the end of the form.")
 
     async def _receive(self) -> None:
         chunk = await anext(self._chunks, None)
