@@ -30,8 +30,6 @@ from shardline.server.middleware import (
     SlashMiddleware,
 )
 
-_MAX_ADMIN_BYTES = 1 << 16
-
 
 def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: ApiKeys, in_flight: InFlight) -> ASGIApp:
     """The application in front of `fleet`. Whoever runs it also runs a HealthChecker."""

@@ -40,7 +40,7 @@ class HealthChecker:
         for backend in [backend for backend in self._tasks if backend not in self._fleet.backends]:
             self._tasks.pop(backend).cancel()
         for backend in self._fleet.backends:
-            if backend not in self._tasks:
+            if backend not in self._tasks or self._tasks[backend].done():
                 self._tasks[backend] = asyncio.create_task(self._watch(backend))
 
     async def _watch(self, backend: Backend) -> None:

@@ -21,7 +21,6 @@ class Prompt:
     text: bytes = b""
     """Equal beginnings of prompts have equal beginnings here."""
     namespace: str = ""
-    stream: bool = False
 
 
 def read_prompt(body: bytes) -> Prompt:
@@ -40,7 +39,7 @@ def read_prompt(body: bytes) -> Prompt:
             parts.append(_bytes_of(value))
     hints = [str(fields[name])[:512] for name in _HINT_FIELDS if isinstance(fields.get(name), str)]
     name = model if isinstance(model, str) else ""
-    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)), fields.get("stream") is True)
+    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)))
 
 
 def _bytes_of(value: Any) -> bytes:

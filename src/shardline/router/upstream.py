@@ -23,12 +23,11 @@ _MAX_IDLE = 64
 class UpstreamError(Exception):
     """A backend has not answered as it must. The message says how.
 
-    `sent`: it may have begun to run the request. `stale`: it has closed a kept connection, as it may at any time.
+    `stale`: it has closed a kept connection, as it may at any time.
     """
 
-    def __init__(self, message: str, *, sent: bool, stale: bool = False) -> None:
+    def __init__(self, message: str, *, stale: bool = False) -> None:
         super().__init__(message)
-        self.sent = sent
         self.stale = stale
 
 
@@ -132,9 +131,9 @@ class Upstream:
         try:
             _, connection = await asyncio.wait_for(opening, self._connect_timeout)
         except asyncio.TimeoutError:
-            raise UpstreamError(f"no connection in {self._connect_timeout:g} s", sent=False) from None
+            raise UpstreamError(f"no connection in {self._connect_timeout:g} s") from None
         except OSError as error:
-            raise UpstreamError(f"no connection ({error.strerror or error})", sent=False) from None
+            raise UpstreamError(f"no connection ({error.strerror or error})") from None
         return connection
 
 
@@ -224,7 +223,7 @@ class _Connection(asyncio.Protocol):
         while not self._has_head:
             if self.is_lost:
                 stale = is_kept and self._is_fresh
-                raise UpstreamError(self._problem, sent=True, stale=stale)
+                raise UpstreamError(self._problem, stale=stale)
             await self._wait(deadline, timeout)
         return Answer(self)
 
@@ -243,7 +242,7 @@ class _Connection(asyncio.Protocol):
             if self._is_whole:
                 return b""
             if self.is_lost:
-                raise UpstreamError(self._problem, sent=True)
+                raise UpstreamError(self._problem)
             await self._wait(deadline, timeout)
 
     async def _wait(self, deadline: float, timeout: float) -> None:
@@ -256,7 +255,7 @@ class _Connection(asyncio.Protocol):
             self._waiter = None
         if self._loop.time() >= deadline:
             self._problem = f"nothing came for {timeout:g} s"
-            raise UpstreamError(self._problem, sent=True)
+            raise UpstreamError(self._problem)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
