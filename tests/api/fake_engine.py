@@ -74,7 +74,7 @@ class FakeEngineClient:
         if self._start_error is not None:
             raise self._start_error
         self._thread.start()
-        return EngineReady(MAX_MODEL_LEN, 100, 16, self.fingerprint, [f"replica {self.replica} is up"])
+        return EngineReady(MAX_MODEL_LEN, 100, 16, self.fingerprint, 25.0, [f"replica {self.replica} is up"])
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._changed:

@@ -68,7 +68,7 @@ class FakeEngine:
             raise TimeoutError
         if self.start_error is not None:
             raise self.start_error
-        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, "fp_fake", ["KV cache size: 1600 tokens"])
+        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, "fp_fake", 25.0, ["KV cache size: 1600 tokens"])
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._lock:

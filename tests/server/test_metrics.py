@@ -8,7 +8,7 @@ from shardline.config.server import ServerConfig
 from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
 from shardline.metrics.server import FastHistogram, ServerMetrics
 from tests.server.conftest import serve
-from tests.server.fake_engine import REPLY
+from tests.server.fake_engine import MAX_MODEL_LEN, REPLY
 from tests.text.builders import byte_level_json, tokenizer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -50,6 +50,9 @@ def test_requests_are_measured() -> None:
         engine = frozenset([model, ("engine", "0")])
         assert found["shardline:generation_tokens_total", engine] == 7
         assert found["shardline:num_requests_running", engine] == 0
+        [cache] = [dict(labels) for name, labels in found if name == "shardline:cache_config_info"]
+        assert cache["kv_cache_max_concurrency"] == "25.00"
+        assert cache["kv_cache_size_tokens"] == str(25 * MAX_MODEL_LEN)
 
 
 def test_engine_stats_are_labelled_by_replica() -> None:

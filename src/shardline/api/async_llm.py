@@ -42,6 +42,8 @@ class ReadyModel:
     """Tokens in a block of the KV cache."""
     fingerprint: str
     """Equal fingerprints mean equal answers."""
+    max_concurrency: float
+    """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
     report: list[str]
     """The lines of the engines about their start."""
     builder: RequestBuilder
@@ -117,6 +119,7 @@ class AsyncLLM:
             max_model_len,
             ready[0].block_size,
             ready[0].fingerprint,
+            ready[0].max_concurrency,
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),

@@ -15,6 +15,7 @@ import msgspec
 
 from shardline.channel import Channel, readable
 from shardline.deployment.fingerprint import fingerprint
+from shardline.deployment.kv_budget import max_concurrency
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -136,6 +137,7 @@ class EngineProcess:
                     num_kv_blocks=executor.allocation.num_blocks - 1,
                     block_size=deployment.cache.block_size,
                     fingerprint=name,
+                    max_concurrency=max_concurrency(deployment, executor.allocation),
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
                 )
             )

@@ -54,6 +54,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     fingerprint: str
     """Weights, numerics version and kernel path: equal fingerprints give equal tokens."""
+    max_concurrency: float
+    """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
     report: list[str]
     """The start-up log, line by line."""
 

@@ -63,7 +63,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     drafts: DraftStats | None = None
     """None: the engine does not decode speculatively."""
     step_tokens: list[int] = []
-    """How many steps computed so many tokens, by STEP_TOKEN_BOUNDS; empty: none has run."""
+    """How many steps had so many tokens, by STEP_TOKEN_BOUNDS; empty: none has run. As in vLLM, these are the tokens
+    that a step samples, and a prompt's with its first one; steps without any are not counted."""
     num_step_tokens: int = 0
     """The tokens of these steps."""
     in_lockstep: list[EngineStats] = []

@@ -142,7 +142,11 @@ def _queue_metrics(
 
 def _step_tokens(replicas: Sequence[tuple[tuple[str, str], EngineStats]]) -> Metric:
     """The histogram of steps by their tokens."""
-    family = HistogramMetricFamily("shardline:iteration_tokens_total", "Tokens of an engine step.", labels=_LABELS)
+    family = HistogramMetricFamily(
+        "shardline:iteration_tokens_total",
+        "Tokens of prompts that got their first token, and of answers, of an engine step.",
+        labels=_LABELS,
+    )
     for labels, stats in replicas:
         counts = itertools.accumulate(stats.step_tokens or [0] * (len(STEP_TOKEN_BOUNDS) + 1))
         bounds = [*(repr(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]

@@ -201,6 +201,8 @@ def cache_config(llm: AsyncLLM) -> dict[str, str]:
     cache = llm.config.cache
     return {
         "block_size": str(llm.model.block_size),
+        "kv_cache_size_tokens": str(int(llm.model.max_concurrency * llm.model.max_model_len)),
+        "kv_cache_max_concurrency": f"{llm.model.max_concurrency:.2f}",
         "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
         "cache_dtype": cache.kv_cache_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),

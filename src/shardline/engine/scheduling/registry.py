@@ -21,6 +21,11 @@ class Totals:
     prefix_hits: int = 0
     step_seconds: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts whose first token has come, and of answers."""
+        return self.prompt_tokens + self.generation_tokens
+
 
 class RequestRegistry:
     """Turns requests into sequences and results into outputs, and counts their tokens."""

@@ -106,9 +106,9 @@ class Scheduler:
         self.queues = SequenceQueues(self.kv)
         self.in_flight: deque[PlanInFlight] = deque()
         self.num_steps = 0
+        """Plans so far, the empty ones included."""
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._num_step_tokens = 0
-        """Plans so far, the empty ones included."""
         self.preemptions = PreemptionLog(warns=warns)
         self._max_prefill_tokens = limits.max_prefill_tokens
         self._builder = self._make_builder(limits.max_num_batched_tokens)
@@ -196,11 +196,16 @@ class Scheduler:
             self.kv.traffic.finish_fetches(flying.step_id, step_result.lost_slots)
             self.queues.end_fetches(flying.step_id)
         outputs = self.registry.take_outputs()
+        tokens_before = self.registry.totals.tokens
         results = {entry.seq_id: entry for entry in step_result.results}
         for sequence, step in zip(sequences, flying.steps, strict=True):
             output = self._apply(sequence, step, results.get(step.seq_id), planned, now)
             if output is not None:
                 outputs.append(output)
+        num_tokens = self.registry.totals.tokens - tokens_before
+        if num_tokens:
+            self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self._num_step_tokens += num_tokens
         return outputs
 
     def _launch(self) -> StepPlan:
@@ -208,8 +213,6 @@ class Scheduler:
         builder = self._builder
         plan = builder.finish()
         self.num_steps += 1
-        self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, builder.num_tokens)] += 1
-        self._num_step_tokens += builder.num_tokens
         self.in_flight.append(PlanInFlight(plan, builder.sequences, builder.now))
         return plan
 
