@@ -154,6 +154,9 @@ class FakeEngine:
         if sampling.logprobs is not None:
             others = [token_id, 5, 6, 7][: sampling.logprobs]
             logprobs = [TokenLogprobs(-0.5, 1, others, [-0.5, -1.5, -2.5, float("-inf")][: sampling.logprobs])]
+        if sampling.logprob_token_ids is not None:
+            named = [token_id, *sampling.logprob_token_ids]
+            logprobs = [TokenLogprobs(-0.5, 1, named, [-0.5] * len(named), [1] * len(named))]
         prompt_logprobs = None
         if sampling.prompt_logprobs is not None and taken == 1:
             ids = request.prompt_token_ids[1:]

@@ -145,6 +145,30 @@ def test_refuses_with_a_reason(http: httpx.Client, change: dict[str, Any], part:
     assert part in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "part"),
+    [
+        ("messages", {"max_tokens": 4, "seed": 10**350}, "seed"),
+        ("chat/completions", {"priority": 10**30}, "priority"),
+        ("chat/completions", {"min_tokens": 1 << 30}, "min_tokens"),
+        ("chat/completions", {"cache_salt": "a" * 1025}, "cache_salt"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_not_rendered(
+    http: httpx.Client, path: str, change: dict[str, Any], part: str
+) -> None:
+    for endpoint in (f"/v1/{path}/render", f"/v1/{path}"):
+        answer = http.post(endpoint, json={"messages": HI, **change})
+        assert answer.status_code == 400, answer.text
+        assert part in answer.json()["error"]["message"]
+
+
+def test_a_rendered_number_beyond_64_bits(http: httpx.Client) -> None:
+    body = {"messages": HI, "max_tokens": 4, "top_k": 10**30}
+    rendered = http.post("/v1/messages/render", json=body)
+    assert (rendered.status_code, rendered.json()["sampling_params"].get("top_k", 0)) == (200, 0)
+
+
 def test_a_rendered_request_continues_no_response(http: httpx.Client) -> None:
     answer = http.post("/v1/responses/render", json={"input": "Hi", "previous_response_id": "resp_1"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,25 +146,34 @@ class RequestWriter:
         )
 
 
-class RecordingExchange:
-    """An exchange that fills in a Record, and calls `on_done` when it has ended.
+class StreamExchange(ABC):
+    """An exchange that hears the events of a stream, or a whole answer, and what failed."""
 
-    An event with choices is a piece of output, even if its text is empty: a special token has no text. An event
-    without choices may have the usage.
-    """
-
-    def __init__(self, request: bytes, record: Record, on_done: Callable[[Record], None], *, streams: bool) -> None:
+    def __init__(self, request: bytes, *, streams: bool = True) -> None:
         self.request = request
-        self._record = record
-        self._on_done = on_done
         self._streams = streams
         self._status, self._reason = 0, ""
         self._rest = b""
-        self._decode = msgspec.json.Decoder(_Event).decode
 
+    @abstractmethod
     def on_sent(self, now: float) -> None:
-        if not self._record.sent:
-            self._record.sent = now
+        """See Exchange; a request may be sent again, over a new connection."""
+
+    @abstractmethod
+    def read_payload(self, payload: bytes, now: float) -> None:
+        """The data of one event."""
+
+    @abstractmethod
+    def read_whole(self, body: bytes, now: float) -> None:
+        """The body of an answer that is no stream."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Nothing more will come."""
+
+    @abstractmethod
+    def set_failure(self, cause: str, detail: str) -> None:
+        """Something failed; see Record."""
 
     def on_status(self, status: int, reason: str) -> None:
         self._status, self._reason = status, reason
@@ -181,22 +191,18 @@ class RecordingExchange:
             self._read_event(event, now)
 
     def on_end(self, now: float) -> None:
-        record = self._record
         if self._status != 200:
             body = " ".join(self._rest[:_ERROR_CHARS].decode(errors="replace").split())
-            self._set_failure(f"HTTP {self._status}", body or f"HTTP {self._status} {self._reason}".rstrip())
+            self.set_failure(f"HTTP {self._status}", body or f"HTTP {self._status} {self._reason}".rstrip())
         elif not self._streams:
-            self._read_whole(now)
-        else:
-            if self._rest.strip():
-                self._read_event(self._rest.strip(), now)
-            if not record.token_times and record.succeeded:
-                self._set_failure("no output", "the stream ended without a token")
-        self._on_done(record)
+            self.read_whole(self._rest, now)
+        elif self._rest.strip():
+            self._read_event(self._rest.strip(), now)
+        self.end()
 
     def on_failure(self, cause: str, detail: str, now: float) -> None:
-        self._set_failure(cause, detail)
-        self._on_done(self._record)
+        self.set_failure(cause, detail)
+        self.end()
 
     def _read_event(self, event: bytes, now: float) -> None:
         if not event.startswith(b"data:"):
@@ -206,16 +212,41 @@ class RecordingExchange:
             payload = b"\n".join(lines)
         else:
             payload = event[5:].strip()
-        if payload == b"[DONE]":
-            return
+        if payload != b"[DONE]":
+            self.read_payload(payload, now)
+
+
+class RecordingExchange(StreamExchange):
+    """An exchange that fills in a Record, and calls `on_done` when it has ended.
+
+    An event with choices is a piece of output, even if its text is empty: a special token has no text. An event
+    without choices may have the usage.
+    """
+
+    def __init__(self, request: bytes, record: Record, on_done: Callable[[Record], None], *, streams: bool) -> None:
+        super().__init__(request, streams=streams)
+        self._record = record
+        self._on_done = on_done
+        self._decode = msgspec.json.Decoder(_Event).decode
+
+    def on_sent(self, now: float) -> None:
+        if not self._record.sent:
+            self._record.sent = now
+
+    def end(self) -> None:
+        if self._streams and not self._record.token_times and self._record.succeeded:
+            self.set_failure("no output", "the stream ended without a token")
+        self._on_done(self._record)
+
+    def read_payload(self, payload: bytes, now: float) -> None:
         try:
             found = self._decode(payload)
         except msgspec.MsgspecError as error:
-            self._set_failure("malformed event", f"{error}: {payload[:_ERROR_CHARS].decode(errors='replace')}")
+            self.set_failure("malformed event", f"{error}: {payload[:_ERROR_CHARS].decode(errors='replace')}")
             return
         record = self._record
         if bytes(found.error) not in _NOTHING:
-            self._set_failure("error in the stream", bytes(found.error)[:_ERROR_CHARS].decode(errors="replace"))
+            self.set_failure("error in the stream", bytes(found.error)[:_ERROR_CHARS].decode(errors="replace"))
         elif found.choices:
             choice = found.choices[0]
             if choice.delta is not None and choice.delta.only_role and choice.finish_reason is None:
@@ -228,12 +259,12 @@ class RecordingExchange:
         elif found.usage is not None:
             self._take_usage(found.usage)
 
-    def _read_whole(self, now: float) -> None:
+    def read_whole(self, body: bytes, now: float) -> None:
         self._record.end = now
         try:
-            found = self._decode(self._rest)
+            found = self._decode(body)
         except msgspec.MsgspecError as error:
-            self._set_failure("malformed answer", str(error))
+            self.set_failure("malformed answer", str(error))
             return
         if found.usage is not None:
             self._take_usage(found.usage)
@@ -244,6 +275,6 @@ class RecordingExchange:
         if usage.prompt_tokens is not None:
             self._record.prompt_len = usage.prompt_tokens
 
-    def _set_failure(self, cause: str, detail: str) -> None:
+    def set_failure(self, cause: str, detail: str) -> None:
         if not self._record.cause:
             self._record.cause, self._record.error = cause, detail or cause

@@ -21,11 +21,18 @@ def test_scores(http: httpx.Client, shared: Running) -> None:
     usage = answer["usage"]
     assert usage["completion_tokens"] == 3
     assert usage["total_tokens"] == usage["prompt_tokens"] + 3
-    asked = shared.engine.requests[-6:]
-    assert [request.constraints.allowed_token_ids for request in asked if request.constraints] == [(5,), (6,)] * 3
+    asked = shared.engine.requests[-3:]
+    assert [request.sampling.logprob_token_ids for request in asked] == [[5, 6]] * 3
     query = http.post("/tokenize", json={"prompt": "Is it? "}).json()["tokens"]
     item = http.post("/tokenize", json={"prompt": "no", "add_special_tokens": False}).json()["tokens"]
-    assert asked[2].prompt_token_ids == [*query, *item]
+    assert asked[1].prompt_token_ids == [*query, *item]
+
+
+def test_more_labels_than_a_request_reports(http: httpx.Client, shared: Running) -> None:
+    answer = http.post("/generative_scoring", json={**BODY, "label_token_ids": list(range(200))}).json()
+    assert [item["score"] for item in answer["data"]] == pytest.approx([1 / 200] * 3)
+    asked = [request.sampling.logprob_token_ids or () for request in shared.engine.requests[-6:]]
+    assert [len(token_ids) for token_ids in asked] == [128, 72] * 3
 
 
 def test_probabilities_among_all_tokens(http: httpx.Client) -> None:

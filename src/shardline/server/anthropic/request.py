@@ -19,7 +19,7 @@ from shardline.server.openai.chat.request import (
     Tool,
     read_effort,
 )
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, refuse_if
+from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, Seed, refuse_if
 
 _BILLING = "x-anthropic-billing-header"
 """Begins a block of coding agents that differs with each request: in a prompt, it would defeat the prefix cache."""
@@ -171,7 +171,7 @@ class MessagesRequest(PromptFields):
     top_k: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    seed: int | None = None
+    seed: Seed | None = None
 
     @property
     def sampling(self) -> SamplingFields:

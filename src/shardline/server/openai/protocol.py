@@ -112,6 +112,7 @@ _NAMES = tuple(IgnoredFields.model_fields)
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
@@ -171,7 +172,7 @@ class SamplingFields(IgnoredFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = None

@@ -12,6 +12,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from shardline.api.outputs import RequestOutput
+from shardline.api.requests import MAX_NAMED_LOGPROBS
 from shardline.sampling_params import SamplingParams
 from shardline.server.answer_schema import json_answers
 from shardline.server.errors import bad_request
@@ -107,14 +109,14 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         labels = list(dict.fromkeys(body.label_token_ids)) if body.apply_softmax is not False else []
         labels = labels or body.label_token_ids[:1]
         request_id = new_id("generative-scoring-")
-        # The only token that may come next is the label, so its log probability, which counts all tokens, is reported.
-        forced = [
-            SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, allowed_token_ids=(label,)) for label in labels
+        wanted = [
+            SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=labels[first : first + MAX_NAMED_LOGPROBS])
+            for first in range(0, len(labels), MAX_NAMED_LOGPROBS)
         ]
         generation = await Generation.start(
             service,
-            [prompt for prompt in prompts for _ in labels],
-            [one for _ in prompts for one in forced],
+            [prompt for prompt in prompts for _ in wanted],
+            [params for _ in prompts for params in wanted],
             request_id=request_id,
             prompt_param="items",
             priority=body.priority or 0,
@@ -122,16 +124,19 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         )
         async with generation:
             outputs = await generation.wait_finished()
-        found = [output.outputs[0].cumulative_logprob for output in outputs]
-        logprobs = [-math.inf if one is None else one for one in found]
-        per_item = [logprobs[first : first + len(labels)] for first in range(0, len(logprobs), len(labels))]
+        per_item: list[dict[int, float]] = [{} for _ in prompts]
+        for number, output in enumerate(outputs):
+            per_item[number // len(wanted)] |= _logprobs(output)
         num_tokens = sum(map(len, prompts))
         answer = GenerativeScoringResponse(
             id=request_id,
             created=int(time.time()),
             model=service.model_names[0],
             data=[
-                GenerativeScore(index=index, score=_score(own, softmax=body.apply_softmax is not False))
+                GenerativeScore(
+                    index=index,
+                    score=_score([own[label] for label in labels], softmax=body.apply_softmax is not False),
+                )
                 for index, own in enumerate(per_item)
             ],
             usage=PoolingUsage(num_tokens, num_tokens + len(prompts), len(prompts)),
@@ -139,6 +144,13 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(answer), headers=body.ignored_headers, media_type="application/json")
 
     return router
+
+
+def _logprobs(output: RequestOutput) -> dict[int, float]:
+    """The log probabilities of the labels as the next token; they count all tokens."""
+    entries = output.outputs[0].token_logprobs
+    assert entries, "a finished output has them if they were asked for"
+    return dict(zip(entries[0].top_ids, entries[0].top_logprobs, strict=True))
 
 
 def _score(logprobs: Sequence[float], *, softmax: bool) -> float:

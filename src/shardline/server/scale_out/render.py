@@ -19,7 +19,8 @@ from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.prepare import PreparedChat, prepare_chat
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions import CompletionRequest, prepare_completion
-from shardline.server.openai.protocol import SamplingFields, refuse_if
+from shardline.server.openai.generation import as_api_error
+from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if
 from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.openai.responses.routes import prepare_response
 from shardline.server.scale_out.generate import base_request_id
@@ -85,6 +86,14 @@ def render_routes(service: Service) -> APIRouter:
         offsets: list[tuple[int, int]] | None,
         reasoning_ended: bool | None = None,
     ) -> RenderedRequest:
+        try:  # what an engine would refuse is not rendered
+            built = service.llm.model.builder.build_from_ids(
+                request_id, None, token_ids, params, grammar=grammar, **body.queueing
+            )
+        except ValueError as error:
+            param = "prompt" if isinstance(body, CompletionRequest) else "messages"
+            raise as_api_error(error, param) or bad_parameter(str(error)) from error
+        params = msgspec.structs.replace(params, top_k=built.params.top_k)  # as large a one as JSON may have is none
         room = service.llm.model.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         options = body.check_stream() if body.stream else None

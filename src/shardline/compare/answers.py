@@ -1,0 +1,229 @@
+"""What an endpoint answers to a prompt: its tokens, how likely they were, and when they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shardline.benchmark.backends import StreamExchange
+from shardline.benchmark.http_client import HttpClient
+
+NUM_TOP = 5
+"""How many of the likeliest tokens an endpoint is asked for at each position."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server with the OpenAI API. `url` is its address without /v1; no `model`: the first that it lists."""
+
+    url: str
+    model: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer."""
+
+    text: str
+    logprob: float | None
+    """Natural logarithm of its probability; None: the endpoint does not say."""
+    top: Mapping[str, float]
+    """The likeliest tokens at its position with their log probabilities, its own among them."""
+
+
+@dataclass
+class Answer:
+    """An answer. Times are in seconds."""
+
+    tokens: list[Token] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """The arrival of each piece of the stream."""
+    sent: float = 0.0
+    text: str = ""
+    error: str = ""
+    """Why there is no whole answer; empty: there is one."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the endpoint says how likely every token was."""
+        return bool(self.tokens) and all(token.logprob is not None for token in self.tokens)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first piece."""
+        return self.times[0] - self.sent if self.times else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Seconds for each token after the first; 0 if there is none."""
+        count = len(self.tokens) if self.has_logprobs else len(self.times)
+        return (self.times[-1] - self.times[0]) / (count - 1) if count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How every prompt is asked; `temperature` 0 is greedy."""
+
+    chat: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Asker:
+    """Asks one endpoint, one prompt after another, over one connection.
+
+    Raises:
+        ValueError: the endpoint's URL is none.
+    """
+
+    def __init__(self, endpoint: Endpoint, options: Options, *, insecure: bool = False) -> None:
+        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
+        self.model = endpoint.model or ""
+        self._client = HttpClient(self.url, insecure=insecure)
+        self._headers = {"Content-Type": "application/json", **endpoint.headers}
+        self._options = options
+
+    async def start(self) -> None:
+        """Find the model's name, if none is given.
+
+        Raises:
+            RuntimeError: the endpoint cannot be reached, or lists no model.
+        """
+        try:
+            if self.model:
+                await self._client.check()
+                return
+            status, body = await self._client.fetch("GET", "/v1/models", self._headers)
+        except OSError as error:
+            raise RuntimeError(f"cannot connect to {self.url} ({error})") from error
+        try:
+            self.model = str(msgspec.json.decode(body)["data"][0]["id"])
+        except (msgspec.MsgspecError, KeyError, TypeError, IndexError) as error:
+            raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: say which one") from error
+
+    async def ask(self, prompt: str) -> Answer:
+        """The endpoint's answer. What fails is its `error`."""
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        path = "/v1/chat/completions" if self._options.chat else "/v1/completions"
+        body = msgspec.json.encode(self._body(prompt))
+        request = self._client.head("POST", path, self._headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        self._client.send(_AnswerExchange(request, done))
+        return await done
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _body(self, prompt: str) -> dict[str, Any]:
+        options = self._options
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "stream": True,
+        }
+        if options.chat:
+            body |= {"messages": [{"role": "user", "content": prompt}], "logprobs": True, "top_logprobs": NUM_TOP}
+        else:
+            body |= {"prompt": prompt, "logprobs": NUM_TOP}
+        return body | dict(options.extra_body)
+
+
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _ChatLogprob(_TokenLogprob):
+    top_logprobs: list[_TokenLogprob] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    """Those of completions, and of chats (`content`)."""
+
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[_ChatLogprob] | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
+class _AnswerExchange(StreamExchange):
+    """An exchange that collects an Answer."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[Answer]) -> None:
+        super().__init__(request)
+        self._answer = Answer()
+        self._done = done
+
+    def on_sent(self, now: float) -> None:
+        self._answer.sent = self._answer.sent or now
+
+    def read_payload(self, payload: bytes, now: float) -> None:
+        try:
+            event = msgspec.json.decode(payload, type=_Event)
+        except msgspec.MsgspecError as error:
+            self.set_failure("malformed event", str(error))
+            return
+        if event.error:
+            self.set_failure("error in the stream", str(event.error))
+        for choice in (event.choices or ())[:1]:
+            delta = choice.delta or _Delta()
+            text = choice.text or delta.content or delta.reasoning or delta.reasoning_content or ""
+            tokens = _read_tokens(choice.logprobs)
+            if text or tokens:
+                self._answer.times.append(now)
+                self._answer.text += text
+                self._answer.tokens += tokens or [Token(text, None, {})]
+
+    def read_whole(self, body: bytes, now: float) -> None:
+        raise AssertionError("an answer is a stream")
+
+    def end(self) -> None:
+        if not self._answer.tokens:
+            self.set_failure("no output", "the stream ended without a token")
+        if not self._done.done():
+            self._done.set_result(self._answer)
+
+    def set_failure(self, cause: str, detail: str) -> None:
+        self._answer.error = self._answer.error or f"{cause}: {detail}"
+
+
+def _read_tokens(found: _Logprobs | None) -> list[Token]:
+    if found is None:
+        return []
+    if found.content is not None:
+        return [
+            Token(one.token, one.logprob, {t.token: t.logprob for t in (*(one.top_logprobs or ()), one)})
+            for one in found.content
+        ]
+    tokens, logprobs, top = found.tokens or [], found.token_logprobs or [], found.top_logprobs or []
+    padded = [*top, *[None] * (len(tokens) - len(top))]
+    return [
+        Token(text, logprob, dict(others or {}) | ({} if logprob is None else {text: logprob}))
+        for text, logprob, others in zip(tokens, logprobs, padded, strict=False)
+    ]

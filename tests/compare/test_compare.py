@@ -1,0 +1,60 @@
+"""Two real servers over fake engines, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.main import main
+from shardline.compare import Endpoint, compare
+from shardline.compare.answers import Options
+from tests.server.conftest import serve
+
+URL = "http://127.0.0.1:9"
+
+
+def test_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('Hi\n\n{"prompt": "Hi there"}\n')
+    with serve() as a, serve() as b:
+        command = ["compare", a.url, f"{b.url}/v1", "--prompts", str(prompts), "--max-tokens", "5"]
+        assert main([*command, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["num_prompts"], found["num_equal"], found["num_same_bits"]) == (2, 2, 2)
+        assert found["prompts"][0]["texts"][0] == found["prompts"][0]["texts"][1] != ""
+        assert found["speed"]["TTFT (ms)"]["ratio"]["low"] > 0
+        b.engine.reply = "Something else."
+        page = tmp_path / "page.html"
+        assert main([*command, "--chat", "--html", str(page)]) == 1
+        shown = capsys.readouterr().out
+        assert "0 of 2 answers are equal" in shown
+        assert "differs at token 1 after ''" in shown
+        assert "<span style='background:#fde68a'>S</span>" in page.read_text()
+        assert "another model" in page.read_text()
+
+
+def test_an_endpoint_that_refuses_is_an_error_of_the_prompt() -> None:
+    with serve() as a:
+        found = compare(Endpoint(a.url), Endpoint(a.url), ["Hi"], Options(temperature=-1.0))
+        assert not found.equal
+        assert "HTTP 400" in found.pairs[0].error
+        assert "temperature" in found.pairs[0].error
+        with pytest.raises(RuntimeError, match="cannot connect"):
+            compare(Endpoint(a.url), Endpoint(URL), ["Hi"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-url", URL], "must look like http"),
+        ([URL, URL, "--prompts", "missing.txt"], "cannot read missing.txt"),
+        ([URL, URL, "--max-tokens", "0"], "--max-tokens must be 1 or more"),
+        ([URL, URL, "--num-prompts", "0"], "--num-prompts must be 1 or more"),
+        ([URL, URL, "--extra-body", "[]"], "takes a JSON object"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
