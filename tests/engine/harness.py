@@ -52,14 +52,13 @@ class Engine:
         """`loses`: whether a worker's next fetch finds nothing."""
         self.shape = shape
         self.tier = LruTier(shape.tier_slots) if shape.tier_slots else None
-        tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
         self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,
             max_in_flight=shape.max_in_flight,
-            last_token_known=tokens_known,
+            last_token_known=shape.pipeline,
         )
         if self.tier is not None:
             self.scheduler.kv.add_tier(self.tier)
@@ -107,8 +106,9 @@ class Engine:
 
     def turn(self) -> None:
         """One turn of the loop: fill the pipeline, collect one result."""
-        while len(self.in_flight) < self.shape.max_in_flight and self.submit() is not None:
-            pass
+        while len(self.in_flight) < self.shape.max_in_flight:
+            if (self.in_flight and self.scheduler.awaits_tokens) or self.submit() is None:
+                break
         if self.in_flight:
             self.collect()
         else:

@@ -163,7 +163,7 @@ def test_drafts_are_accepted(pipeline: bool) -> None:
     request = make_request("r", [1, 2, 3], 60, ignore_eos=True)
     steps = {}
     for speculation in (NO_SPECULATION, Speculation(5, 1, 3)):
-        engine = Engine(Shape(max_in_flight=2 if pipeline else 1, pipeline=pipeline, speculation=speculation))
+        engine = Engine(Shape(max_in_flight=2, pipeline=pipeline, speculation=speculation))
         engine.add(request)
         engine.run()
         engine.check_done()
@@ -184,6 +184,9 @@ class ModelProposer:
         self._guesses: dict[int, list[int]] = {}
         self.num_learnt = self.num_proposed = self.num_accepted = 0
 
+    def wants(self, sequence: LiveSequence) -> bool:
+        return True
+
     def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
         most = min(limit, sequence.limit - len(sequence.tokens) - 1)
         draft = self._guesses.pop(sequence.seq_id, [])[: max(0, most)]
@@ -201,6 +204,9 @@ class ModelProposer:
             guesses[1] += 1
         self._guesses[sequence.seq_id] = guesses
 
+    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
+        assert num_rows >= num_sequences > 0
+
     def stats(self) -> DraftStats:
         return DraftStats(0, self.num_proposed, [self.num_accepted])
 
@@ -209,7 +215,7 @@ class ModelProposer:
 def test_a_proposer_may_answer_by_a_step(monkeypatch: pytest.MonkeyPatch, pipeline: bool) -> None:
     proposer = ModelProposer()
     monkeypatch.setattr("shardline.engine.scheduling.scheduler.make_proposer", lambda speculation: proposer)
-    engine = Engine(Shape(max_in_flight=2 if pipeline else 1, pipeline=pipeline, speculation=Speculation(3, 1, 1)))
+    engine = Engine(Shape(max_in_flight=2, pipeline=pipeline, speculation=Speculation(3, 1, 1)))
     engine.add(*(make_request(f"r{number}", [1, 2, number], 60, ignore_eos=True) for number in range(3)))
     engine.run()
     engine.check_done()

@@ -174,7 +174,7 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def last_token_known(self) -> bool:
         """Whether a sequence is stepped only from a token that its scheduler knows."""
-        return self.grid.pipeline > 1 or self.limits.drafts
+        return self.grid.pipeline > 1
 
     @property
     def keeps_packed(self) -> bool:

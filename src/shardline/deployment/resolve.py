@@ -89,7 +89,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
-        max_in_flight=_max_in_flight(config, layout),
+        max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,
         limits=_step_limits(config, layout),
         cache=cache,
@@ -122,11 +122,6 @@ def _without_effect(config: EngineConfig) -> list[str]:
     given = {"--master-addr": cluster.master_addr, "--join-token-file": cluster.join_token_file}
     fix = "say with --nnodes how many nodes there are, or leave it out"
     return [f"{flag} has no effect on one node; {fix}" for flag, value in given.items() if value is not None]
-
-
-def _max_in_flight(config: EngineConfig, layout: Layout) -> int:
-    """See Deployment. A draft needs the tokens before it, so a step with drafts is planned when the one before ends."""
-    return max(1 if config.scheduler.speculative_config is not None else 2, layout.grid.pipeline)
 
 
 def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:

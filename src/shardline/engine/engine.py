@@ -114,10 +114,12 @@ class Engine:
         return outputs
 
     def _awaits_step(self) -> bool:
-        """Whether a sequence cannot be planned before the steps in flight, so that a batch would fall apart.
+        """Whether a sequence cannot be planned before the steps in flight, or would have no draft.
 
-        A pipeline's plans in flight have disjoint sequences anyway.
+        Without it, a batch would fall apart. A pipeline's plans in flight have disjoint sequences anyway.
         """
+        if any(scheduler.awaits_tokens for scheduler in self._schedulers):
+            return True
         if not self._masks.num_followed or self._deployment.grid.pipeline > 1:
             return False
         flights = [flight for scheduler in self._schedulers for flight in scheduler.in_flight]

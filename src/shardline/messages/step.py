@@ -50,6 +50,11 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
         """Number of tokens that the model's last layer computes: those that are sampled or scored."""
         return self.num_tokens if self.score or self.draft_token_ids else int(self.sample)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes the newest token, and perhaps guesses of the next ones, and nothing else."""
+        return self.sample and self.num_tokens == 1 + len(self.draft_token_ids)
+
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     """The content of a block in one KV group, and the slot of a tier to or from which every rank copies its part."""

@@ -90,6 +90,7 @@ class PlanBuilder:
             allowed, sequence.allowed, sequence.awaits_mask = sequence.allowed, b"", True
         step = SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, draft, allowed)
         self.draft_budget -= len(draft)
+        sequence.awaits_draft = bool(draft)
         self.add(sequence, step, end)
         kv.publish_blocks(sequence)
 

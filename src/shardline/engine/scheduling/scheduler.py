@@ -24,9 +24,6 @@ from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, Step
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 
-MOST_WITH_GUESSES = 48
-"""Sampled tokens of a step from which drafts cost a CPU more than they gain (perf/speculation.py)."""
-
 
 class PlanInFlight(NamedTuple):
     """A plan that is not updated yet."""
@@ -67,13 +64,14 @@ class Scheduler:
       fetch is read by later ones.
     * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
 
-    `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
-    sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each
-    about 1 / max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so
-    that `token_id` names every one of them.
+    `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples. A sequence whose
+    next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each about 1 /
+    max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so that
+    `token_id` names every one of them.
     `last_token_known=False` is for workers that keep what they sample. A step may start from a token that a plan in
-    flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
-    prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
+    flight will sample (-1), unless that plan has a draft of the sequence; see `awaits_tokens`. A stop is then noticed
+    late, and the surplus results are dropped. In both modes consecutive prefill chunks of one sequence may be in
+    flight, and no sequence is stepped beyond its length limit.
 
     A block returns to the pool when no plan in flight reads or writes it. If a tier has a part of a sequence's prefix,
     the sequence starts after the plan that fetches this part.
@@ -92,7 +90,6 @@ class Scheduler:
         warns: bool = True,
     ) -> None:
         """`num_blocks` includes the null block; `namespace`: see `KVCache`; `warns`: whether preemptions are logged."""
-        assert last_token_known or not limits.drafts, "a draft follows tokens that are known"
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
         # The budget has a token for every running sequence, so a decode never waits for another one.
@@ -167,6 +164,18 @@ class Scheduler:
             num_step_tokens=self._num_step_tokens,
         )
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether the next plan may have drafts once the results of those in flight are known. Sequences with a draft
+        in flight are in no plan before that, so a batch would fall apart."""
+        proposer = self._proposer
+        if proposer is None or self.last_token_known:
+            return False
+        return any(
+            sequence.awaits_draft or (sequence.num_pending and proposer.wants(sequence))
+            for sequence in self.queues.running
+        )
+
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
 
@@ -202,6 +211,9 @@ class Scheduler:
             output = self._apply(sequence, step, results.get(step.seq_id), planned, now)
             if output is not None:
                 outputs.append(output)
+        if self._proposer is not None and flying.steps and not flying.starts and all(s.decodes for s in flying.steps):
+            num_rows = sum(step.num_tokens for step in flying.steps)
+            self._proposer.note_decode(len(flying.steps), num_rows, step_result.seconds)
         num_tokens = self.registry.totals.tokens - tokens_before
         if num_tokens:
             self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
@@ -221,7 +233,7 @@ class Scheduler:
         decodes: list[LiveSequence] = []
         prefills: list[LiveSequence] = []
         for sequence in self.queues.running:
-            if sequence.awaits_mask and sequence.num_uncomputed == 1:
+            if (sequence.awaits_mask and sequence.num_uncomputed == 1) or sequence.awaits_draft:
                 continue
             (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
         share = len(decodes)
@@ -233,7 +245,7 @@ class Scheduler:
         builder = self._builder
         # Every sequence that may be in the plan can sample a token before others have drafts.
         samples = min(self.registry.num_live, self.max_running)
-        builder.draft_budget = min(min(self.max_samples, MOST_WITH_GUESSES) - samples, builder.budget - share)
+        builder.draft_budget = min(self.max_samples - samples, builder.budget - share)
         for sequence in decodes:
             if len(builder.steps) == share:
                 break
@@ -244,7 +256,7 @@ class Scheduler:
 
     def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
         """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
-        if self._proposer is None or sequence.num_pending:
+        if self._proposer is None:
             return []
         return self._proposer.propose(sequence, self._builder.draft_budget // num_left)
 
@@ -275,6 +287,8 @@ class Scheduler:
         output = None
         sequence.num_in_flight -= 1
         sequence.num_computed = step.start + step.num_tokens - len(step.draft_token_ids)
+        if step.draft_token_ids:
+            sequence.awaits_draft = False
         if self._proposer is not None and step.sample and result is not None and not result.error:
             if step.draft_token_ids:
                 # The step has computed the keys and values of the accepted tokens, too.

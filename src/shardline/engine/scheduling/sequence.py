@@ -148,6 +148,8 @@ class LiveSequence:
     """What its masks are asked for by, if it has a grammar."""
     allowed: bytes = b""
     """The tokens that its grammar allows next, see `SequenceStep.allowed`."""
+    awaits_draft: bool = False
+    """A plan in flight has a draft of it, so where its next step begins is not known."""
     awaits_mask: bool = False
     """Whether it has a grammar and `allowed` is not known yet, so that its next token cannot be sampled."""
     recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))

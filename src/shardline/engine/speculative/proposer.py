@@ -17,8 +17,12 @@ class Proposer(Protocol):
     that step's result, and proposes them for a later plan.
     """
 
+    def wants(self, sequence: LiveSequence) -> bool:
+        """Whether the next step of a sequence may have a draft, so that it waits until all tokens are known."""
+
     def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
-        """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence whose tokens are all known.
+        """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence; none, unless all of its tokens
+        are known. It is called for each step that decodes.
 
         At least one token that the sequence may still get remains for the step to sample. A sequence with constraints
         gets no draft: its grammar reads tokens one after another, and cannot go back.
@@ -26,6 +30,9 @@ class Proposer(Protocol):
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note the result of each step that samples, before its tokens become the sequence's."""
+
+    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
+        """Note the time of a step that decoded so many sequences, and sampled so many rows with those of drafts."""
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""
