@@ -10,7 +10,6 @@ from typing import NamedTuple
 from shardline.config.topology import RankPlace
 from shardline.models.attention import Attention
 from shardline.models.communication import count_layers
-from shardline.models.feed_forward import Routing
 from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
 from shardline.models.parameters import (
     CountedParameter,
@@ -344,10 +343,4 @@ def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None =
             else:
                 of_expert += math.prod(shape)
     routing = layer.feed_forward.routing
-    return always if routing is None else always + of_expert * experts_met(routing, num_tokens)
-
-
-def experts_met(routing: Routing, num_tokens: float) -> float:
-    """Expected number of experts that `num_tokens` tokens choose, if they choose at random and independently."""
-    share = routing.experts_per_token / routing.num_experts
-    return routing.num_experts * float(1 - (1 - share) ** num_tokens)
+    return always if routing is None else always + of_expert * routing.experts_met(num_tokens)
