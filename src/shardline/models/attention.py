@@ -128,10 +128,6 @@ class Attention(Part, frozen=True, array_like=True):
         """The parameters, see `models.parameters`."""
         raise NotImplementedError
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        raise NotImplementedError
-
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """The query heads of each rank.
 
@@ -141,6 +137,12 @@ class Attention(Part, frozen=True, array_like=True):
         if ranks > self.num_heads:
             raise ValueError(f"{ranks} ranks cannot share {self.num_heads} attention heads")
         return split_dim(self.num_heads, ranks)
+
+    def kv_heads_of(self, ranks: int) -> tuple[int, ...]:
+        """Heads of what each of `ranks` caches."""
+        if self.num_kv_heads == 1:
+            return (1,) * ranks
+        return tuple(share.kv_heads.size for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """What one of `ranks` has of parameter `part`: some rows, but of the output projection some columns.
@@ -174,10 +176,7 @@ class Attention(Part, frozen=True, array_like=True):
 
 def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> float:
     """Bytes of one token in one layer on the fullest of `ranks`, without scales per token."""
-    heads = 1
-    if attention.num_kv_heads > 1:
-        shares = split_heads(attention.num_heads, attention.num_kv_heads, ranks)
-        heads = max(share.kv_heads.size for share in shares)
+    heads = max(attention.kv_heads_of(ranks))
     plain: KVDType = "bfloat16"
     return sum(
         part.num_bytes if part.dtype != plain else part.num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[plain]
@@ -337,10 +336,6 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
         """Rows of the projection of queries."""
         return self.num_heads * self.head_dim
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        return self.norms.qk_norm
-
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Ranks get the query heads of whole KV heads, or share a KV head."""
         return tuple(share.heads for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
@@ -470,10 +465,6 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     def parameters(self, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
         return self.projections.parameters(self.num_heads, hidden_size)
-
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        return self.projections.kv_norm if part == "attention.kv_norm" else self.projections.q_norm
 
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Heads are split as evenly as possible, since all of them share one latent."""

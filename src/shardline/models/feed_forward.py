@@ -119,10 +119,6 @@ class Dense(Part, frozen=True, array_like=True, tag=True):
         """Elements of an expert's inputs and outputs."""
         return hidden_size
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`; None: there is none."""
-        return None
-
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """What one of `ranks` has of parameter `part`: all linears are split by the intermediate size.
 
@@ -202,10 +198,6 @@ class MoE(Part, frozen=True, array_like=True, tag=True):
     def expert_width(self, hidden_size: int) -> int:
         """See `Dense.expert_width`."""
         return hidden_size
-
-    def norm_of(self, part: str) -> Norm | None:
-        """See `Dense.norm_of`. All norms of the block are alike."""
-        return self.own_norms
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `Dense.split`. Every rank has the router, its factors and the gate of the shared block."""

@@ -51,6 +51,10 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
             else:
                 yield field, value
 
+    def norm_of(self, part: str) -> Norm | None:
+        """The norm whose weights have the name `part`; None: there is none. Norms of a block are alike."""
+        return next((value for _, value in self.all_fields() if isinstance(value, Norm)), None)
+
     def special_needs(self) -> Iterator[tuple[str, str]]:
         """(name, words for messages) of what a back end must support beside the fields that are set."""
         yield from ()

@@ -21,7 +21,7 @@ from shardline.models.parameters import (
     is_looked_up,
     parse_name,
 )
-from shardline.models.partition import Span, balance_stages, parse_stages, split_dim, split_heads
+from shardline.models.partition import Span, balance_stages, parse_stages, split_dim
 from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec, Layer
@@ -322,11 +322,7 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
-    if attention.num_kv_heads == 1:
-        return 1
-    return split_heads(attention.num_heads, attention.num_kv_heads, len(place.peers("tensor")))[
-        place.tp_rank
-    ].kv_heads.size
+    return attention.kv_heads_of(len(place.peers("tensor")))[place.tp_rank]
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:

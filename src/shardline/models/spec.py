@@ -118,8 +118,7 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `Attention.split`."""
-        blocks = {"attention": self.attention, "feed_forward": self.feed_forward, "token_input": self.token_input}
-        if (block := blocks.get(part.partition(".")[0])) is None:
+        if (block := self._block_of(part)) is None:
             raise KeyError(part)
         return block.split(part, rank, ranks)
 
@@ -137,16 +136,15 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
             yield "output_scale.bias", (1,)
 
     def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`; None: there is none."""
-        block = part.partition(".")[0]
-        if block == "attention":
-            return self.attention.norm_of(part)
-        if block == "feed_forward":
-            return self.feed_forward.norm_of(part)
-        if block == "token_input":
-            return None if self.token_input is None else self.token_input.norm
+        """See `Part.norm_of`."""
+        if (block := self._block_of(part)) is not None:
+            return block.norm_of(part)
         norm: Norm | None = getattr(self, part)
         return norm
+
+    def _block_of(self, part: str) -> Attention | FeedForward | TokenInput | None:
+        blocks = {"attention": self.attention, "feed_forward": self.feed_forward, "token_input": self.token_input}
+        return blocks.get(part.partition(".")[0])
 
     def head_parameters(self, hidden_size: int) -> Parameters:
         """Parameters that the model has once, between its layers and the final norm."""

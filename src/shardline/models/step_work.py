@@ -133,7 +133,8 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, parts, count, numerics, whole_experts, whole)
 
-    routings = [layer.feed_forward.routing for layer, _ in count_layers(spec, stage)]
+    layers = count_layers(spec, stage)
+    routings = [layer.feed_forward.routing for layer, _ in layers]
     routing = next((one for one in reversed(routings) if one is not None), None)
     ranks = len(place.peers("expert")) if whole_experts and routing is not None else 1
     # A token's chosen experts are spread evenly over the ranks that hold experts.
@@ -163,8 +164,9 @@ def step_work(
         replicas=replicas,
         attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
         state_bytes=state_bytes(spec, place, stages),
-        num_launches=num_launches(spec, stage) + _format_launches(counted, stored),
-        activation_bytes=activation_bytes(spec, stage, tensor),
+        num_launches=sum(number * layer.num_launches for layer, number in layers) + _format_launches(counted, stored),
+        activation_bytes=DTYPE_BYTES[spec.dtype]
+        * sum(number * layer.activation_elements(spec.hidden_size, tensor) for layer, number in layers),
         exchanges=tuple(
             (traffic, number)
             for axis, peers in place.groups.items()
@@ -175,13 +177,8 @@ def step_work(
     )
 
 
-def num_launches(spec: DecoderSpec, stage: Span) -> int:
-    """Kernels of a stage's layers in a usual implementation. Those that run beside others do not count."""
-    return sum(number * layer.num_launches for layer, number in count_layers(spec, stage))
-
-
 def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
-    """Kernels that formats of weights add to those of `num_launches`, or save.
+    """Kernels that formats of weights add to those of `Layer.num_launches`, or save.
 
     Weights in blocks need activations that are quantized in blocks: two kernels in each half of a layer. Experts in
     4-bit floats have kernels that compute the activation in the first product, and the weighted sum in the second.
@@ -198,13 +195,6 @@ def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights)
         if one.num_experts and packing.label in _FOUR_BIT_FLOATS:
             fused[name.layer] = one.num_layers
     return 2 * sum(halves.values()) - 2 * sum(fused.values())
-
-
-def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
-    """Bytes of a token's activations that the kernels of a stage read and write on one of `tensor` ranks."""
-    counted = count_layers(spec, stage)
-    total = sum(number * layer.activation_elements(spec.hidden_size, tensor) for layer, number in counted)
-    return total * DTYPE_BYTES[spec.dtype]
 
 
 def attention_work(

@@ -55,7 +55,7 @@ def step_limits(gpu: Gpu, max_num_seqs: int | None, max_num_batched_tokens: int 
 def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
     """Why vLLM would not start this layout; empty: it would."""
     tp = layout.tensor
-    for attention in {layer.attention for layer in spec.layers}:
+    for attention in dict.fromkeys(layer.attention for layer in spec.layers):
         if attention.num_heads % tp:
             return f"vLLM needs a tensor-parallel size that divides the {attention.num_heads} attention heads, not {tp}"
         if attention.output_groups % tp:

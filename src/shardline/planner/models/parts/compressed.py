@@ -161,7 +161,7 @@ class CacheRows:
 
 def is_compressed(spec: DecoderSpec) -> bool:
     """Whether the layers have this attention."""
-    return any(compressed_layers((layer, 1) for layer in spec.layers[:1]))
+    return bool(compressed_layers([(spec.layers[0], 1)]))
 
 
 def compressed_layers(counted: Iterable[tuple[Layer, int]]) -> list[tuple[CompressedMQA, int]]:
