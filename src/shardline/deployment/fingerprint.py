@@ -17,10 +17,19 @@ _FIRST_FIELDS: Mapping[str, str] = {
     " sinks chunked rotated_norm query_scale value_is_key value_norm",
     "MLA": "num_heads kv_lora_rank nope_head_dim rope_head_dim value_head_dim scale rope kv_norm q_lora_rank q_norm"
     " bias query_scale",
+    "Routing": "num_experts experts_per_token scoring normalized scale num_groups top_groups group_score"
+    " correction_bias logits_bias logits_scale expert_scale scales_input",
+    "Dense": "intermediate_size activation gated bias",
+    "MoE": "routing expert shared shared_gate own_norms",
+    "Norm": "kind eps weight_offset bias rounds_once",
+    "Rope": "inv_freq attention_scaling interleaved",
+    "QueryScale": "beta length offset",
+    "Layer": "attention feed_forward attention_norm feed_forward_norm post_attention_norm post_feed_forward_norm"
+    " parallel residual_scale output_scale",
+    "DecoderSpec": "model_type vocab_size hidden_size layers final_norm max_position_embeddings dtype tied_embeddings"
+    " embedding_scale learned_positions lm_head_bias logits_softcap logits_scale",
 }
-"""The fields of the first release, in their order, of kinds of parts that have traits today."""
-_LATER_FIELDS = {"num_labels", "token_input"}
-"""Fields of other parts that came after the first release. Later fields count if they are set."""
+"""The fields of parts in the first release, in their order. Later ones count if they are set."""
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -44,13 +53,13 @@ def fingerprint(deployment: Deployment, kernel_path: str) -> str:
 
 
 def _describe(value: object) -> str:
-    """The repr of a spec as in the first release: without traits, and without later fields that have their defaults."""
+    """The repr of a spec as in the first release: traits in their part, and no later field that has its default."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))}{',' * (len(value) == 1)})"
     if not isinstance(value, Part):
         return repr(value)
     kind, found = type(value).__name__, {field.name: (field, one) for field, one in value.all_fields()}
-    first = _FIRST_FIELDS.get(kind, " ".join(name for name in found if name not in _LATER_FIELDS)).split()
+    first = _FIRST_FIELDS[kind].split() if kind in _FIRST_FIELDS else list(found)
     later = [name for name, (field, one) in found.items() if name not in first and one != field.default]
     return f"{kind}({', '.join(f'{name}={_describe(found[name][1])}' for name in [*first, *later])})"
 

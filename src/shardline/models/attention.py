@@ -44,12 +44,6 @@ class AttentionWork:
             self.window, number * self.bytes_per_token, number * self.decode_flops, number * self.prefill_flops
         )
 
-    def shared_by(self, ranks: int) -> AttentionWork:
-        """The part of one of `ranks` that share each request's keys and values."""
-        return AttentionWork(
-            self.window, self.bytes_per_token / ranks, self.decode_flops / ranks, self.prefill_flops / ranks
-        )
-
 
 class Attention(Part, frozen=True, array_like=True):
     """What all kinds of attention can be asked. Names of parameters begin with `attention.`."""

@@ -27,12 +27,8 @@ def shard(
     intermediate size, embedding and lm_head by the vocabulary. With numerics "fast", o and down are split by their
     input instead. Their biases are then whole, since they are added once, after the sum. Norms, learned positions,
     routers, gates of shared experts and classifiers are whole. Experts are split like any other feed-forward block.
-    With `experts`, each expert is whole on one rank and has no rows on the others. A layer's inputs for each token are
-    split by their elements, but their projection is whole, since its norm needs whole rows.
-
-    In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
-    q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
-    Each part says how its own parameters are split.
+    With `experts`, each expert is whole on one rank and has no rows on the others. Each part says how its own
+    parameters are split. A span may be empty.
 
     Raises:
         ValueError: the name is not a parameter of a decoder, or this number of ranks cannot share the heads.
