@@ -112,15 +112,12 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
 
     def gathered(self, hidden_size: int) -> tuple[int, int]:
         """See `Attention.gathered`."""
-        parts = (self.attention, self.feed_forward, self.token_input)
-        elements, gathers = zip(*(part.gathered(hidden_size) for part in parts if part is not None), strict=True)
-        return sum(elements), sum(gathers)
+        each = [block.gathered(hidden_size) for block in self._blocks.values()]
+        return sum(elements for elements, _ in each), sum(gathers for _, gathers in each)
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `Attention.split`."""
-        if (block := self._block_of(part)) is None:
-            raise KeyError(part)
-        return block.split(part, rank, ranks)
+        return self._blocks[part.partition(".")[0]].split(part, rank, ranks)
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
         """(name without `layers.{i}.`, full shape) of the parameters, with the first `num_experts` experts only."""
@@ -137,14 +134,17 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
 
     def norm_of(self, part: str) -> Norm | None:
         """See `Part.norm_of`."""
-        if (block := self._block_of(part)) is not None:
+        if (block := self._blocks.get(part.partition(".")[0])) is not None:
             return block.norm_of(part)
         norm: Norm | None = getattr(self, part)
         return norm
 
-    def _block_of(self, part: str) -> Attention | FeedForward | TokenInput | None:
-        blocks = {"attention": self.attention, "feed_forward": self.feed_forward, "token_input": self.token_input}
-        return blocks.get(part.partition(".")[0])
+    @property
+    def _blocks(self) -> Mapping[str, Attention | FeedForward | TokenInput]:
+        """What the layer computes, by the first word of its parameters' names."""
+        blocks: dict[str, Attention | FeedForward | TokenInput]
+        blocks = {"attention": self.attention, "feed_forward": self.feed_forward}
+        return blocks if self.token_input is None else {**blocks, "token_input": self.token_input}
 
     def head_parameters(self, hidden_size: int) -> Parameters:
         """Parameters that the model has once, between its layers and the final norm."""
