@@ -120,7 +120,7 @@ class GGUFWeights:
             self._spec.layers[layer].attention.num_heads,
             self._shapes[f"layers.{layer}.attention.kv_up.weight"][1],
         )
-        keys = self._whole(f"blk.{layer}.attn_k_b.weight").unflatten(0, (heads, latent))
+        keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, -1)
         values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, -1, latent)
         both = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         return both[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
