@@ -116,10 +116,8 @@ class GGUFWeights:
 
     def _join_latents(self, layer: int, spans: Spans) -> Tensor:
         """The up-projection of keys and values, float32, from two tensors: the keys' is transposed in each head."""
-        heads, latent = (
-            self._spec.layers[layer].attention.num_heads,
-            self._shapes[f"layers.{layer}.attention.kv_up.weight"][1],
-        )
+        heads = self._spec.layers[layer].attention.num_heads
+        latent = self._shapes[f"layers.{layer}.attention.kv_up.weight"][1]
         keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, -1)
         values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, -1, latent)
         both = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
