@@ -60,9 +60,8 @@ class KVStore:
             own_layers = [index for index in group.layers if span.start <= index < span.stop]
             slots: list[tuple[Tensor, ...]] = []
             for depth, index in enumerate(own_layers):
-                parts = layers[index - span.start].attention.cache_parts(
-                    self._num_blocks, cache.block_size, cache.dtype
-                )
+                attention = layers[index - span.start].attention
+                parts = attention.cache_parts(self._num_blocks, cache.block_size, cache.dtype)
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
                 slots.append(self._slots[depth, parts])

@@ -116,10 +116,11 @@ class GGUFWeights:
 
     def _join_latents(self, layer: int, spans: Spans) -> Tensor:
         """The up-projection of keys and values, float32, from two tensors: the keys' is transposed in each head."""
-        heads = self._spec.layers[layer].attention.num_heads
-        latent = self._shapes[f"layers.{layer}.attention.kv_up.weight"][1]
-        keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, -1)
-        values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, -1, latent)
+        attention = self._spec.layers[layer].attention
+        rows, latent = self._shapes[f"layers.{layer}.attention.kv_up.weight"]
+        heads, size = attention.num_heads, attention.value_head_dim
+        keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, rows // heads - size)
+        values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, size, latent)
         both = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         return both[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
 
