@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import defstruct
+from msgspec.structs import astuple
 
 from shardline.checkpoints.hub import resolve_model
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.deployment import fingerprint
 from shardline.deployment.fingerprint import weights_fingerprint
+from shardline.models.feed_forward import Dense, Routing
+from shardline.models.parts import Norm, Part, Rope
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.loader.packer import pack_checkpoint
@@ -59,6 +66,21 @@ def test_a_fingerprint_stays_what_it_was() -> None:
     assert fingerprint.fingerprint(fast, "isa") == "sl-d932a1776c0e-bfloat16-int8-kv-int8-fast-tp2-isa"
     dummy = resolve_on(machine(), load_format="dummy", seed=3)
     assert fingerprint.fingerprint(dummy, "isa") == "sl-50adefee620f-bfloat16-n8-isa"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "digest"), [("deepseek_v3", "886e6f524ade"), ("gpt_oss", "442d02eb2867"), ("gemma2", "fb59d045c623")]
+)
+def test_the_name_of_a_spec_stays_what_it_was(model_type: str, digest: str) -> None:
+    described = fingerprint._describe(decoder_spec({"model_type": model_type}))
+    assert hashlib.blake2b(described.encode(), digest_size=6).hexdigest() == digest
+
+
+@pytest.mark.parametrize("part", [Routing(8, 2), Dense(16, "silu"), Norm("rms", 1e-6), Rope((1.0,))])
+def test_a_later_field_counts_if_it_is_set(part: Part) -> None:
+    new: Any = defstruct(type(part).__name__, [("twist", int, 0)], bases=(type(part),), frozen=True, array_like=True)
+    assert fingerprint._describe(new(*astuple(part))) == fingerprint._describe(part)
+    assert fingerprint._describe(new(*astuple(part), twist=1)) == fingerprint._describe(part)[:-1] + ", twist=1)"
 
 
 def test_a_packed_format_is_named_with_its_groups(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.deployment.gpu_support import gpu_refusal
-from shardline.models.attention import GQA, GQA_PARTS
+from shardline.models.attention import GQA
 from shardline.planner.catalog import find_model
 from tests.models.checkpoints import make_config
 
@@ -48,13 +48,19 @@ def test_a_field_that_nobody_has_listed_is_refused_if_it_is_set() -> None:
     assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewGQA")
 
 
-@pytest.mark.parametrize("index", range(len(GQA_PARTS)))
-def test_every_part_of_attention_is_looked_into(index: int) -> None:
-    spec = decoder_spec(make_config("llama").to_dict())
+TRAITS = {
+    "llama": ["projections", "score", "positions", "mask", "norms", "kv"],
+    "deepseek_v3": ["projections", "score"],
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in TRAITS.items() for name in names])
+def test_every_part_of_attention_is_looked_into(family: str, name: str) -> None:
+    spec = decoder_spec(make_config(family).to_dict())
     attention = spec.layers[0].attention
-    (name,) = [name for name, part in asdict(attention).items() if type(part) is GQA_PARTS[index]]
-    new = defstruct("NewPart", [("twist", bool, False)], bases=(GQA_PARTS[index],), frozen=True, array_like=True)
-    part = new(**asdict(getattr(attention, name)))
+    trait = getattr(attention, name)
+    new = defstruct("NewPart", [("twist", bool, False)], bases=(type(trait),), frozen=True, array_like=True)
+    part = new(**asdict(trait))
     layer = replace(spec.layers[0], attention=replace(attention, **{name: part}))
     assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewPart")
 

@@ -73,22 +73,23 @@ def _attention(
 
 def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
     """The expanded form: every head gets keys and values of its own out of the latent."""
-    num_tokens = len(hidden)
-    if mla.q_norm is None:
+    num_tokens, linears, rope = len(hidden), mla.projections, mla.positions.rope
+    assert rope is not None
+    if linears.q_norm is None:
         q = _linear(weights, "attention.q", hidden)
     else:
-        q_latent = _norm(mla.q_norm, weights, "attention.q_norm", _linear(weights, "attention.q_down", hidden))
+        q_latent = _norm(linears.q_norm, weights, "attention.q_norm", _linear(weights, "attention.q_down", hidden))
         q = _linear(weights, "attention.q_up", q_latent)
-    q_nope, q_rope = q.view(num_tokens, mla.num_heads, -1).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
+    q_nope, q_rope = q.view(num_tokens, mla.num_heads, -1).split([linears.nope_head_dim, linears.rope_head_dim], dim=-1)
     down = _linear(weights, "attention.kv_down", hidden)
-    latent = _norm(mla.kv_norm, weights, "attention.kv_norm", down[:, : mla.kv_lora_rank])
-    k_rope = _rotate(mla.rope, down[:, None, mla.kv_lora_rank :], positions).expand(-1, mla.num_heads, -1)
+    latent = _norm(linears.kv_norm, weights, "attention.kv_norm", down[:, : linears.kv_lora_rank])
+    k_rope = _rotate(rope, down[:, None, linears.kv_lora_rank :], positions).expand(-1, mla.num_heads, -1)
     up = _linear(weights, "attention.kv_up", latent).view(num_tokens, mla.num_heads, -1)
-    k_nope, v = up.split([mla.nope_head_dim, mla.value_head_dim], dim=-1)
-    q = torch.cat([q_nope, _rotate(mla.rope, q_rope, positions)], -1).transpose(0, 1)
-    q = q * _query_factors(mla.query_scale, positions)  # [heads, num_tokens, dim]
+    k_nope, v = up.split([linears.nope_head_dim, linears.value_head_dim], dim=-1)
+    q = torch.cat([q_nope, _rotate(rope, q_rope, positions)], -1).transpose(0, 1)
+    q = q * _query_factors(mla.positions.query_scale, positions)  # [heads, num_tokens, dim]
     k = torch.cat([k_nope, k_rope], -1).transpose(0, 1)
-    scores = (q @ k.transpose(1, 2) * mla.scale).masked_fill(positions[:, None] < positions, -math.inf)
+    scores = (q @ k.transpose(1, 2) * mla.score.scale).masked_fill(positions[:, None] < positions, -math.inf)
     heads = scores.softmax(-1) @ v.transpose(0, 1)
     return _linear(weights, "attention.o", heads.transpose(0, 1).flatten(1))
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.attention import GQA, MLA, Attention, HeadNorms, Mask, Projections, Score
+from shardline.models.attention import (
+    GQA,
+    MLA,
+    Attention,
+    HeadNorms,
+    LatentProjections,
+    Mask,
+    Positions,
+    Projections,
+    Score,
+)
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer, TokenInput
@@ -21,19 +31,17 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     num_heads = num_kv_heads * draw(st.integers(1, 4))
     intermediate_size = draw(st.integers(8, 40))
     windows = draw(st.lists(st.sampled_from([None, None, 4, 7]), min_size=1, max_size=max_layers))
-    latent = MLA(
-        num_heads,
+    linears = LatentProjections(
         draw(st.integers(1, 12)),
         head_dim,
         2,
         draw(st.integers(1, 5)),
-        1.0,
-        Rope((1.0,)),
         norm,
         q_lora_rank=None if extra_norm is None else draw(st.integers(1, 12)),
         q_norm=extra_norm,
         bias=qkv_bias,
     )
+    latent = MLA(num_heads, linears, Score(1.0), Positions(Rope((1.0,))))
     attentions: list[Attention] = [
         GQA(
             num_heads,

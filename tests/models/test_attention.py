@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.attention import GQA, GQA_PARTS, MLA, Projections, Score
+from shardline.models.attention import GQA, MLA, Projections, Score
 from shardline.models.parts import KVDType, KVPart
 from tests.models.checkpoints import make_config
 
@@ -17,7 +17,12 @@ def test_fields_of_parts_are_changed_by_their_names() -> None:
     assert changed.projections is gqa.projections
     with pytest.raises(TypeError, match="twist"):
         gqa.changed(twist=1)
-    names = [name for part in (GQA, *GQA_PARTS) for name in part.__struct_fields__]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_no_two_traits_have_a_field_of_one_name(family: str) -> None:
+    attention = decoder_spec(make_config(family).to_dict()).layers[0].attention
+    names = [field.name for field, _ in attention.all_fields()]
     assert len(set(names)) == len(names)
 
 

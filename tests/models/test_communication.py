@@ -10,7 +10,6 @@ from shardline.models.communication import (
     context_traffic,
     expert_traffic,
     pipeline_traffic,
-    ranks_met,
     tensor_traffic,
 )
 from shardline.models.feed_forward import Routing
@@ -63,9 +62,9 @@ def test_context_ranks_exchange_what_a_merge_needs() -> None:
 
 def test_experts() -> None:
     routing = Routing(256, 8)
-    assert ranks_met(routing, 1) == 1
-    assert ranks_met(routing, 256) == pytest.approx(8)
-    assert 5 < ranks_met(routing, 8) < 5.4
+    assert routing.ranks_met(1) == 1
+    assert routing.ranks_met(256) == pytest.approx(8)
+    assert 5 < routing.ranks_met(8) < 5.4
     moe = read_planned("m", {"model_type": "mixtral", "num_hidden_layers": 3}).spec
     theirs, ours = (expert_traffic(moe, Span(0, 3), 2, 10, form) for form in ("vllm", "exact"))
     met = 2 * (1 - 4 / 8 * 3 / 7) / 2

@@ -276,9 +276,10 @@ def test_deepseek_scores_have_yarns_mscale() -> None:
         spec = _spec(name)
         mla = spec.layers[0].attention
         assert isinstance(mla, MLA)
-        assert mla.scale == pytest.approx(192**-0.5 * mscale**2)
-        assert mla.rope.attention_scaling == 1.0
-        assert mla.rope.interleaved
+        assert mla.score.scale == pytest.approx(192**-0.5 * mscale**2)
+        assert mla.positions.rope is not None
+        assert mla.positions.rope.attention_scaling == 1.0
+        assert mla.positions.rope.interleaved
         assert spec.max_position_embeddings == 163840
 
 

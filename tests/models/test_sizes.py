@@ -221,7 +221,7 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
             attention = spec.layers[index].attention
             if isinstance(attention, MLA):
                 # All ranks of a stage share the latents, and account for even parts of them.
-                latent_dim = attention.kv_lora_rank + attention.rope_head_dim
+                latent_dim = attention.projections.kv_lora_rank + attention.projections.rope_head_dim
                 per_layer[index] = 4 * (latent_dim // tp_size + (place.tp_rank < latent_dim % tp_size))
                 continue
             own = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[place.tp_rank].kv_heads
@@ -231,7 +231,8 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         assert kv_block_bytes(spec, kv_groups(spec), place, stages, "float32", block_size) == block_size * deepest
         if any(isinstance(spec.layers[index].attention, MLA) for index in per_layer):
             latents = sum(
-                a.kv_lora_rank + 2 * a.rope_head_dim + 4 for a in (spec.layers[i].attention for i in per_layer)
+                latent + 2 * rotated + 4
+                for _, latent, rotated in (spec.layers[i].attention.latent_sizes for i in per_layer)
             )
             assert kv_bytes_per_token(spec, place, stages, "float8_e4m3fn", latents_shared=False) == latents
             continue
@@ -279,8 +280,9 @@ def test_latent_attention_computes_in_the_latents_dims() -> None:
     with FlopCounterMode(display=False) as counter:
         forward(spec, weights, torch.zeros(num_tokens, dtype=torch.long))
     per_pair = 2 * mla.num_heads * len(spec.layers)
-    expanded = per_pair * num_tokens**2 * (mla.nope_head_dim + mla.rope_head_dim + mla.value_head_dim)
-    absorbed = per_pair * attended_pairs(num_tokens, 0, None) * (2 * mla.kv_lora_rank + mla.rope_head_dim)
+    linears = mla.projections
+    expanded = per_pair * num_tokens**2 * (linears.nope_head_dim + linears.rope_head_dim + linears.value_head_dim)
+    absorbed = per_pair * attended_pairs(num_tokens, 0, None) * (2 * linears.kv_lora_rank + linears.rope_head_dim)
     assert flops(spec, num_tokens, num_logits=num_tokens) - absorbed == counter.get_total_flops() - expanded
 
 

@@ -9,9 +9,8 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 import shardline.models.families
@@ -19,10 +18,8 @@ from shardline.checkpoints.classifier import read_labels
 from shardline.checkpoints.quantization import check_loadable
 from shardline.checkpoints.wrapper import text_config
 from shardline.models.hf_config import HFConfig
-from shardline.models.parts import Norm
+from shardline.models.parts import AnyPart, Norm, Part
 from shardline.models.spec import DecoderSpec, TensorSource
-
-Part = TypeVar("Part", bound=Struct)
 
 NORMS_HOLD_OFFSET = "norms_hold_offset"
 """Key of a configuration that was made from a GGUF file. True: see above."""
@@ -35,12 +32,12 @@ def without_norm_offsets(spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, layers=layers, final_norm=_without_offsets(spec.final_norm))
 
 
-def _without_offsets(part: Part) -> Part:
+def _without_offsets(part: AnyPart) -> AnyPart:
     """A norm, or a part of a model with all norms that are in it."""
     if isinstance(part, Norm):
         return replace(part, weight_offset=0.0)
     inner = {name: getattr(part, name) for name in part.__struct_fields__}
-    changed = {name: _without_offsets(value) for name, value in inner.items() if isinstance(value, Struct)}
+    changed = {name: _without_offsets(value) for name, value in inner.items() if isinstance(value, Part)}
     return replace(part, **{name: value for name, value in changed.items() if value != inner[name]})
 
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
-from msgspec.structs import asdict, fields
-
 from shardline.deployment.deployment import Deployment
-from shardline.models.attention import GQA, GQA_PARTS
+from shardline.models.parts import Part
 
 NUMERICS_VERSION = 8
 """Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
 
-_LATER_FIELDS = {"num_labels", "token_input"}
-"""Fields of the spec that came after the first release. A model without them keeps the fingerprint that it had."""
-
-_FIRST_FIELDS = (
-    *("num_heads", "num_kv_heads", "head_dim", "scale", "rope", "window", "softcap", "qkv_bias", "output_bias"),
-    *("qk_norm", "norms_all_heads", "sinks", "chunked", "rotated_norm", "query_scale", "value_is_key", "value_norm"),
-)
-"""The fields of a GQA and of its parts in the first release, in their order. Later ones count if they are set."""
+_FIRST_FIELDS: Mapping[str, str] = {
+    "GQA": "num_heads num_kv_heads head_dim scale rope window softcap qkv_bias output_bias qk_norm norms_all_heads"
+    " sinks chunked rotated_norm query_scale value_is_key value_norm",
+    "MLA": "num_heads kv_lora_rank nope_head_dim rope_head_dim value_head_dim scale rope kv_norm q_lora_rank q_norm"
+    " bias query_scale",
+    "Routing": "num_experts experts_per_token scoring normalized scale num_groups top_groups group_score"
+    " correction_bias logits_bias logits_scale expert_scale scales_input",
+    "Dense": "intermediate_size activation gated bias",
+    "MoE": "routing expert shared shared_gate own_norms",
+    "Norm": "kind eps weight_offset bias rounds_once",
+    "Rope": "inv_freq attention_scaling interleaved",
+    "QueryScale": "beta length offset",
+    "Layer": "attention feed_forward attention_norm feed_forward_norm post_attention_norm post_feed_forward_norm"
+    " parallel residual_scale output_scale",
+    "DecoderSpec": "model_type vocab_size hidden_size layers final_norm max_position_embeddings dtype tied_embeddings"
+    " embedding_scale learned_positions lm_head_bias logits_softcap logits_scale",
+}
+"""The fields of parts in the first release, in their order. Later ones count if they are set."""
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -46,27 +53,15 @@ def fingerprint(deployment: Deployment, kernel_path: str) -> str:
 
 
 def _describe(value: object) -> str:
-    """The repr of a spec, without later fields that are None."""
+    """The repr of a spec as in the first release: traits in their part, and no later field that has its default."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))}{',' * (len(value) == 1)})"
-    if not isinstance(value, msgspec.Struct):
+    if not isinstance(value, Part):
         return repr(value)
-    values = _attention_fields(value) if isinstance(value, GQA) else asdict(value)
-    words = (f"{n}={_describe(v)}" for n, v in values.items() if v is not None or n not in _LATER_FIELDS)
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def _attention_fields(attention: GQA) -> dict[str, object]:
-    """The fields of the attention and of its parts, without later ones that have their defaults."""
-    later, first = {}, {}
-    for part in (attention, *(part for part in asdict(attention).values() if isinstance(part, GQA_PARTS))):
-        for field in fields(part):
-            value = getattr(part, field.name)
-            if field.name in _FIRST_FIELDS:
-                first[field.name] = value
-            elif value != field.default and not isinstance(value, GQA_PARTS):
-                later[field.name] = value
-    return {name: first[name] for name in _FIRST_FIELDS} | later
+    kind, found = type(value).__name__, {field.name: (field, one) for field, one in value.all_fields()}
+    first = _FIRST_FIELDS[kind].split() if kind in _FIRST_FIELDS else list(found)
+    later = [name for name, (field, one) in found.items() if name not in first and one != field.default]
+    return f"{kind}({', '.join(f'{name}={_describe(found[name][1])}' for name in [*first, *later])})"
 
 
 def weights_fingerprint(config_text: str, weight_files: Iterable[Path], dummy_seed: int | None = None) -> str:

@@ -5,12 +5,9 @@ The planner has further kinds, in `planner/models/parts/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
-
-import msgspec
-from msgspec.structs import replace
+from typing import ClassVar
 
 from shardline.models.partition import Span, split_dim, split_heads
 from shardline.models.parts import (
@@ -19,8 +16,10 @@ from shardline.models.parts import (
     KVPart,
     Norm,
     Parameters,
+    Part,
     QueryScale,
     Rope,
+    Trait,
     linear_parameters,
     norm_parameters,
 )
@@ -45,14 +44,8 @@ class AttentionWork:
             self.window, number * self.bytes_per_token, number * self.decode_flops, number * self.prefill_flops
         )
 
-    def shared_by(self, ranks: int) -> AttentionWork:
-        """The part of one of `ranks` that share each request's keys and values."""
-        return AttentionWork(
-            self.window, self.bytes_per_token / ranks, self.decode_flops / ranks, self.prefill_flops / ranks
-        )
 
-
-class Attention(msgspec.Struct, frozen=True, array_like=True):
+class Attention(Part, frozen=True, array_like=True):
     """What all kinds of attention can be asked. Names of parameters begin with `attention.`."""
 
     shares_cache: ClassVar[bool] = False
@@ -97,6 +90,25 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
         return ()
 
     @property
+    def output_groups(self) -> int:
+        """Groups of heads whose outputs are projected apart; 0: there are none."""
+        return 0
+
+    @property
+    def partial_size(self) -> int:
+        """Elements of what is merged for a token if ranks share its keys: each head's maximum, sum and output."""
+        return 2 * self.num_heads + self.output_size if self.key_dim else 0
+
+    def gathered(self, hidden_size: int) -> tuple[int, int]:
+        """(elements for a token, gathers) that tensor-parallel ranks exchange if no sum crosses a rank."""
+        latents = sum(self.latent_sizes)
+        return self.output_size + hidden_size + latents, 2 + (latents > 0)
+
+    def absorbed_size(self, ranks: int) -> int:
+        """Elements that the fullest of `ranks` has of weights which the absorbed form multiplies from both sides."""
+        return 0
+
+    @property
     def multiplications_per_pair(self) -> int:
         """Multiplications of one query with one key and its value, over all heads."""
         raise NotImplementedError
@@ -110,10 +122,6 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
         """The parameters, see `models.parameters`."""
         raise NotImplementedError
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        raise NotImplementedError
-
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """The query heads of each rank.
 
@@ -123,6 +131,12 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
         if ranks > self.num_heads:
             raise ValueError(f"{ranks} ranks cannot share {self.num_heads} attention heads")
         return split_dim(self.num_heads, ranks)
+
+    def kv_heads_of(self, ranks: int) -> tuple[int, ...]:
+        """Heads of what each of `ranks` caches."""
+        if self.num_kv_heads == 1:
+            return (1,) * ranks
+        return tuple(share.kv_heads.size for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """What one of `ranks` has of parameter `part`: some rows, but of the output projection some columns.
@@ -156,10 +170,7 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
 
 def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> float:
     """Bytes of one token in one layer on the fullest of `ranks`, without scales per token."""
-    heads = 1
-    if attention.num_kv_heads > 1:
-        shares = split_heads(attention.num_heads, attention.num_kv_heads, ranks)
-        heads = max(share.kv_heads.size for share in shares)
+    heads = max(attention.kv_heads_of(ranks))
     plain: KVDType = "bfloat16"
     return sum(
         part.num_bytes if part.dtype != plain else part.num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[plain]
@@ -167,8 +178,10 @@ def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> floa
     )
 
 
-class Projections(msgspec.Struct, frozen=True, array_like=True):
+class Projections(Trait, frozen=True, array_like=True):
     """The linears of queries, keys, values and of the output."""
+
+    words: ClassVar[Mapping[str, str]] = {"value_is_key": "values made of keys"}
 
     num_kv_heads: int
     head_dim: int
@@ -178,8 +191,14 @@ class Projections(msgspec.Struct, frozen=True, array_like=True):
     """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
 
 
-class HeadNorms(msgspec.Struct, frozen=True, array_like=True):
+class HeadNorms(Trait, frozen=True, array_like=True):
     """Norms of queries, keys and values. Only `qk_norm` has weights."""
+
+    words: ClassVar[Mapping[str, str]] = {
+        "norms_all_heads": "norm over all heads",
+        "rotated_norm": "norm after rope",
+        "value_norm": "values made of keys",
+    }
 
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
@@ -198,15 +217,19 @@ class HeadNorms(msgspec.Struct, frozen=True, array_like=True):
                 yield from norm_parameters(f"attention.{name}", self.qk_norm, heads * head_dim)
 
 
-class Positions(msgspec.Struct, frozen=True, array_like=True):
+class Positions(Trait, frozen=True, array_like=True):
     """How queries and keys depend on their positions."""
+
+    words: ClassVar[Mapping[str, str]] = {"query_scale": "scale of queries by position"}
 
     rope: Rope | None = None
     query_scale: QueryScale | None = None
 
 
-class Mask(msgspec.Struct, frozen=True, array_like=True):
+class Mask(Trait, frozen=True, array_like=True):
     """The tokens that a token attends to."""
+
+    words: ClassVar[Mapping[str, str]] = {"chunked": "attention in chunks"}
 
     window: int | None = None
     """A token sees itself and the window - 1 tokens before it; None: all tokens before it."""
@@ -214,8 +237,10 @@ class Mask(msgspec.Struct, frozen=True, array_like=True):
     """Whether `window` is the size of chunks: a token sees the tokens of its own chunk (Llama 4)."""
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True):
+class Score(Trait, frozen=True, array_like=True):
     """What becomes of a product of a query and a key before softmax."""
+
+    words: ClassVar[Mapping[str, str]] = {"sinks": "attention sinks"}
 
     scale: float
     softcap: float | None = None
@@ -229,22 +254,17 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
             yield "attention.sinks.bias", (num_heads,)
 
 
-class KV(msgspec.Struct, frozen=True, array_like=True):
+class KV(Trait, frozen=True, array_like=True):
     """Where keys and values are cached."""
+
+    words: ClassVar[Mapping[str, str]] = {"kv_source": "layers that read the cache of another layer"}
 
     kv_source: int | None = None
     """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
 
 
-AnyGQA = TypeVar("AnyGQA", bound="GQA")
-GQA_PARTS = (Projections, Score, Positions, Mask, HeadNorms, KV)
-
-
 class GQA(Attention, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases.
-
-    No two parts have a field of the same name.
-    """
+    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases."""
 
     projections: Projections
     score: Score
@@ -252,16 +272,6 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
     mask: Mask = Mask()
     norms: HeadNorms = HeadNorms()
     kv: KV = KV()
-
-    def changed(self: AnyGQA, **values: Any) -> AnyGQA:
-        """The same attention with other `values` of its own fields and of its parts' fields, by their names."""
-        changes: dict[str, Any] = {}
-        for field in self.__struct_fields__:
-            part = getattr(self, field)
-            names = part.__struct_fields__ if isinstance(part, GQA_PARTS) else ()
-            if own := {name: values.pop(name) for name in names if name in values}:
-                changes[field] = replace(part, **own)
-        return replace(self, **changes, **values)
 
     @property
     def num_kv_heads(self) -> int:
@@ -320,10 +330,6 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
         """Rows of the projection of queries."""
         return self.num_heads * self.head_dim
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        return self.norms.qk_norm
-
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Ranks get the query heads of whole KV heads, or share a KV head."""
         return tuple(share.heads for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
@@ -350,14 +356,8 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
         return (KVPart((*tokens, self.head_dim), dtype), KVPart((*tokens, self.value_head_dim), dtype), *scales)
 
 
-class MLA(Attention, frozen=True, array_like=True, tag=True):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
-
-    It always uses the absorbed form, which applies the up-projections of keys and values to queries and outputs. So the
-    cache holds [kv_lora_rank + rope_head_dim] per token, and prefill and decode give the same bits.
-    """
-
-    shares_cache: ClassVar[bool] = True
+class LatentProjections(Trait, frozen=True, array_like=True):
+    """The linears down to latents, norms over the latents, and the linears from there up to heads."""
 
     kv_lora_rank: int
     nope_head_dim: int
@@ -365,9 +365,6 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     rope_head_dim: int
     """Size of the rotated part. All heads share the key's rotated part."""
     value_head_dim: int
-    scale: float
-    """Factor of the scores, with YaRN's mscale folded in."""
-    rope: Rope
     kv_norm: Norm
     """Norm over the latent."""
     q_lora_rank: int | None = None
@@ -376,7 +373,6 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
     bias: bool = False
     """Whether the projections down to the latents and the output projection have a bias."""
-    query_scale: QueryScale | None = None
 
     @property
     def query_head_dim(self) -> int:
@@ -389,28 +385,13 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         return self.kv_lora_rank + self.rope_head_dim
 
     @property
-    def key_dim(self) -> int:
-        """Elements of a cached key."""
-        return self.latent_dim
+    def up_head_dim(self) -> int:
+        """Rows of kv_up for one head: those of the key's part that is not rotated, then those of the value."""
+        return self.nope_head_dim + self.value_head_dim
 
-    @property
-    def latent_sizes(self) -> tuple[int, ...]:
-        """Elements of the latents of queries, of keys and values, and of the rotated part of keys."""
-        return self.q_lora_rank or 0, self.kv_lora_rank, self.rope_head_dim
-
-    @property
-    def multiplications_per_pair(self) -> int:
-        """Multiplications of one query with one latent, over all heads."""
-        return self.num_heads * (self.latent_dim + self.kv_lora_rank)
-
-    @property
-    def num_launches(self) -> int:
-        """Norm, down, norms, up, absorption, rotation, attention, merge, values, output."""
-        return 10
-
-    def parameters(self, hidden_size: int) -> Parameters:
+    def parameters(self, num_heads: int, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
-        q_size = self.num_heads * self.query_head_dim
+        q_size = num_heads * self.query_head_dim
         if self.q_lora_rank is None:
             yield from linear_parameters("attention.q", q_size, hidden_size)
         else:
@@ -419,33 +400,82 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
             yield from linear_parameters("attention.q_up", q_size, self.q_lora_rank)
         yield from linear_parameters("attention.kv_down", self.latent_dim, hidden_size, self.bias)
         yield from norm_parameters("attention.kv_norm", self.kv_norm, self.kv_lora_rank)
-        kv_size = self.num_heads * (self.nope_head_dim + self.value_head_dim)
-        yield from linear_parameters("attention.kv_up", kv_size, self.kv_lora_rank)
-        yield from linear_parameters("attention.o", hidden_size, self.output_size, self.bias)
+        yield from linear_parameters("attention.kv_up", num_heads * self.up_head_dim, self.kv_lora_rank)
+        yield from linear_parameters("attention.o", hidden_size, num_heads * self.value_head_dim, self.bias)
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`."""
-        return self.kv_norm if part == "attention.kv_norm" else self.q_norm
+    def split_down(self, part: str, rank: int, ranks: int) -> Span:
+        """One rank's rows of q_down or kv_down. They are split like one weight with q_down's rows first."""
+        q_rank = self.q_lora_rank or 0
+        rows = split_dim(q_rank + self.latent_dim, ranks)[rank]
+        if part == "attention.q_down":
+            return Span(min(rows.start, q_rank), min(rows.stop, q_rank))
+        return Span(max(rows.start - q_rank, 0), max(rows.stop - q_rank, 0))
+
+
+class MLA(Attention, frozen=True, array_like=True, tag=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
+
+    It always uses the absorbed form, which applies the up-projections of keys and values to queries and outputs. So the
+    cache holds [kv_lora_rank + rope_head_dim] per token, and prefill and decode give the same bits.
+    """
+
+    shares_cache: ClassVar[bool] = True
+
+    projections: LatentProjections
+    score: Score
+    """Its scale has YaRN's mscale folded in."""
+    positions: Positions
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.projections.value_head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a cached key."""
+        return self.projections.latent_dim
+
+    @property
+    def latent_sizes(self) -> tuple[int, ...]:
+        """See `Attention.latent_sizes`."""
+        linears = self.projections
+        return linears.q_lora_rank or 0, linears.kv_lora_rank, linears.rope_head_dim
+
+    def absorbed_size(self, ranks: int) -> int:
+        """See `Attention.absorbed_size`."""
+        return -(-self.num_heads // ranks) * self.projections.up_head_dim * self.projections.kv_lora_rank
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Multiplications of one query with one latent, over all heads."""
+        return self.num_heads * (self.key_dim + self.projections.kv_lora_rank)
+
+    @property
+    def num_launches(self) -> int:
+        """Norm, down, norms, up, absorption, rotation, attention, merge, values, output."""
+        return 10
+
+    def parameters(self, hidden_size: int) -> Parameters:
+        """See `Attention.parameters`."""
+        return self.projections.parameters(self.num_heads, hidden_size)
 
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Heads are split as evenly as possible, since all of them share one latent."""
-        if ranks > self.latent_dim:
-            raise ValueError(f"{ranks} ranks cannot share a latent of {self.latent_dim} elements")
+        if ranks > self.key_dim:
+            raise ValueError(f"{ranks} ranks cannot share a latent of {self.key_dim} elements")
         return super().split_heads(ranks)
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
-        """See `Attention.split`. q_down and kv_down are split like one weight with q_down's rows first."""
-        q_rank = self.q_lora_rank or 0
+        """See `Attention.split`."""
+        linears = self.projections
         if part in ("attention.q_down", "attention.kv_down"):
-            rows = split_dim(q_rank + self.latent_dim, ranks)[rank]
-            if part == "attention.q_down":
-                return Span(min(rows.start, q_rank), min(rows.stop, q_rank))
-            return Span(max(rows.start - q_rank, 0), max(rows.stop - q_rank, 0))
+            return linears.split_down(part, rank, ranks)
         heads = self.split_heads(ranks)[rank]
         if part == "attention.kv_up":
-            return heads.scaled(self.nope_head_dim + self.value_head_dim)
-        if part == ("attention.q" if self.q_lora_rank is None else "attention.q_up"):
-            return heads.scaled(self.query_head_dim)
+            return heads.scaled(linears.up_head_dim)
+        if part == ("attention.q" if linears.q_lora_rank is None else "attention.q_up"):
+            return heads.scaled(linears.query_head_dim)
         return super().split(part, rank, ranks)
 
     def kv_parts(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
@@ -454,18 +484,18 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         With a one-byte type, their rotated part is a tensor of its own in bfloat16, and there is a scale [num_blocks,
         block_size].
         """
-        tokens = (num_blocks, block_size)
+        tokens, linears = (num_blocks, block_size), self.projections
         if DTYPE_BYTES[dtype] > 1:
-            return (KVPart((*tokens, self.latent_dim), dtype),)
+            return (KVPart((*tokens, linears.latent_dim), dtype),)
         return (
-            KVPart((*tokens, self.kv_lora_rank), dtype),
-            KVPart((*tokens, self.rope_head_dim), "bfloat16"),
+            KVPart((*tokens, linears.kv_lora_rank), dtype),
+            KVPart((*tokens, linears.rope_head_dim), "bfloat16"),
             KVPart(tokens, "float32"),
         )
 
     def work(self, ranks: int, dtype: KVDType, *, expands: bool = False) -> Iterator[AttentionWork]:
         """See `Attention.work`."""
         absorbed = 2 * self.multiplications_per_pair / ranks
-        expanded = 2 * self.num_heads * (self.query_head_dim + self.value_head_dim) / ranks
+        expanded = 2 * self.num_heads * (self.projections.query_head_dim + self.value_head_dim) / ranks
         num_bytes = cached_token_bytes(self, ranks, dtype)
         yield AttentionWork(None, num_bytes, absorbed, expanded if expands else absorbed)

@@ -8,14 +8,12 @@ prefill step a chunk of prompts. Sums over layers cover `layers`, a stage's laye
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from shardline.config.topology import Axis
-from shardline.models.feed_forward import Routing
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec, Layer
 
@@ -49,7 +47,7 @@ def tensor_traffic(
     share = (ranks - 1) / ranks
     for layer, count in count_layers(spec, layers):
         if exchange == "exact":
-            elements, messages = _gathered(layer, spec.hidden_size)
+            elements, messages = layer.gathered(spec.hidden_size)
             one = Traffic(elements * dtype_bytes * share * num_tokens, messages)
         else:
             # An all-reduce is a reduce-scatter and a gather: every element crosses twice.
@@ -83,7 +81,7 @@ def expert_traffic(
     for layer, count in count_layers(spec, layers):
         if (routing := layer.feed_forward.routing) is None:
             continue
-        met = ranks_met(routing, ranks) * (ranks - 1) / ranks
+        met = routing.ranks_met(ranks) * (ranks - 1) / ranks
         back = routing.experts_per_token * (ranks - 1) / ranks if exchange == "exact" else met
         owned = num_tokens / ranks
         elements = owned * spec.hidden_size * (met + back)
@@ -101,11 +99,8 @@ def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: flo
         return NOTHING
     total = NOTHING
     for layer, count in count_layers(spec, layers):
-        if not layer.attention.key_dim:
-            continue
-        heads = layer.attention.num_heads
-        elements = heads * (2 + layer.attention.output_size // heads)
-        total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
+        if elements := layer.attention.partial_size:
+            total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
     return total
 
 
@@ -123,28 +118,9 @@ The arguments are the spec, a stage's layers, the ranks and the replicas that ex
 """
 
 
-def ranks_met(routing: Routing, ranks: int) -> float:
-    """Expected number of ranks that have at least one of a token's experts, if it chooses at random."""
-    total, chosen = routing.num_experts, routing.experts_per_token
-    held = total / ranks
-    missed = math.prod(max(0.0, total - held - index) / (total - index) for index in range(chosen))
-    return ranks * (1 - missed)
-
-
 @functools.lru_cache(maxsize=256)
 def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ...]:
     """The different layers of a stage, and how often each occurs."""
     own = spec.layers[layers.start : layers.stop]
     counts = Counter(map(id, own))
     return tuple((layer, counts[key]) for key, layer in {id(layer): layer for layer in own}.items())
-
-
-def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:
-    """(elements for a token, gathers) of one layer if no sum crosses a rank."""
-    latents = sum(layer.attention.latent_sizes)
-    elements, messages = layer.attention.output_size + hidden_size + latents, 2 + (latents > 0)
-    if layer.token_input is not None:
-        elements += layer.token_input.size + hidden_size
-        messages += 2
-    block_elements, block_messages = layer.feed_forward.gathered(hidden_size)
-    return elements + block_elements, messages + block_messages

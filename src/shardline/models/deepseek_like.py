@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from shardline.models.attention import MLA
+from shardline.models.attention import MLA, LatentProjections, Positions, Score
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
@@ -67,7 +67,7 @@ def deepseek_like(
     rotation = replace(rope.build(max_model_len), interleaved=interleaved)
     attention = latent_attention(hf, dims.num_heads, rotation, _LATENT_NORM, 1536, _score_factor(rope))
     if scales_queries:
-        attention = replace(attention, query_scale=rope.query_scale())
+        attention = attention.changed(query_scale=rope.query_scale())
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=bias)
     moe = mixture(hf, routing, expert_size=expert_size, num_shared=num_shared, shared_bias=bias)
@@ -87,19 +87,17 @@ def latent_attention(
     """Latent attention with `norm` over its latents. `q_lora_rank` is a default, and `factor` one of the scores."""
     rotated, nope = 2 * len(rope.inv_freq), hf.integer("qk_nope_head_dim", 128)
     q_lora_rank = hf.optional_integer("q_lora_rank", q_lora_rank)
-    return MLA(
-        num_heads=num_heads,
+    linears = LatentProjections(
         kv_lora_rank=hf.integer("kv_lora_rank", 512),
         nope_head_dim=nope,
         rope_head_dim=rotated,
         value_head_dim=hf.integer("v_head_dim", 128),
-        scale=(nope + rotated) ** -0.5 * factor,
-        rope=rope,
         kv_norm=norm,
         q_lora_rank=q_lora_rank,
         q_norm=None if q_lora_rank is None else norm,
         bias=hf.flag("attention_bias", False),
     )
+    return MLA(num_heads, linears, Score((nope + rotated) ** -0.5 * factor), Positions(rope))
 
 
 def _score_factor(rope: RopeConfig) -> float:

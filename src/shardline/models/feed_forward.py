@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-import msgspec
+from shardline.models.partition import Span, split_dim
+from shardline.models.parts import Activation, Norm, Parameters, Part, linear_parameters, norm_parameters
 
-from shardline.models.parts import Activation, Norm, Parameters, linear_parameters, norm_parameters
 
-
-class Routing(msgspec.Struct, frozen=True, array_like=True):
+class Routing(Part, frozen=True, array_like=True):
     """How a token chooses experts: the `experts_per_token` best fp32 scores, and the lowest id on ties."""
+
+    words: ClassVar[Mapping[str, str]] = {
+        "logits_bias": "bias of a router's logits",
+        "logits_scale": "scale of a router's logits",
+        "expert_scale": "scale of experts' weights",
+        "scales_input": "scale of experts' inputs",
+    }
 
     num_experts: int
     experts_per_token: int
@@ -37,8 +45,25 @@ class Routing(msgspec.Struct, frozen=True, array_like=True):
     """Whether a token's weight multiplies the expert's input instead of its output (Llama 4). A token then has one
     expert."""
 
+    def parameters(self, hidden_size: int) -> Parameters:
+        """The parameters that make the logits and choose experts."""
+        yield from linear_parameters("feed_forward.router", self.num_experts, hidden_size, self.correction_bias)
+        if self.logits_bias:
+            yield "feed_forward.router_logits.bias", (self.num_experts,)
 
-class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    def experts_met(self, num_tokens: float) -> float:
+        """Expected number of experts that `num_tokens` tokens choose, if they choose at random and independently."""
+        share = self.experts_per_token / self.num_experts
+        return self.num_experts * float(1 - (1 - share) ** num_tokens)
+
+    def ranks_met(self, ranks: int) -> float:
+        """Expected number of `ranks` that have at least one of a token's experts, if it chooses at random."""
+        total, held = self.num_experts, self.num_experts / ranks
+        missed = math.prod(max(0.0, total - held - index) / (total - index) for index in range(self.experts_per_token))
+        return ranks * (1 - missed)
+
+
+class Dense(Part, frozen=True, array_like=True, tag=True):
     """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated."""
 
     intermediate_size: int
@@ -46,8 +71,10 @@ class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
     gated: bool = True
     bias: bool = False
 
-    whole_parts: ClassVar[tuple[str, ...]] = ()
-    """Parts that every rank has undivided."""
+    def special_needs(self) -> Iterator[tuple[str, str]]:
+        """See `Part.special_needs`."""
+        is_clamped = self.activation == "clamped_swish"
+        yield self.activation, "clamped gate" if is_clamped else f"activation {self.activation}"
 
     @property
     def routing(self) -> Routing | None:
@@ -75,11 +102,11 @@ class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return 4 if self.intermediate_size else 0
 
     def gathered(self, hidden_size: int) -> tuple[int, int]:
-        """(elements for a token, gathers) that tensor-parallel ranks exchange if no sum crosses a rank."""
+        """See `Attention.gathered`."""
         return (self.intermediate_size + hidden_size, 2) if self.intermediate_size else (0, 0)
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
-        """The parameters, see `models.parameters`."""
+        """The parameters, of the first `num_experts` experts only, see `models.parameters`."""
         yield from self.linears("feed_forward", hidden_size)
 
     def linears(self, name: str, hidden_size: int) -> Parameters:
@@ -92,17 +119,20 @@ class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """Elements of an expert's inputs and outputs."""
         return hidden_size
 
-    def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`; None: there is none."""
-        return None
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """What one of `ranks` has of parameter `part`: all linears are split by the intermediate size.
 
-    def find_block(self, name: str) -> Dense | None:
-        """The block whose linears have names below `name`; None: there is none."""
-        return self if name == "feed_forward" else None
+        See `Attention.split`, where the output projection stands for `down`.
+        """
+        if part not in ("feed_forward.gate", "feed_forward.up", "feed_forward.down"):
+            raise KeyError(part)
+        return split_dim(self.intermediate_size, ranks)[rank]
 
 
-class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class MoE(Part, frozen=True, array_like=True, tag=True):
     """Mixture of experts: the sum of weight * expert(x) over a token's chosen experts, plus the shared block."""
+
+    words: ClassVar[Mapping[str, str]] = {"own_norms": "experts beside a dense block"}
 
     routing: Routing
     expert: Dense
@@ -114,13 +144,10 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The router and the experts read norms of their own of the residual stream, and the outputs of the experts and of
     the shared block are normalised before they are added (Gemma 4)."""
 
-    whole_parts: ClassVar[tuple[str, ...]] = (
-        "feed_forward.router",
-        "feed_forward.router_logits",
-        "feed_forward.expert_scale",
-        "feed_forward.shared_gate",
-    )
-    """Parts that every rank has undivided."""
+    def special_needs(self) -> Iterator[tuple[str, str]]:
+        """See `Part.special_needs`."""
+        if self.expert.bias:
+            yield "expert_bias", "biases of experts"
 
     @property
     def block(self) -> Dense:
@@ -129,19 +156,19 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def narrowest(self) -> int:
-        """The smallest intermediate size."""
+        """See `Dense.narrowest`."""
         blocks = [self.expert] if self.shared is None else [self.expert, self.shared]
         return min(block.intermediate_size for block in blocks)
 
     @property
     def projected_size(self) -> int:
-        """Elements per token in the output of the first projections."""
+        """See `Dense.projected_size`."""
         shared = 0 if self.shared is None else self.shared.projected_size
         return self.routing.experts_per_token * self.expert.projected_size + shared
 
     @property
     def num_launches(self) -> int:
-        """Kernels in a usual implementation, the norm before it included."""
+        """See `Dense.num_launches`."""
         return 9
 
     def gathered(self, hidden_size: int) -> tuple[int, int]:
@@ -150,11 +177,9 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return (elements, 2) if self.shared is None else (elements + self.shared.intermediate_size, 3)
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
-        """The parameters, of the first `num_experts` experts only, see `models.parameters`."""
+        """See `Dense.parameters`."""
         routing = self.routing
-        yield from linear_parameters("feed_forward.router", routing.num_experts, hidden_size, routing.correction_bias)
-        if routing.logits_bias:
-            yield "feed_forward.router_logits.bias", (routing.num_experts,)
+        yield from routing.parameters(hidden_size)
         yield from self.expert_parameters(hidden_size, routing.num_experts if num_experts is None else num_experts)
         if routing.expert_scale:
             yield "feed_forward.expert_scale.bias", (routing.num_experts,)
@@ -171,18 +196,20 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
             yield from self.expert.linears(f"feed_forward.experts.{expert}", self.expert_width(hidden_size))
 
     def expert_width(self, hidden_size: int) -> int:
-        """Elements of an expert's inputs and outputs."""
+        """See `Dense.expert_width`."""
         return hidden_size
 
-    def norm_of(self, part: str) -> Norm | None:
-        """See `Dense.norm_of`. All norms of the block are alike."""
-        return self.own_norms
-
-    def find_block(self, name: str) -> Dense | None:
-        """See `Dense.find_block`."""
-        if name == "feed_forward.shared":
-            return self.shared
-        return self.expert if name.startswith("feed_forward.experts.") else None
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Dense.split`. Every rank has the router, its factors and the gate of the shared block."""
+        if part.removeprefix("feed_forward.") in ("router", "router_logits", "expert_scale", "shared_gate"):
+            return None
+        name, _, linear = part.rpartition(".")
+        block = self.shared if name == "feed_forward.shared" else None
+        if name.startswith("feed_forward.experts."):
+            block = self.expert
+        if block is None:
+            raise KeyError(part)
+        return block.split(f"feed_forward.{linear}", rank, ranks)
 
 
 FeedForward = Dense | MoE

@@ -210,13 +210,13 @@ class StackedExperts(NamedTuple):
         if layer is None or expert is None:
             return None
         moe = spec.layers[layer].feed_forward
-        assert isinstance(moe, MoE)
+        assert moe.routing is not None
         projection = part.rpartition(".")[2]
         module = f"model.layers.{layer}.{self.module}"
         key = f"{module}.{'down_proj' if projection == 'down' else 'gate_up_proj'}"
         rows = None
         if projection != "down":
-            size, is_up = moe.expert.intermediate_size, projection == "up"
+            size, is_up = moe.block.intermediate_size, projection == "up"
             rows = (int(is_up), size) if self.alternating else (size * is_up, size)
         return TensorSource(
             key if kind == "weight" else f"{key}_bias",

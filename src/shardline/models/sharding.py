@@ -27,12 +27,8 @@ def shard(
     intermediate size, embedding and lm_head by the vocabulary. With numerics "fast", o and down are split by their
     input instead. Their biases are then whole, since they are added once, after the sum. Norms, learned positions,
     routers, gates of shared experts and classifiers are whole. Experts are split like any other feed-forward block.
-    With `experts`, each expert is whole on one rank and has no rows on the others. A layer's inputs for each token are
-    split by their elements, but their projection is whole, since its norm needs whole rows.
-
-    In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
-    q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
-    Each kind of attention says how its own parts are split.
+    With `experts`, each expert is whole on one rank and has no rows on the others. Each part says how its own
+    parameters are split. A span may be empty.
 
     Raises:
         ValueError: the name is not a parameter of a decoder, or this number of ranks cannot share the heads.
@@ -51,68 +47,24 @@ def shard(
         return (None,)
     if part.endswith("_streams"):
         return whole
-    if part.startswith("feed_forward."):
-        return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
-    if part.startswith("token_input."):
-        return _shard_token_input(name, spec, tp_rank, tp_size, numerics)
-    is_output = part == "attention.o"
-    if is_output and numerics == "exact":
-        return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
-    if is_output and kind == "bias":
-        return whole
+    own, expert = spec.layers[layer], expert_of(part)
     try:
-        own = spec.layers[layer].attention.split(part, tp_rank, tp_size)
+        span = own.split(part, tp_rank, tp_size)
     except KeyError:
         raise ValueError(f"{name!r} is no canonical parameter name") from None
-    if own is None:
-        return (None, None) if part.endswith("_position") else whole
-    return _split(1 if is_output else 0, own, whole)
-
-
-def _shard_feed_forward(
-    name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics, experts: ExpertShare | None
-) -> Spans:
-    layer, part, kind = parse_name(name)
-    assert layer is not None
-    whole: Spans = (None, None) if kind == "weight" else (None,)
-    feed_forward = spec.layers[layer].feed_forward
-    block, _, projection = part.rpartition(".")
-    if part in feed_forward.whole_parts:
-        return whole
-    expert, routing = expert_of(part), feed_forward.routing
-    dense = feed_forward.find_block(block)
-    if dense is None or projection not in ("gate", "up", "down"):
-        raise ValueError(f"{name!r} is no canonical parameter name")
     if experts is not None and expert is not None:
+        routing = own.feed_forward.routing
         assert routing is not None
         mine = split_dim(routing.num_experts, experts.size)[experts.rank]
         return whole if mine.start <= expert < mine.stop else _split(0, Span(0, 0), whole)
-    if projection != "down":
-        return _split(0, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
+    if span is None:
+        return (None, None) if part.endswith("_position") else whole
+    if part.rpartition(".")[2] not in ("o", "down"):
+        return _split(int(part == "token_input.embed"), span, whole)
     if numerics == "exact":
-        width = spec.hidden_size if expert is None else feed_forward.expert_width(spec.hidden_size)
+        width = spec.hidden_size if expert is None else own.feed_forward.expert_width(spec.hidden_size)
         return _split(0, split_dim(width, tp_size)[tp_rank], whole)
-    return whole if kind == "bias" else _split(1, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
-
-
-def _shard_token_input(name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics) -> Spans:
-    part, whole, token_input = parse_name(name).part, (None, None), spec.token_input
-    if token_input is None:
-        raise ValueError(f"{name!r} is no parameter of this model")
-    own = split_dim(token_input.size, tp_size)[tp_rank]
-    if part == "token_input.projection":
-        return whole
-    if part == "token_input.embed":
-        return _split(1, own, whole)
-    if part == "token_input.gate":
-        return _split(0, own, whole)
-    if part != "token_input.down":
-        raise ValueError(f"{name!r} is no canonical parameter name")
-    return (
-        _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
-        if numerics == "exact"
-        else _split(1, own, whole)
-    )
+    return whole if kind == "bias" else _split(1, span, whole)
 
 
 def shard_shape(shape: tuple[int, ...], spans: Spans) -> tuple[int, ...]:

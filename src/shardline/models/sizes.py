@@ -10,7 +10,6 @@ from typing import NamedTuple
 from shardline.config.topology import RankPlace
 from shardline.models.attention import Attention
 from shardline.models.communication import count_layers
-from shardline.models.feed_forward import Routing
 from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
 from shardline.models.parameters import (
     CountedParameter,
@@ -22,7 +21,7 @@ from shardline.models.parameters import (
     is_looked_up,
     parse_name,
 )
-from shardline.models.partition import Span, balance_stages, parse_stages, split_dim, split_heads
+from shardline.models.partition import Span, balance_stages, parse_stages, split_dim
 from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec, Layer
@@ -323,11 +322,7 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
-    if attention.num_kv_heads == 1:
-        return 1
-    return split_heads(attention.num_heads, attention.num_kv_heads, len(place.peers("tensor")))[
-        place.tp_rank
-    ].kv_heads.size
+    return attention.kv_heads_of(len(place.peers("tensor")))[place.tp_rank]
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:
@@ -344,10 +339,4 @@ def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None =
             else:
                 of_expert += math.prod(shape)
     routing = layer.feed_forward.routing
-    return always if routing is None else always + of_expert * experts_met(routing, num_tokens)
-
-
-def experts_met(routing: Routing, num_tokens: float) -> float:
-    """Expected number of experts that `num_tokens` tokens choose, if they choose at random and independently."""
-    share = routing.experts_per_token / routing.num_experts
-    return routing.num_experts * float(1 - (1 - share) ** num_tokens)
+    return always if routing is None else always + of_expert * routing.experts_met(num_tokens)

@@ -7,13 +7,15 @@ field names, since there is a part for every layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from shardline.models.attention import GQA, MLA, Attention
 from shardline.models.feed_forward import FeedForward
-from shardline.models.parts import Activation, DType, Norm, Parameters, linear_parameters, norm_parameters
+from shardline.models.partition import Span, split_dim
+from shardline.models.parts import Activation, DType, Norm, Parameters, Part, linear_parameters, norm_parameters
 
 if TYPE_CHECKING:
     AnyAttention = Attention
@@ -21,7 +23,7 @@ else:  # what engines send each other; the kinds that only the planner knows nev
     AnyAttention = GQA | MLA
 
 
-class TokenInput(msgspec.Struct, frozen=True, array_like=True):
+class TokenInput(Part, frozen=True, array_like=True):
     """What a layer reads of the token itself: x += norm(down(act(gate(x)) * input)) after its blocks (Gemma 4).
 
     input = (norm(projection(e) / sqrt(hidden_size)) + sqrt(size) * row) / sqrt(2). Here e is the token's embedding, and
@@ -44,12 +46,31 @@ class TokenInput(msgspec.Struct, frozen=True, array_like=True):
         yield from linear_parameters("token_input.down", hidden_size, self.size)
         yield from norm_parameters("token_input.norm", self.norm, hidden_size)
 
+    def gathered(self, hidden_size: int) -> tuple[int, int]:
+        """See `Attention.gathered`."""
+        return self.size + hidden_size, 2
 
-class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Attention.split`. The table is split by its columns, and the projection's norm needs whole rows."""
+        if part == "token_input.projection":
+            return None
+        if part not in ("token_input.embed", "token_input.gate", "token_input.down"):
+            raise KeyError(part)
+        return split_dim(self.size, ranks)[rank]
+
+
+class Layer(Part, frozen=True, array_like=True, cache_hash=True):
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x))).
 
     A norm that is None is left out.
     """
+
+    words: ClassVar[Mapping[str, str]] = {
+        "parallel": "parallel blocks",
+        "residual_scale": "scale of the residual stream",
+        "output_scale": "scale of the residual stream",
+        "token_input": "layers with inputs of their own for each token",
+    }
 
     attention: AnyAttention
     feed_forward: FeedForward
@@ -66,10 +87,37 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
     token_input: TokenInput | None = None
 
+    def special_needs(self) -> Iterator[tuple[str, str]]:
+        """See `Part.special_needs`."""
+        if not self.parallel and None in (self.attention_norm, self.feed_forward_norm):
+            yield "no_norm", "blocks without a norm before them"
+
     @property
     def residual_streams(self) -> int:
         """Number of residual streams."""
         return 1
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels in a usual implementation. Those that run beside others do not count."""
+        return self.attention.num_launches + self.feed_forward.num_launches
+
+    def activation_elements(self, hidden_size: int, ranks: int) -> float:
+        """Elements of a token's activations that kernels read and write on one of `ranks`."""
+        routing = self.feed_forward.routing
+        chosen = 0 if routing is None else routing.experts_per_token
+        inner = 6 * self.attention.output_size / ranks
+        inner += 6 * max(1, chosen) * self.feed_forward.block.intermediate_size / ranks
+        return (8 + 2 * chosen) * hidden_size + inner
+
+    def gathered(self, hidden_size: int) -> tuple[int, int]:
+        """See `Attention.gathered`."""
+        each = [block.gathered(hidden_size) for block in self._blocks.values()]
+        return sum(elements for elements, _ in each), sum(gathers for _, gathers in each)
+
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Attention.split`."""
+        return self._blocks[part.partition(".")[0]].split(part, rank, ranks)
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
         """(name without `layers.{i}.`, full shape) of the parameters, with the first `num_experts` experts only."""
@@ -85,24 +133,28 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
             yield "output_scale.bias", (1,)
 
     def norm_of(self, part: str) -> Norm | None:
-        """The norm whose weights have the name `part`; None: there is none."""
-        block = part.partition(".")[0]
-        if block == "attention":
-            return self.attention.norm_of(part)
-        if block == "feed_forward":
-            return self.feed_forward.norm_of(part)
-        if block == "token_input":
-            return None if self.token_input is None else self.token_input.norm
+        """See `Part.norm_of`."""
+        if (block := self._blocks.get(part.partition(".")[0])) is not None:
+            return block.norm_of(part)
         norm: Norm | None = getattr(self, part)
         return norm
+
+    @property
+    def _blocks(self) -> Mapping[str, Attention | FeedForward | TokenInput]:
+        """What the layer computes, by the first word of its parameters' names."""
+        blocks: dict[str, Attention | FeedForward | TokenInput]
+        blocks = {"attention": self.attention, "feed_forward": self.feed_forward}
+        return blocks if self.token_input is None else {**blocks, "token_input": self.token_input}
 
     def head_parameters(self, hidden_size: int) -> Parameters:
         """Parameters that the model has once, between its layers and the final norm."""
         yield from ()
 
 
-class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
+class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
     """A decoder-only language model."""
+
+    words: ClassVar[Mapping[str, str]] = {"logits_scale": "scaled logits"}
 
     model_type: str
     vocab_size: int

@@ -21,13 +21,11 @@ from shardline.models.parameters import CountedParameter, counted_parameters, is
 from shardline.models.partition import Span
 from shardline.models.parts import DTYPE_BYTES, KVDType
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import experts_met, rank_total, state_bytes
+from shardline.models.sizes import rank_total, state_bytes
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 
 _FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
-_STREAM_LAUNCHES = 4
-"""Kernels that mix residual streams for a layer's two blocks, and write to them."""
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 
 
@@ -71,7 +69,7 @@ class StepWork:
         """Bytes of weights that a step with `num_tokens` tokens of each replica reads."""
         if self.routing is None:
             return self.dense_bytes
-        met = experts_met(self.routing, num_tokens * self.replicas) / self.routing.num_experts
+        met = self.routing.experts_met(num_tokens * self.replicas) / self.routing.num_experts
         return self.dense_bytes + self.expert_bytes * met
 
     def cache_bytes(self, num_seqs: float, context: float) -> float:
@@ -135,7 +133,8 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, parts, count, numerics, whole_experts, whole)
 
-    routings = [layer.feed_forward.routing for layer, _ in count_layers(spec, stage)]
+    layers = count_layers(spec, stage)
+    routings = [layer.feed_forward.routing for layer, _ in layers]
     routing = next((one for one in reversed(routings) if one is not None), None)
     ranks = len(place.peers("expert")) if whole_experts and routing is not None else 1
     # A token's chosen experts are spread evenly over the ranks that hold experts.
@@ -165,8 +164,9 @@ def step_work(
         replicas=replicas,
         attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
         state_bytes=state_bytes(spec, place, stages),
-        num_launches=num_launches(spec, stage) + _format_launches(counted, stored),
-        activation_bytes=activation_bytes(spec, stage, tensor),
+        num_launches=sum(number * layer.num_launches for layer, number in layers) + _format_launches(counted, stored),
+        activation_bytes=DTYPE_BYTES[spec.dtype]
+        * sum(number * layer.activation_elements(spec.hidden_size, tensor) for layer, number in layers),
         exchanges=tuple(
             (traffic, number)
             for axis, peers in place.groups.items()
@@ -177,21 +177,8 @@ def step_work(
     )
 
 
-def num_launches(spec: DecoderSpec, stage: Span) -> int:
-    """Kernels of a stage's layers in a usual implementation. Those that run beside others do not count."""
-    return sum(
-        number
-        * (
-            layer.attention.num_launches
-            + layer.feed_forward.num_launches
-            + _STREAM_LAUNCHES * (layer.residual_streams > 1)
-        )
-        for layer, number in count_layers(spec, stage)
-    )
-
-
 def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
-    """Kernels that formats of weights add to those of `num_launches`, or save.
+    """Kernels that formats of weights add to those of `Layer.num_launches`, or save.
 
     Weights in blocks need activations that are quantized in blocks: two kernels in each half of a layer. Experts in
     4-bit floats have kernels that compute the activation in the first product, and the weighted sum in the second.
@@ -208,23 +195,6 @@ def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights)
         if one.num_experts and packing.label in _FOUR_BIT_FLOATS:
             fused[name.layer] = one.num_layers
     return 2 * sum(halves.values()) - 2 * sum(fused.values())
-
-
-def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
-    """Bytes of a token's activations that the kernels of a stage read and write on one of `tensor` ranks."""
-    total = 0.0
-    for layer, number in count_layers(spec, stage):
-        feed_forward, routing = layer.feed_forward, layer.feed_forward.routing
-        hidden, inner = 8 * spec.hidden_size, 6 * layer.attention.output_size / tensor
-        if (streams := layer.residual_streams) > 1:
-            hidden += 2 * 3 * streams * spec.hidden_size  # each block reads them twice and writes them
-        chosen = 1
-        if routing is not None:
-            chosen = routing.experts_per_token
-            hidden += 2 * chosen * spec.hidden_size
-        inner += 6 * chosen * feed_forward.block.intermediate_size / tensor
-        total += number * (hidden + inner)
-    return total * DTYPE_BYTES[spec.dtype]
 
 
 def attention_work(

@@ -68,7 +68,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
         work = dataclasses.replace(work, attention=attention)
     if layout.context == 1:
         return work
-    return dataclasses.replace(work, attention=tuple(layer.shared_by(layout.context) for layer in work.attention))
+    return dataclasses.replace(work, attention=tuple(layer.scaled(1 / layout.context) for layer in work.attention))
 
 
 def deployment_work(deployment: Deployment) -> StepWork:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.config.units import parse_bytes
-from shardline.models.attention import MLA, cached_token_bytes
+from shardline.models.attention import cached_token_bytes
 from shardline.models.communication import count_layers
 from shardline.models.partition import Span
 from shardline.models.parts import KVDType
@@ -17,7 +17,14 @@ from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 from shardline.planner.hardware import GIB, Gpu
 from shardline.planner.layout import Layout
-from shardline.planner.models.parts.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
+from shardline.planner.models.parts.compressed import (
+    CacheRows,
+    CompressedMQA,
+    cache_rows,
+    compressed_layers,
+    is_compressed,
+    state_rows,
+)
 from shardline.planner.planned_model import PlannedModel
 
 BLOCK_SIZE = 16
@@ -48,10 +55,10 @@ def step_limits(gpu: Gpu, max_num_seqs: int | None, max_num_batched_tokens: int 
 def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
     """Why vLLM would not start this layout; empty: it would."""
     tp = layout.tensor
-    for attention in {layer.attention for layer in spec.layers}:
+    for attention in dict.fromkeys(layer.attention for layer in spec.layers):
         if attention.num_heads % tp:
             return f"vLLM needs a tensor-parallel size that divides the {attention.num_heads} attention heads, not {tp}"
-        if isinstance(attention, CompressedMQA) and attention.output_groups % tp:
+        if attention.output_groups % tp:
             return f"vLLM cannot share {attention.output_groups} groups of outputs among {tp} ranks"
         if attention.num_kv_heads % tp and tp % attention.num_kv_heads:
             return f"vLLM cannot share {attention.num_kv_heads} KV heads among {tp} ranks"
@@ -140,13 +147,8 @@ def grid_of(layout: Layout) -> RankGrid:
 
 def _absorbed_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
     """Latent attention keeps a second, unquantized copy of the up-projections in the absorbed form."""
-    stage, total = stages[place.pp_rank], 0
-    for layer in spec.layers[stage.start : stage.stop]:
-        if isinstance(layer.attention, MLA):
-            mla = layer.attention
-            heads = -(-mla.num_heads // len(place.peers("tensor")))
-            total += 2 * heads * (mla.nope_head_dim + mla.value_head_dim) * mla.kv_lora_rank
-    return total
+    stage, ranks = stages[place.pp_rank], len(place.peers("tensor"))
+    return sum(2 * layer.attention.absorbed_size(ranks) for layer in spec.layers[stage.start : stage.stop])
 
 
 def kv_flag(spec: DecoderSpec, layout: Layout) -> str:
@@ -178,17 +180,11 @@ def request_size(
     """
     tensor = len(place.peers("tensor"))
     counted = count_layers(spec, stages[place.pp_rank])
-    plain = [
-        (layer.attention, count)
-        for layer, count in counted
-        if layer.attention.key_dim and not isinstance(layer.attention, CompressedMQA)
-    ]
-    kinds = [
+    kinds = _compressed_blocks(compressed_layers(counted), dtype) or [
         _Blocks(attention.window, block_size, int(count * block_size * cached_token_bytes(attention, tensor, dtype)))
-        for attention, count in plain
+        for attention, count in [(layer.attention, count) for layer, count in counted]
+        if attention.key_dim
     ]
-    compressed = [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]
-    kinds += _compressed_blocks(compressed, dtype)
     states = state_bytes(spec, place, stages)
 
     def size(length: int) -> int:

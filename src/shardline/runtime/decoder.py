@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
+from shardline.kernels.tensors import InputForm, as_tensor
 from shardline.models.attention import GQA, MLA, Attention
-from shardline.models.feed_forward import MoE
+from shardline.models.feed_forward import Dense, FeedForward, MoE
 from shardline.models.kv_groups import last_storing_layer, storing_layer
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
@@ -27,6 +27,16 @@ from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows, StepInput, empty_rows
 
+_ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttentionLayer]] = {
+    GQA: AttentionLayer,
+    MLA: LatentAttentionLayer,
+}
+_FEED_FORWARD: Mapping[type[FeedForward], Callable[..., DenseFeedForward | MoEFeedForward]] = {
+    Dense: DenseFeedForward,
+    MoE: MoEFeedForward,
+}
+"""The layers that compute the kinds of blocks. Only the planner knows other kinds."""
+
 
 class DecoderLayer:
     """One layer. The residual stream travels as (hidden, delta): the next norm that reads it adds `delta`."""
@@ -35,16 +45,14 @@ class DecoderLayer:
         """`index`: number of the layer in the model; `place`: its number in the stage."""
         stage = loader.stage
         name, spec = f"layers.{index}", stage.spec.layers[index]
-        self._storing = storing_layer(stage.spec, index)
-        kv_group = next(g for g, group in enumerate(stage.kv_groups) if self._storing in group.layers)
+        self.storing = storing_layer(stage.spec, index)
+        """The layer of the model whose pages this layer reads: itself, or an earlier one."""
+        kv_group = next(g for g, group in enumerate(stage.kv_groups) if self.storing in group.layers)
         self._kernels = stage.kernels
         self._narrows = index == last_storing_layer(stage.spec)
-        self.attention = _attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
-        self.feed_forward: DenseFeedForward | MoEFeedForward
-        if isinstance(spec.feed_forward, MoE):
-            self.feed_forward = MoEFeedForward(loader, index, spec.feed_forward)
-        else:
-            self.feed_forward = DenseFeedForward(loader, f"{name}.feed_forward", spec.feed_forward)
+        attention, feed_forward = _ATTENTION[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
+        self.attention = attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
+        self.feed_forward = feed_forward(loader, f"{name}.feed_forward", spec.feed_forward)
         self.parallel = spec.parallel
         # Rows of an input for both blocks are selected between them, so they are not quantized yet.
         form: InputForm = "tensor" if spec.parallel else self.attention.input_form
@@ -55,7 +63,7 @@ class DecoderLayer:
         self._token_input: TokenInputBlock | None = None
         if spec.token_input is not None:
             self._token_input = TokenInputBlock(loader, f"{name}.token_input", spec.token_input)
-        self._index, self._place = index, place
+        self._place = place
         self._output_factor = loader.load(f"{name}.output_scale.bias") if spec.output_scale else None
         self._residual_factor: Tensor | None = None
         if spec.residual_scale != 1.0:
@@ -81,7 +89,7 @@ class DecoderLayer:
             hidden = add(self._kernels, hidden, delta)
         else:
             normed, hidden = self.feed_forward_norm(hidden, delta)
-        delta = self.run_feed_forward(normed, hidden, left)
+        delta = self.feed_forward(normed, left, hidden)
         delta = self._finish_block(delta, self.post_feed_forward_norm)
         if self._token_input is not None:
             assert left.token_inputs is not None
@@ -97,47 +105,21 @@ class DecoderLayer:
             delta = norm(delta)
         return delta if self._residual_factor is None else scale_rows(self._kernels, delta, self._residual_factor)
 
-    def share_cache(self, layers: Sequence[DecoderLayer], first_layer: int) -> None:
-        """Let this layer read the pages of the layer whose keys and values it shares, if it stores none.
-
-        `layers` are those of the stage. The first of them has the number `first_layer` in the model.
-        """
-        if self._storing != self._index:
-            source = layers[self._storing - first_layer].attention
-            assert isinstance(self.attention, AttentionLayer)
-            assert isinstance(source, AttentionLayer)
-            self.attention.pages = source.pages
-
     def rows_left(self, rows: Rows) -> Rows:
         """The rows that go on once this layer has stored the keys and values of `rows`."""
         return rows.narrow() if self._narrows else rows
-
-    def run_feed_forward(self, normed: LinearInput, hidden: Tensor, rows: Rows) -> Tensor:
-        """The feed-forward block's output for `rows`; `normed` is the norm of `hidden`."""
-        if isinstance(self.feed_forward, DenseFeedForward):
-            return self.feed_forward(normed, rows)
-        return self.feed_forward(normed, hidden, rows)
 
     def run_empty_step(self, nothing: Tensor, rows: Rows) -> Rows:
         """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H].
         Returns the rows that are left."""
         left = self.rows_left(rows)
-        if isinstance(self.feed_forward, MoEFeedForward):
-            self.feed_forward(nothing, nothing, left)
+        if self.feed_forward.meets_replicas:
+            self.feed_forward(nothing, left, nothing)
         return left
 
 
 def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:
     return NoNorm(loader) if norm is None else InputNorm(loader, name, norm, input_form=form)
-
-
-def _attention(
-    loader: LayerLoader, name: str, spec: Attention, tables: RotaryTables, kv_group: int
-) -> AttentionLayer | LatentAttentionLayer:
-    if isinstance(spec, MLA):
-        return LatentAttentionLayer(loader, name, spec, tables, kv_group)
-    assert isinstance(spec, GQA), "only the planner knows other kinds"
-    return AttentionLayer(loader, name, spec, tables, kv_group)
 
 
 class FusedLayers(Protocol):

@@ -55,7 +55,7 @@ class KVStore:
 
     def bind_layers(self, layers: list[DecoderLayer], span: Span, ranks: RankGroups) -> None:
         """Give every layer of a stage its pages."""
-        cache = self._cache
+        cache, bound = self._cache, dict[int, tuple[Tensor, ...]]()
         for group in cache.groups:
             own_layers = [index for index in group.layers if span.start <= index < span.stop]
             slots: list[tuple[Tensor, ...]] = []
@@ -65,10 +65,10 @@ class KVStore:
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
                 slots.append(self._slots[depth, parts])
-                attention.bind_cache(*slots[-1])
+                bound[index] = slots[-1]
             self._pages.append([pages for slot in _own_slots(slots, ranks) for pages in slot])
         for layer in layers:
-            layer.share_cache(layers, span.start)
+            layer.attention.bind_cache(*bound[layer.storing])
         self.num_bytes = self._allocated
         if ranks.kv_pool is not None:
             assert self._allocated == len(ranks.kv_pool), "the segment was cut for this pool"

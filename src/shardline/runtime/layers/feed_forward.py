@@ -15,6 +15,9 @@ from shardline.runtime.step import Rows
 class DenseFeedForward:
     """x [T, hidden] -> [T, hidden]."""
 
+    meets_replicas = False
+    """No rank of another replica takes part."""
+
     def __init__(self, loader: LayerLoader, name: str, spec: Dense) -> None:
         self.inner: GatedColumnLinear | ActivatedLinear
         if spec.gated:
@@ -29,7 +32,8 @@ class DenseFeedForward:
         """The form in which this layer reads x best."""
         return self.inner.input_form
 
-    def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
+    def __call__(self, x: LinearInput, rows: Rows, hidden: Tensor | None = None) -> Tensor:
+        """`hidden`: the residual stream, which this block does not read."""
         return self.down(self.inner(x, rows), rows)
 
     def compute_columns(self, x: LinearInput, rows: Rows) -> Tensor:

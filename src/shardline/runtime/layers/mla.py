@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, QuantizedLatents
-from shardline.models.attention import MLA
+from shardline.models.attention import MLA, Score
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader
@@ -38,27 +38,29 @@ class LatentAttentionLayer:
     """
 
     def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables, kv_group: int) -> None:
-        stage = loader.stage
+        stage, linears, rope = loader.stage, spec.projections, spec.positions.rope
+        assert rope is not None, "keys have a rotated part"
+        assert spec.score == Score(spec.score.scale), "the kernel has no caps and no sinks"
         self._kv_group = kv_group
-        self._spec = spec
+        self._spec, self._linears = spec, linears
         self._kernels = stage.kernels
         self._group = stage.group
-        self._q_rank = spec.q_lora_rank or 0
-        down = [f"{name}.kv_down"] if spec.q_norm is None else [f"{name}.q_down", f"{name}.kv_down"]
-        self.down = ColumnLinear(loader, down, spec.bias)
+        self._q_rank = linears.q_lora_rank or 0
+        down = [f"{name}.kv_down"] if linears.q_norm is None else [f"{name}.q_down", f"{name}.kv_down"]
+        self.down = ColumnLinear(loader, down, linears.bias)
         spans = [stage.spans(f"{part}.weight") for part in down]
         self._down_widths = [sum(span.size for span in of_rank) for of_rank in zip(*spans, strict=True)]
-        q = f"{name}.q" if spec.q_norm is None else f"{name}.q_up"
+        q = f"{name}.q" if linears.q_norm is None else f"{name}.q_up"
         self.q = ColumnLinear(loader, [q], False)
         self.q_norm: InputNorm | None = None
-        if spec.q_norm is not None:
-            self.q_norm = InputNorm(loader, f"{name}.q_norm", spec.q_norm, input_form=self.q.input_form)
-        self._kv_norm = NormLayer(loader, f"{name}.kv_norm", spec.kv_norm)
+        if linears.q_norm is not None:
+            self.q_norm = InputNorm(loader, f"{name}.q_norm", linears.q_norm, input_form=self.q.input_form)
+        self._kv_norm = NormLayer(loader, f"{name}.kv_norm", linears.kv_norm)
         self._key_up, self._value_up = self._absorb(loader, f"{name}.kv_up")
-        num_heads = [span.size // spec.query_head_dim for span in stage.spans(f"{q}.weight")]
-        self.output = ClosingLinear(loader, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
-        self._table = tables.of(spec.rope)
-        self._query_factors = query_factors(spec.query_scale, stage) if spec.query_scale else None
+        num_heads = [span.size // linears.query_head_dim for span in stage.spans(f"{q}.weight")]
+        self.output = ClosingLinear(loader, f"{name}.o", [n * spec.value_head_dim for n in num_heads], linears.bias)
+        self._table, self._interleaved = tables.of(rope), rope.interleaved
+        self._query_factors = query_factors(scale, stage) if (scale := spec.positions.query_scale) else None
         self._cache: LatentCache | None = None
 
     @property
@@ -96,12 +98,12 @@ class LatentAttentionLayer:
     def store(self, q: Tensor, down: Tensor, rows: Rows) -> Tensor:
         """Normalise, rotate and cache the projected latents. Returns the queries [T, local heads, query_head_dim]."""
         assert self._cache is not None
-        spec, positions, slots = self._spec, rows.positions, rows.slots[self._kv_group]
-        q = q.view(len(positions), -1, spec.query_head_dim)
-        latent = self._kv_norm(down[:, self._q_rank : self._q_rank + spec.kv_lora_rank])
-        k_rope = down[:, self._q_rank + spec.kv_lora_rank :]
-        q_rope = q[..., spec.nope_head_dim :]
-        apply_rope(self._kernels, q_rope, k_rope[:, None], positions, self._table, interleaved=spec.rope.interleaved)
+        linears, positions, slots = self._linears, rows.positions, rows.slots[self._kv_group]
+        q = q.view(len(positions), -1, linears.query_head_dim)
+        latent = self._kv_norm(down[:, self._q_rank : self._q_rank + linears.kv_lora_rank])
+        k_rope = down[:, self._q_rank + linears.kv_lora_rank :]
+        q_rope = q[..., linears.nope_head_dim :]
+        apply_rope(self._kernels, q_rope, k_rope[:, None], positions, self._table, interleaved=self._interleaved)
         write_latent(self._kernels, latent, k_rope, self._cache, slots)
         if self._query_factors is not None:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
@@ -110,24 +112,24 @@ class LatentAttentionLayer:
     def attend(self, q: Tensor, rows: Rows) -> Tensor:
         """The attention output of `rows`, [Q, local heads * value_head_dim], for their q [Q, ...]."""
         assert self._cache is not None
-        spec, kernels = self._spec, self._kernels
+        nope, kernels = self._linears.nope_head_dim, self._kernels
         attended = mla_attention(
             kernels,
-            linear_heads(kernels, q[..., : spec.nope_head_dim], self._key_up),
-            q[..., spec.nope_head_dim :],
+            linear_heads(kernels, q[..., :nope], self._key_up),
+            q[..., nope:],
             self._cache,
             rows.block_tables[self._kv_group],
             rows.query_starts,
             rows.context_lens,
-            spec.scale,
+            self._spec.score.scale,
         )
         return linear_heads(kernels, attended, self._value_up).flatten(1)
 
     def _absorb(self, loader: LayerLoader, name: str) -> tuple[PackedHeads, PackedHeads]:
         """The two parts of kv_up: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""
-        spec = self._spec
-        weight = loader.read(f"{name}.weight").view(-1, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
-        key_up = pack_heads(self._kernels, weight[:, : spec.nope_head_dim].transpose(1, 2))
-        value_up = pack_heads(self._kernels, weight[:, spec.nope_head_dim :])
+        linears = self._linears
+        weight = loader.read(f"{name}.weight").view(-1, linears.up_head_dim, linears.kv_lora_rank)
+        key_up = pack_heads(self._kernels, weight[:, : linears.nope_head_dim].transpose(1, 2))
+        value_up = pack_heads(self._kernels, weight[:, linears.nope_head_dim :])
         loader.on_loaded(key_up.panels.nbytes + value_up.panels.nbytes)
         return key_up, value_up

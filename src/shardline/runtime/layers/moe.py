@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.feed_forward import Dense, MoE
+from shardline.models.parameters import parse_name
 from shardline.models.partition import split_dim
 from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
@@ -49,8 +50,8 @@ class Routed(NamedTuple):
 class Router:
     """x [T, hidden] -> Routed. Every rank holds the whole router; logits are fp32 sums in a fixed order."""
 
-    def __init__(self, loader: LayerLoader, index: int, spec: MoE, counts_tokens: bool) -> None:
-        name, stage = f"layers.{index}.feed_forward", loader.stage
+    def __init__(self, loader: LayerLoader, name: str, spec: MoE, counts_tokens: bool) -> None:
+        stage, index = loader.stage, parse_name(f"{name}.router.weight").layer
         self._kernels = stage.kernels
         self._routing = spec.routing
         self._gated = spec.shared_gate
@@ -153,9 +154,11 @@ class MoEFeedForward:
 
     input_form: InputForm = "tensor"
     """The router reads unquantized rows."""
+    meets_replicas = True
+    """Ranks of other replicas may take part, so it runs in steps without a token too."""
 
-    def __init__(self, loader: LayerLoader, index: int, spec: MoE) -> None:
-        name, stage = f"layers.{index}.feed_forward", loader.stage
+    def __init__(self, loader: LayerLoader, name: str, spec: MoE) -> None:
+        stage = loader.stage
         self._kernels = stage.kernels
         self._group = stage.group
         self._expert_group = stage.expert_group
@@ -163,7 +166,7 @@ class MoEFeedForward:
         self._partial_sums = not stage.splits_outputs and stage.expert_group.size == stage.group.size
         self._whole_experts = stage.expert_parallel and stage.expert_group.size > 1
         owns_tokens = self._whole_experts and not self._partial_sums
-        self._router = Router(loader, index, spec, owns_tokens or stage.group.rank == 0)
+        self._router = Router(loader, name, spec, owns_tokens or stage.group.rank == 0)
         self._experts = Experts(loader, name, spec.expert, spec.routing.num_experts)
         self._shared = DenseFeedForward(loader, f"{name}.shared", spec.shared) if spec.shared is not None else None
         self._beside: DenseBeside | None = None
@@ -176,7 +179,7 @@ class MoEFeedForward:
         self._expert_bounds = torch.tensor(bounds)
         self._device_expert_bounds = self._expert_bounds.to(stage.device)
 
-    def __call__(self, x: LinearInput, hidden: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: LinearInput, rows: Rows, hidden: Tensor) -> Tensor:
         """`hidden` [T, hidden]: the residual stream; x is its norm."""
         assert isinstance(x, Tensor)
         if self._beside is None:

@@ -11,7 +11,6 @@ from shardline.checkpoints.gguf.checkpoint import FoundPlace, GGUFCheckpoint
 from shardline.checkpoints.gguf.header import PLAIN_TYPES, GGUFTensor
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows, map_part
-from shardline.models.attention import MLA
 from shardline.models.parameters import is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
@@ -117,11 +116,11 @@ class GGUFWeights:
 
     def _join_latents(self, layer: int, spans: Spans) -> Tensor:
         """The up-projection of keys and values, float32, from two tensors: the keys' is transposed in each head."""
-        mla = self._spec.layers[layer].attention
-        assert isinstance(mla, MLA), "only latent attention has this parameter"
-        heads, latent = mla.num_heads, mla.kv_lora_rank
-        keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, mla.nope_head_dim)
-        values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, mla.value_head_dim, latent)
+        attention = self._spec.layers[layer].attention
+        rows, latent = self._shapes[f"layers.{layer}.attention.kv_up.weight"]
+        heads, size = attention.num_heads, attention.value_head_dim
+        keys = self._whole(f"blk.{layer}.attn_k_b.weight").view(heads, latent, rows // heads - size)
+        values = self._whole(f"blk.{layer}.attn_v_b.weight").view(heads, size, latent)
         both = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         return both[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
 

@@ -7,7 +7,7 @@ some of the entries. One vector is the key and the value of all heads (DeepSeek-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardline.models.attention import Attention, AttentionWork
@@ -22,6 +22,8 @@ _FLOAT32 = 4
 _ROTATED_BYTES = 2
 _SCALED_GROUP = 64
 _INDEX_SCALE_BYTES = 4
+_STREAM_LAUNCHES = 4
+"""Kernels that mix residual streams for a layer's two blocks, and write to them."""
 
 
 class CompressedMQA(Attention, frozen=True, array_like=True, tag=True):
@@ -123,6 +125,16 @@ class StreamedLayer(Layer, frozen=True, array_like=True, cache_hash=True):
         """Number of residual streams."""
         return self.streams
 
+    @property
+    def num_launches(self) -> int:
+        """See `Layer.num_launches`."""
+        return super().num_launches + _STREAM_LAUNCHES * (self.streams > 1)
+
+    def activation_elements(self, hidden_size: int, ranks: int) -> float:
+        """See `Layer.activation_elements`. Each block reads the streams twice and writes them."""
+        streams = 2 * 3 * self.streams * hidden_size if self.streams > 1 else 0
+        return super().activation_elements(hidden_size, ranks) + streams
+
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
         """See `Layer.parameters`. Hyper-connections have products of all streams, their offsets and three factors."""
         yield from super().parameters(hidden_size, num_experts)
@@ -149,7 +161,12 @@ class CacheRows:
 
 def is_compressed(spec: DecoderSpec) -> bool:
     """Whether the layers have this attention."""
-    return isinstance(spec.layers[0].attention, CompressedMQA)
+    return bool(compressed_layers([(spec.layers[0], 1)]))
+
+
+def compressed_layers(counted: Iterable[tuple[Layer, int]]) -> list[tuple[CompressedMQA, int]]:
+    """Of layers with their numbers, the attention of those that have this one."""
+    return [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]
 
 
 def cache_rows(attention: CompressedMQA, dtype: KVDType) -> tuple[CacheRows, CacheRows | None, CacheRows | None]:

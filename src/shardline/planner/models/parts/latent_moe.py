@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shardline.models.feed_forward import MoE
+from shardline.models.partition import Span
 from shardline.models.parts import Parameters, linear_parameters
 
 
 class PlannedMoE(MoE, frozen=True, array_like=True, tag=True):
     """Experts with `latent` inputs and outputs, and projections into that space and out of it."""
-
-    whole_parts: ClassVar[tuple[str, ...]] = (
-        *MoE.whole_parts,
-        "feed_forward.latent_down",
-        "feed_forward.latent_up",
-    )
 
     latent: int = 1024
 
@@ -27,6 +20,11 @@ class PlannedMoE(MoE, frozen=True, array_like=True, tag=True):
     def expert_width(self, hidden_size: int) -> int:
         """Elements of an expert's inputs and outputs."""
         return self.latent
+
+    def split(self, part: str, rank: int, ranks: int) -> Span | None:
+        """See `Dense.split`. Every rank has the projections."""
+        is_whole = part in ("feed_forward.latent_down", "feed_forward.latent_up")
+        return None if is_whole else super().split(part, rank, ranks)
 
     def expert_parameters(self, hidden_size: int, num_experts: int) -> Parameters:
         """See `MoE.expert_parameters`."""

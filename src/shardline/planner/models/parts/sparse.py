@@ -110,7 +110,7 @@ class SparseMLA(MLA, frozen=True, array_like=True, tag=True):
     def parameters(self, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
         yield from super().parameters(hidden_size)
-        yield from self.indexer.parameters(self.q_lora_rank or hidden_size, hidden_size)
+        yield from self.indexer.parameters(self.projections.q_lora_rank or hidden_size, hidden_size)
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `Attention.split`."""

@@ -292,7 +292,7 @@ class FusedLayer:
         post = layer.post_feed_forward_norm
         if block is None:
             assert not isinstance(normed, UnnormedRows)
-            return _added(hidden, layer.run_feed_forward(normed, hidden, left), post), left
+            return _added(hidden, layer.feed_forward(normed, left, hidden), post), left
         return _added(hidden, block(normed, hidden, left, adds=post is None), post), left
 
 
