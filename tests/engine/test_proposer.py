@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardline.config.speculation import Speculation
-from shardline.engine.kv_cache import KVState
-from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.speculative.ngram import NgramProposer
 from shardline.messages.request import Constraints, Request
 from shardline.messages.step import SequenceResult, SequenceStep

@@ -193,7 +193,7 @@ class ModelProposer:
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         self.num_accepted += len(result.token_ids) - 1
         tokens = [*sequence.tokens, *result.token_ids]
-        guesses = []
+        guesses: list[int] = []
         for _ in range(3):
             guesses.append(next_token([*tokens, *guesses], sequence.request.cache_salt))
         self.num_learnt += 1

@@ -27,10 +27,10 @@ VOCAB_SIZE = 256
 class Goldens:
     """Checkpoint, requests and golden answers of each family, dtype, quantization and KV type, made when asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_requests: int) -> None:
         self._folder = folder
         self._known: dict[tuple[str, str, str, str], dict[str, Answer]] = {}
-        self.requests = make_requests(VOCAB_SIZE, 12)
+        self.requests = make_requests(VOCAB_SIZE, num_requests)
 
     def model(self, family: str, quantization: str = "none") -> Path:
         if quantization in STORED:
@@ -48,8 +48,9 @@ class Goldens:
 
 
 @pytest.fixture(scope="session")
-def goldens(tmp_path_factory: pytest.TempPathFactory) -> Goldens:
-    return Goldens(tmp_path_factory.mktemp("exactness"))
+def goldens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Goldens:
+    """The fewer requests have every sampling, too."""
+    return Goldens(tmp_path_factory.mktemp("exactness"), 12 if request.config.getoption("--full-matrix") else 8)
 
 
 EXACTNESS_SHAPE: dict[str, dict[str, object]] = {
