@@ -70,7 +70,7 @@ def _take_memory() -> None:
         (lambda: None, ""),
         (lambda: int("x"), ""),
         (lambda: time.sleep(9), "not ended"),
-        (lambda: {}["x"], "KeyError"),
+        (lambda: dict[str, int]()["x"], "KeyError"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "died with status 9"),
         (_take_memory, "memory"),
     ],

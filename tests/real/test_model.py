@@ -111,7 +111,7 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
 def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(_TOOL_TEMPLATE, encoding="utf-8")
-    tool = {
+    tool: Any = {
         "type": "function",
         "function": {
             "name": "get_weather",
