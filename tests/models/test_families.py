@@ -57,6 +57,7 @@ def test_other_names_of_a_family(model_type: str, family_name: str) -> None:
     assert replace(decoder_spec({**config, "model_type": model_type}), model_type=family_name) == spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_same_parameters_and_logits_as_transformers(name: str, tmp_path: Path) -> None:
     sharding = {"max_shard_size": "60KB"} if len(name) % 2 else {}
@@ -73,6 +74,7 @@ _SEEDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family_name", "seed"), _SEEDS)
 def test_random_shapes(family_name: str, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{family_name} {seed}")
