@@ -139,6 +139,7 @@ def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> N
             temperature=0,
             max_tokens=120,
         )
+        call: Any
         [call] = answer.choices[0].message.tool_calls or []
         assert call.function.name == "get_weather"
         arguments = json.loads(call.function.arguments)

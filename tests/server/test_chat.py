@@ -294,7 +294,9 @@ def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> 
         assert constraints is not None
         assert constraints.grammar
     assert http.post("/v1/chat/completions", json={"messages": HI, "bad_words": ["x"]}).status_code == 200
-    assert shared.engine.requests[-1].constraints.bad_words
+    banned = shared.engine.requests[-1].constraints
+    assert banned is not None
+    assert banned.bad_words
     http.post("/v1/chat/completions", json={"messages": HI})
     assert shared.engine.requests[-1].constraints is None
 

@@ -122,7 +122,7 @@ def test_several_prompts_stream(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Say it: ", TOKENIZER.encode_text("Say it: ")])
 def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int], stream: bool) -> None:
-    answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
+    answer: Any = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
     text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text
     assert text == "Say it: " + REPLY
 
