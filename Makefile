@@ -44,10 +44,11 @@ lint-cpp: dev $(VENV)/.cpp ## Format of the C++ sources, and what clang-tidy fin
 	printf '%s\n' $(filter %.cpp,$(CPP)) | xargs -P 2 -n 4 $(BIN)/clang-tidy --quiet -p build/lint
 
 sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread pool and exchanges under TSAN
-	$(CONFIGURE) -B build/sanitize/address -DSHARDLINE_SANITIZE=address,undefined
+	$(CONFIGURE) -B build/sanitize/address -DSHARDLINE_SANITIZE=address,undefined \
+	  -DSHARDLINE_LAST_ISA=$(shell PYTHONPATH=src $(BIN)/python -c 'from shardline import _cpu; print(_cpu.available_isas()[-1])')
 	$(BIN)/ninja -C build/sanitize/address
 	$(BIN)/python -m tests.sanitize address
-	$(CONFIGURE) -B build/sanitize/thread -DSHARDLINE_SANITIZE=thread -DSHARDLINE_PORTABLE_ONLY=ON
+	$(CONFIGURE) -B build/sanitize/thread -DSHARDLINE_SANITIZE=thread -DSHARDLINE_LAST_ISA=portable
 	$(BIN)/ninja -C build/sanitize/thread
 	$(BIN)/python -m tests.sanitize thread
 

@@ -28,18 +28,19 @@ hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine i
 hypothesis.settings.load_profile("suite")
 BEST_ISA = _cpu.isa()
 
+TESTS = Path(__file__).parent
 MARKED_FOLDERS = {
-    "e2e": pytest.mark.e2e,
-    "exactness": pytest.mark.e2e,
-    "faults": pytest.mark.e2e,
-    "hostile": pytest.mark.e2e,
-    "kernels": pytest.mark.slow,
-    "runtime": pytest.mark.e2e,
-    "runtime/loader": pytest.mark.slow,
-    "runtime/machines": pytest.mark.slow,
-    "runtime/ops": pytest.mark.slow,
-    "sandbox": pytest.mark.e2e,
-    "weights": pytest.mark.slow,
+    "e2e": "e2e",
+    "exactness": "e2e",
+    "faults": "e2e",
+    "hostile": "e2e",
+    "kernels": "slow",
+    "runtime": "e2e",
+    "runtime/loader": "slow",
+    "runtime/machines": "slow",
+    "runtime/ops": "slow",
+    "sandbox": "e2e",
+    "weights": "slow",
 }
 """Folders below tests/ whose tests are no unit tests; of nested folders, the inner one decides."""
 
@@ -54,6 +55,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def mark_of(path: Path) -> str | None:
+    """The mark of all tests in a file or folder below tests/."""
+    own = path.relative_to(TESTS)
+    return next(
+        (MARKED_FOLDERS[name] for part in (own, *own.parents) if (name := part.as_posix()) in MARKED_FOLDERS), None
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that the mark expression leaves out by their folder are not imported: most of them need torch."""
+    words = [] if " or " in config.option.markexpr else config.option.markexpr.split(" and ")
+    inner = [mark for folder, mark in MARKED_FOLDERS.items() if (TESTS / folder).is_relative_to(collection_path)]
+    return all(f"not {mark}" in words for mark in (mark_of(collection_path), *inner)) or None
+
+
 def pytest_collection() -> None:
     """Imports make many objects, none of them garbage."""
     gc.disable()
@@ -62,12 +78,10 @@ def pytest_collection() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent)
-        folder = next((folder for parent in path.parents if (folder := parent.as_posix()) in MARKED_FOLDERS), None)
-        if folder is not None:
-            item.add_marker(MARKED_FOLDERS[folder])
+        if mark := mark_of(item.path):
+            item.add_marker(mark)
         elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.e2e)
+            item.add_marker("e2e")
 
 
 def pytest_collection_finish() -> None:

@@ -100,7 +100,7 @@ class World:
         config = EngineConfig.from_options(data_parallel_size=count)
         self.replicas = Replicas(config, lambda *event: None, self.connect)
         self.replicas.wait_ready()
-        self.replicas._engines.restart_engine = lambda index, client: self.starting.append(index)  # type: ignore[method-assign]
+        self.replicas._engines.restart_engine = lambda index, failed: self.starting.append(index)  # type: ignore[method-assign]
 
     def connect(self, config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Engine:
         self.engines.append(Engine(self.hangs_at, self.hangs_once))

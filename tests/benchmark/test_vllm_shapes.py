@@ -63,6 +63,7 @@ OPTIONAL_ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", RUNS)
 def test_rows_and_keys_are_those_of_vllm(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pooling = "embeddings" in words

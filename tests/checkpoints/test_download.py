@@ -18,6 +18,7 @@ import pytest
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.loader.gguf_writer import write_gguf
 
+pytestmark = pytest.mark.slow  # downloads are processes, which import the hub's library
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _DOWNLOAD = "import sys; from shardline.cli.main import main; sys.exit(main())"
 _RESOLVE = """

@@ -13,6 +13,7 @@ from tests.runtime.loader.stored_checkpoints import write_checkpoint
 from tests.runtime.loader.stored_formats import FORMATS
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("scheme", "agreement"), [("none", 1.0), ("int8", 0.99), ("int4", 0.98)])
 def test_the_demo_model_by_its_conversations(
     scheme: str, agreement: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -28,6 +29,7 @@ def test_the_demo_model_by_its_conversations(
     assert f"{100 * figures['top1_agreement']:.2f}%" in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_the_demo_model_with_keys_and_values_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "quality.json"
     assert main(["evaluate", "--kv-cache-dtype", "int8", "--json", str(report)]) == 0
@@ -38,6 +40,7 @@ def test_the_demo_model_with_keys_and_values_in_int8(tmp_path: Path, capsys: pyt
     assert "KV in int8" in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_a_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Join two or more pathname components. " * 100)
@@ -45,6 +48,7 @@ def test_a_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "int8 against the model as it is" in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_a_quantized_checkpoint_against_the_model_that_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

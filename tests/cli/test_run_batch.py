@@ -23,6 +23,7 @@ LINES = (
 )
 
 
+@pytest.mark.e2e
 def test_a_file(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, LINES)))

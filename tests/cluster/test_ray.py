@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from shardline.channel import encode_message
-from shardline.cluster.ray import driver as ray_driver
 from shardline.cluster.ray.cluster import RayCluster, Unreachable
 from shardline.cluster.ray.driver import Driver
 from shardline.cluster.ray.node import NodeStarter
@@ -91,7 +90,7 @@ def driver(cluster: FakeCluster, groups: tuple[int, ...] = (), **options: Any) -
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The driver's clock; tests set its one element."""
     now = [1000.0]
-    monkeypatch.setattr(ray_driver.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("shardline.cluster.ray.driver.time.monotonic", lambda: now[0])
     return now
 
 

@@ -156,6 +156,7 @@ def test_the_tables_of_nvidia_smi() -> None:
     assert topology("") == []
 
 
+@pytest.mark.slow
 def test_this_host_has_facts_that_travel() -> None:
     here = gather(EngineConfig.from_options(nnodes=2, master_addr="127.0.0.1", device="cpu"), ServerConfig(port=0))
     assert "127.0.0.1" in here.address_error
@@ -170,6 +171,7 @@ def test_kernels_of_a_busy_host_are_not_called_broken() -> None:
     assert KnownAnswers().collect(0.0) == ({}, "")
 
 
+@pytest.mark.slow
 def test_ranks_measure_how_fast_they_gather() -> None:
     """With gloo here; GPUs use NCCL."""
     speed, problem = GpuGather(2, "gloo", "cpu").collect(60.0)
@@ -178,6 +180,7 @@ def test_ranks_measure_how_fast_they_gather() -> None:
     assert GpuGather(1).collect(0.0) == (0.0, "")
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_gather_are_named() -> None:
     speed, problem = GpuGather(2, "carrier-pigeons", "cpu").collect(60.0)
     assert speed == 0.0

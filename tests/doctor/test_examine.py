@@ -18,6 +18,7 @@ from shardline.cluster.wire import NodeSocket
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.doctor import examine, gather
 from shardline.doctor.facts import Finding, ModelFacts, NodeFacts, Report
+from shardline.messages.node import Measured
 from tests.doctor.test_checks import facts, host
 
 TOKEN = "the-token-of-this-test-2"
@@ -77,7 +78,7 @@ def test_a_layout_that_the_model_does_not_allow(config: EngineConfig) -> None:
 
 
 def test_a_link_that_is_closed_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "answer", lambda *_: examine.Measured(error="10.0.0.2 port 4: timed out"))
+    monkeypatch.setattr(examine, "answer", lambda *_: Measured(error="10.0.0.2 port 4: timed out"))
     reception = examine.Reception(TOKEN, config, local(0))
     ours, _ = run_both(lambda: reception.receive(5.0), lambda: visit(config, local(1)))
     assert ours.verdict == "broken"

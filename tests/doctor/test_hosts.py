@@ -31,6 +31,7 @@ def examine(hosts: Hosts, folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
+@pytest.mark.e2e
 def test_two_hosts_and_a_slow_link(hosts: Hosts, tmp_path: Path) -> None:
     for rate, verdict in ((None, "ok"), ("100mbit", "warning")):
         if rate is not None:

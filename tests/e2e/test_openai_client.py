@@ -7,14 +7,15 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.serving import Server, serve
 
-QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
-LONG = {"prompt": "os.path.join:", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+QUESTION: list[Any] = [{"role": "user", "content": "What does os.path.join do?"}]
+LONG: dict[str, Any] = {"prompt": "os.path.join:", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")

@@ -31,4 +31,4 @@ def code_with_command(child: Child, module: str) -> str:
 
 def register() -> None:
     HANDLERS[Tell] = tell
-    Child.code = code_with_command  # type: ignore[method-assign]
+    Child.code = code_with_command  # type: ignore[method-assign, assignment]

@@ -47,7 +47,7 @@ def reference(request: Request, max_model_len: int) -> tuple[list[int], str]:
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
-    sampling = {"max_tokens": max_tokens}
+    sampling: dict[str, object] = {"max_tokens": max_tokens}
     for key in ("min_tokens", "ignore_eos", "stop_token_ids"):
         if key in options:
             sampling[key] = options.pop(key)

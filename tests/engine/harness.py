@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -131,7 +131,7 @@ class Engine:
     def finish_reason(self, name: str) -> str | None:
         return self.outputs[name][-1].finish_reason
 
-    def check_done(self, aborted: set[str] = frozenset()) -> None:
+    def check_done(self, aborted: Set[str] = frozenset()) -> None:
         """Every request got the tokens it gets alone, every sequence was ended, every block given back."""
         for name, request in self.requests.items():
             outputs = self.outputs[name]

@@ -59,5 +59,5 @@ def open_backend(kind: str, rank: int, threads: int) -> MeasuredHost:
 
 def main() -> None:
     """As `worker_process.main`."""
-    worker_process.open_backend = open_backend
+    worker_process.open_backend = open_backend  # type: ignore[attr-defined]
     worker_process.main()

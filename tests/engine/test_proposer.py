@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardline.config.speculation import Speculation
-from shardline.engine.kv_cache import KVState
-from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.speculative.ngram import NgramProposer
 from shardline.engine.speculative.payoff import RowCost
 from shardline.messages.request import Constraints, Request

@@ -27,7 +27,7 @@ def long_prompt(length: int, first: int = 1) -> list[int]:
 def test_one_budget_decodes_first() -> None:
     engine = Engine(Shape(max_num_batched_tokens=8))
     engine.add(make_request("a", [1, 2, 3], ignore_eos=True), make_request("b", long_prompt(20), ignore_eos=True))
-    plans = []
+    plans: list[object] = []
     while len(plans) < 5:
         plan = engine.submit()
         plans.append(shares(plan))

@@ -110,7 +110,7 @@ def drive(
     return engine
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), st.integers(0, 2**32), st.integers(1, 14), st.sampled_from([0.0, 0.05, 0.2]), st.booleans())
 def test_any_schedule_gives_the_reference(
     shape: Shape, seed: int, num_requests: int, abort_rate: float, growing: bool
@@ -196,7 +196,7 @@ class ModelProposer:
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         self.num_accepted += len(result.token_ids) - 1
         tokens = [*sequence.tokens, *result.token_ids]
-        guesses = []
+        guesses: list[int] = []
         for _ in range(3):
             guesses.append(next_token([*tokens, *guesses], sequence.request.cache_salt))
         self.num_learnt += 1

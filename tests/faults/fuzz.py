@@ -69,7 +69,8 @@ def http_frame(rng: random.Random) -> bytes:
 @contextlib.contextmanager
 def serve_rank() -> Iterator[tuple[int, Callable[[], bool]]]:
     """Rank 0 waits for rank 1."""
-    store, ends = LocalStore(), {}
+    store = LocalStore()
+    ends: dict[int, dict[str, dict[int, socket.socket]]] = {}
 
     def meet(rank: int) -> None:
         ends[rank] = connect_ranks(Meeting(store, "127.0.0.1", nonce, 36000.0), rank, {"tensor": (0, 1)})

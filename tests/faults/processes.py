@@ -29,6 +29,7 @@ class Replica:
         self.client = EngineClient(resolve_here(config), 0, self.messages.put, start_engine, b"")
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
+        assert self.client._child is not None
         self.engine_pid = self.client._child.pid
 
     def start_long_request(self, max_tokens: int = 1500) -> None:

@@ -207,8 +207,8 @@ def test_one_script_on_two_hosts(tmp_path: Path, undisturbed: str) -> None:
 def test_a_head_without_ranks_ends_all_at_the_first_failure(tmp_path: Path, undisturbed: str) -> None:
     with contextlib.closing(Hosts(2)) as hosts:
         logs = [tmp_path / f"host{index}.log" for index in range(2)]
-        flags = ("serve", *SMALL, "-tp", "2", "--data-parallel-address", hosts.address(0), "--on-failure", "exit")
-        flags += ("--data-parallel-size-local",)
+        flags = ["serve", *SMALL, "-tp", "2", "--data-parallel-address", hosts.address(0), "--on-failure", "exit"]
+        flags.append("--data-parallel-size-local")
         node = hosts.start(1, *flags, "1", "--headless", log=logs[1])
         head = hosts.start(0, *flags, "0", "--host", "0.0.0.0", log=logs[0])
         await_ready(hosts.address(0), 60.0, head, node)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
+
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.openai.batch.chat import BatchedChatRequest
 from shardline.server.openai.chat.request import ChatRequest
@@ -33,7 +35,7 @@ RENDER = "/render"
 """After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
 POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
 LABELS = "/generative_scoring"
-MODELS = {
+MODELS: dict[str, type[BaseModel]] = {
     CHAT: ChatRequest,
     CHATS: BatchedChatRequest,
     COMPLETION: CompletionRequest,

@@ -180,8 +180,9 @@ def _odd_tokenizer(rng: random.Random, folder: Path) -> None:
     for name in rng.sample(list(parts), rng.randrange(1, 3)):
         tokenizer[name] = parts[name]
     if rng.random() < 0.2:
-        vocabulary = tokenizer.get("model", {}).get("vocab") if isinstance(tokenizer.get("model"), dict) else None
-        for word in list(vocabulary or {})[: draws.size(rng, 500)]:
+        model = tokenizer.get("model")
+        vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
+        for word in list(vocabulary)[: draws.size(rng, 500)]:
             vocabulary[word] = rng.choice((2**31, 0, -1, 10**6))
     _write(folder, "tokenizer.json", tokenizer)
 

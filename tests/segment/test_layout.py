@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from shardline.config.topology import RankGrid
 from shardline.segment.layout import SegmentLayout
@@ -35,7 +37,7 @@ def test_parts_do_not_overlap() -> None:
         place = grid.place(rank)
         layout.progress(segment).line(rank).finish(100 * number)
         layout.expert_load(segment).of_rank(rank)[:] = number
-        parts = (partial(layout.group, axis="tensor"), layout.kv_pool)
+        parts: tuple[Callable[..., Any], ...] = (partial(layout.group, axis="tensor"), layout.kv_pool)
         for code, part in enumerate(parts, start=1):
             area = part(segment, place)
             assert area is not None

@@ -140,8 +140,9 @@ class FakeEngine:
             vector = array("f", self.embedding * count).tobytes()
             return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
         if self.refusal:
-            own = request.request_id, request.choice, []
-            return SequenceOutput(*own, finish_reason="error", error=self.refusal, refused=True)
+            return SequenceOutput(
+                request.request_id, request.choice, [], finish_reason="error", error=self.refusal, refused=True
+            )
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ from tests.text.builders import byte_level_json, tokenizer
 
 TOKENIZER = tokenizer(byte_level_json())
 MODEL = "demo"
-HI = [{"role": "user", "content": "Hi"}]
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 def test_answers_a_conversation(client: openai.OpenAI) -> None:
@@ -99,10 +100,10 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
         top_logprobs=2,
         stream=stream,  # type: ignore[arg-type]
     )
-    answers = list(request) if stream else [request]
-    found = []
+    answers: list[Any] = list(request) if stream else [request]
+    found: list[Any] = []
     for answer in answers:
-        for choice in answer.choices:  # type: ignore[union-attr]
+        for choice in answer.choices:
             if choice.logprobs is not None:
                 found += choice.logprobs.content or []
     raw = b"".join(bytes(entry.bytes or []) for entry in found)
@@ -235,7 +236,7 @@ def test_echo_repeats_the_message_that_the_answer_continues(http: httpx.Client) 
 
 
 def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))  # type: ignore[arg-type]
+    chunks: list[Any] = list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
     assert [chunk.choices[0].finish_reason for chunk in chunks].count("length") == 1
     assert chunks[-1].choices[0].finish_reason == "length"
     assert chunks[-1].choices[0].delta.content
@@ -243,7 +244,7 @@ def test_the_last_chunk_has_content_and_the_finish_reason(client: openai.OpenAI)
 
 def test_what_was_not_asked_for_is_null(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HI}).json()
-    names = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
+    names: tuple[str, ...] = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
     assert [answer[name] for name in names] == [None] * 4
     assert answer["choices"][0]["token_ids"] is None
     names = ("refusal", "annotations", "audio", "function_call", "reasoning")
@@ -277,7 +278,7 @@ def test_fields_of_other_engines_are_taken_and_named(http: httpx.Client) -> None
 
 def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    forms = [
+    forms: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
@@ -293,7 +294,9 @@ def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> 
         assert constraints is not None
         assert constraints.grammar
     assert http.post("/v1/chat/completions", json={"messages": HI, "bad_words": ["x"]}).status_code == 200
-    assert shared.engine.requests[-1].constraints.bad_words  # type: ignore[union-attr]
+    banned = shared.engine.requests[-1].constraints
+    assert banned is not None
+    assert banned.bad_words
     http.post("/v1/chat/completions", json={"messages": HI})
     assert shared.engine.requests[-1].constraints is None
 

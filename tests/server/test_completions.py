@@ -82,7 +82,7 @@ def test_stream_ends_with_usage_where_asked_for(http: httpx.Client) -> None:
 
 
 def test_continuous_usage_counts_up(client: openai.OpenAI) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = client.completions.create(
         model=MODEL,
         prompt="Hi",
@@ -122,15 +122,15 @@ def test_several_prompts_stream(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Say it: ", TOKENIZER.encode_text("Say it: ")])
 def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int], stream: bool) -> None:
-    answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
-    text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text  # type: ignore[union-attr]
+    answer: Any = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
+    text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text
     assert text == "Say it: " + REPLY
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_stand_for_an_echoed_text(client: openai.OpenAI, stream: bool) -> None:
     options: dict[str, Any] = {"echo": True, "logprobs": 1, "extra_body": {"return_token_ids": True}}
-    answer = client.completions.create(model=MODEL, prompt=[7, 8], max_tokens=100, stream=stream, **options)
+    answer: Any = client.completions.create(model=MODEL, prompt=[7, 8], max_tokens=100, stream=stream, **options)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == REPLY
     assert choices[0].prompt_token_ids == [7, 8]
@@ -148,10 +148,13 @@ def test_stop_string_is_left_out_and_named(http: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
     request = client.completions.create(model=MODEL, prompt="Hi", logprobs=4, max_tokens=100, stream=stream)
-    answers = list(request) if stream else [request]
-    tokens, offsets, top, values = [], [], [], []
+    answers: list[Any] = list(request) if stream else [request]
+    tokens: list[str] = []
+    offsets: list[int] = []
+    top: list[dict[str, float]] = []
+    values: list[float] = []
     for answer in answers:
-        for choice in answer.choices:  # type: ignore[union-attr]
+        for choice in answer.choices:
             found = choice.logprobs
             assert found is not None
             tokens += found.tokens or []
@@ -176,9 +179,9 @@ def test_echo_with_logprobs_begins_with_the_prompt(client: openai.OpenAI, stream
     request = client.completions.create(
         model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, stream=stream
     )
-    answers = list(request) if stream else [request]
+    answers: list[Any] = list(request) if stream else [request]
     ids = TOKENIZER.encode_text(prompt)
-    parts = [choice.logprobs for answer in answers for choice in answer.choices]  # type: ignore[union-attr]
+    parts = [choice.logprobs for answer in answers for choice in answer.choices]
     values = [value for part in parts if part for value in part.token_logprobs or []]
     assert values == [None, *(-1.0 - index for index in range(len(ids) - 1)), *[-0.5] * max_tokens]
     tops = [top for part in parts if part for top in part.top_logprobs or []]
@@ -187,10 +190,10 @@ def test_echo_with_logprobs_begins_with_the_prompt(client: openai.OpenAI, stream
     offsets = [offset for part in parts if part for offset in part.text_offset or []]
     assert offsets[0] == 0
     assert offsets == sorted(offsets)
-    assert "".join(c.text for a in answers for c in a.choices).startswith(prompt)  # type: ignore[union-attr]
+    assert "".join(c.text for a in answers for c in a.choices).startswith(prompt)
     if not stream:
-        assert answers[0].usage.completion_tokens == max_tokens  # type: ignore[union-attr]
-        assert answers[0].choices[0].finish_reason == "length"  # type: ignore[union-attr]
+        assert answers[0].usage.completion_tokens == max_tokens
+        assert answers[0].choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 5, "max_tokens": 0}])

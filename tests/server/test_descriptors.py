@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
 CLIENTS = 120
 
 

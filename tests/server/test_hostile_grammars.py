@@ -27,7 +27,9 @@ REFERENCES = {
 }  # fmt: skip
 LETTERS = {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in string.ascii_lowercase[:19]]}
 DOUBLING = "start: T18\nT0: /[ab]*a[ab]/\n" + "".join(f"T{i}: T{i - 1} T{i - 1}\n" for i in range(1, 19))
-OVERLAPPING = {"patternProperties": {f".*{a}.*{b}": {} for a in string.ascii_lowercase for b in "abcdefghijkl"}}
+OVERLAPPING: dict[str, Any] = {
+    "patternProperties": {f".*{a}.*{b}": {} for a in string.ascii_lowercase for b in "abcdefghijkl"}
+}
 PROPERTIES = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +61,9 @@ def test_slices_refuse_what_the_parser_refuses(text: str, monkeypatch: pytest.Mo
             parse_json(f'["{"a" * before}{text}{"x" * 20}\\n"]'.encode("latin-1"))
 
 
-NUMBERS = st.lists(st.integers(0, 99) | st.floats(0, 9) | st.just({}) | st.none(), max_size=12)
+NUMBERS: st.SearchStrategy[list[Any]] = st.lists(
+    st.integers(0, 99) | st.floats(0, 9) | st.just({}) | st.none(), max_size=12
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -118,6 +121,7 @@ def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPat
 def test_values_for_templates_are_counted_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "MAX_TEMPLATE_VALUES", 6)
     check_template_values("tools", [{"a": [1, {"b": "text"}], "c": []}])
-    for field in ([1] * 7, [[[[[[[]]]]]]], [{"a": 1, "b": {"c": [1, 2, 3]}}]):
+    fields: list[Any] = [[1] * 7, [[[[[[[]]]]]]], [{"a": 1, "b": {"c": [1, 2, 3]}}]]
+    for field in fields:
         with pytest.raises(ApiError, match="'tools' has more than 6 values"):
             check_template_values("tools", [field])

@@ -25,6 +25,7 @@ from shardline.config.server import ServerConfig
 from shardline.server.launch import bind_listener, reach_notice, run_server
 from tests.server.fake_engine import REPLY
 
+pytestmark = pytest.mark.slow  # nearly all start a server process
 STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
 
 
@@ -68,13 +69,23 @@ def process(**options: Any) -> Iterator[Process]:
             pipe.close()
 
 
+@contextlib.contextmanager
+def sighup(disposition: signal.Handlers) -> Iterator[None]:
+    """What processes that start now do about SIGHUP. nohup has a suite ignore it, and so its children."""
+    before = signal.signal(signal.SIGHUP, disposition)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def client(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=10, trust_env=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
-    with process(seconds_per_token=0.03) as server, client(server.url()) as http:
+    with sighup(signal.SIG_DFL), process(seconds_per_token=0.03) as server, client(server.url()) as http:
         with http.stream("POST", "/v1/completions", json=STREAM) as stream:
             events = stream.iter_lines()
             next(events)
@@ -224,14 +235,10 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_sighup_is_ignored_under_nohup() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with process() as server, client(server.url()) as http:
-            server.popen.send_signal(signal.SIGHUP)
-            time.sleep(0.3)
-            assert http.get("/ready").status_code == 200
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with sighup(signal.SIG_IGN), process() as server, client(server.url()) as http:
+        server.popen.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert http.get("/ready").status_code == 200
 
 
 def test_sighup_reads_the_file_of_keys_again(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_functions_of_a_namespace(shared: Running, client: openai.OpenAI) -> Non
     assert [(item.namespace, item.name) for item in items] == [("sky", "weather")]  # type: ignore[union-attr]
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
     chosen: Any = {"type": "function", "name": "time"}
-    client.responses.create(model="demo", input=[call.model_dump(), output], tools=tools, tool_choice=chosen)
+    before: Any = call.model_dump()
+    client.responses.create(model="demo", input=[before, output], tools=tools, tool_choice=chosen)
     assert "sky__weather={}" in last_prompt(shared)
     constraints = shared.engine.requests[-1].constraints
     assert constraints is not None

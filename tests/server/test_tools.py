@@ -61,6 +61,7 @@ def stream(client: openai.OpenAI, **options: Any) -> tuple[dict[str, Any], list[
 
 def test_calls_in_a_whole_answer(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
+    choice: Any
     [choice] = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices
     assert choice.message.content == "I look."
     assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()] == FOUND
@@ -87,8 +88,8 @@ def test_calls_in_a_stream(shared: Running, client: openai.OpenAI) -> None:
 
 def test_history_with_calls_reaches_the_template(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
-    first = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in first.tool_calls or ()]
+    first: Any = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
+    results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in first.tool_calls or ()]
     shared.engine.reply = "Done."
     second = client.chat.completions.create(model="demo", messages=[*HI, first, *results], tools=TOOLS)
     assert second.choices[0].message.content == "Done."
@@ -117,7 +118,7 @@ def test_a_cut_call_ends_with_length(shared: Running, client: openai.OpenAI, str
 
 def test_one_call_without_parallel_calls(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
-    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, parallel_tool_calls=False)
+    answer: Any = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, parallel_tool_calls=False)
     assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]
     message, _ = stream(client, tools=TOOLS, parallel_tool_calls=False)
     assert message["calls"] == FOUND[:1]
@@ -231,7 +232,7 @@ def test_without_a_known_format_answers_have_calls_only_if_they_must(caplog: pyt
             assert (message.content, message.tool_calls) == (running.engine.reply, None)
         assert [record.message for record in caplog.records if "--tool-call-parser" in record.message][1:] == []
         assert "--tool-call-parser" in caplog.text
-        forced = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="required")
+        forced: Any = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="required")
         assert [call.function.name for call in forced.choices[0].message.tool_calls or ()] == ["weather"]
         assert running.engine.requests[-1].constraints is not None
 
@@ -258,7 +259,7 @@ def test_an_unknown_parser_is_refused_at_start(name: str) -> None:
 
 def test_arguments_are_json(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
-    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS)
+    answer: Any = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS)
     for call in answer.choices[0].message.tool_calls or ():
         json.loads(call.function.arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,7 +262,7 @@ def gemma4(calls: list[tuple[str, str]]) -> str:
     )
 
 
-WRITERS = {
+WRITERS: dict[str, list[Callable[[list[tuple[str, str]]], str]]] = {
     "hermes": [hermes],
     "llama3_json": [llama3_json],
     "mistral": [mistral, mistral_v11],

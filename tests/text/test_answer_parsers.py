@@ -59,7 +59,7 @@ def test_every_format_is_tested() -> None:
 
 
 @in_every_form
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_calls_are_read(name: str, write, data: st.DataObject) -> None:
     calls = data.draw(call_lists(name))
@@ -68,7 +68,7 @@ def test_calls_are_read(name: str, write, data: st.DataObject) -> None:
 
 
 @in_every_form
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data(), cut=st.integers(0, 200))
 def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObject, cut: int) -> None:
     calls = data.draw(call_lists(name))

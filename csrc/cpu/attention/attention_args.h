@@ -55,8 +55,8 @@ struct WriteLatentArgs {
 };
 
 // Results of every row for some splits of the keys: its maximal score and the sum of its weights, [num_splits,
-// num_tokens, num_heads], and its weighted sum of values, [num_splits, num_tokens, num_heads, value_dim], not yet divided
-// by the sum of weights. A row that sees no key of a split has a sum of zero.
+// num_tokens, num_heads], and its weighted sum of values, [num_splits, num_tokens, num_heads, value_dim], not yet
+// divided by the sum of weights. A row that sees no key of a split has a sum of zero.
 struct AttentionPartials {
   float *maxima, *sums, *outputs;
   int64_t num_splits;

@@ -58,8 +58,8 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   const Tensor query(query_object, "query"), out(out_object, "out");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
-  AttentionArgs args = paged_args(query, key_cache, value_cache, sequences, scale, window, softcap, key_scales,
-                                  value_scales, chunked);
+  AttentionArgs args =
+      paged_args(query, key_cache, value_cache, sequences, scale, window, softcap, key_scales, value_scales, chunked);
   out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();
   args.out = out.data();
   args.sinks = sink_scores(sinks, query.size(1));
@@ -75,8 +75,8 @@ void attention_partials(nb::handle query_object, nb::handle key_cache_object, nb
   const Tensor outputs(outputs_object, "outputs");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
-  AttentionArgs args = paged_args(query, key_cache, value_cache, sequences, scale, window, softcap, key_scales,
-                                  value_scales, chunked);
+  AttentionArgs args =
+      paged_args(query, key_cache, value_cache, sequences, scale, window, softcap, key_scales, value_scales, chunked);
   const int64_t num_tokens = query.size(0), num_heads = query.size(1);
   maxima.is(DType::kFloat32).has_shape({-1, num_tokens, num_heads}).is_contiguous();
   sums.is(DType::kFloat32).has_shape({maxima.size(0), num_tokens, num_heads}).is_contiguous();
@@ -96,9 +96,10 @@ void merge_partials(nb::handle maxima_object, nb::handle sums_object, nb::handle
   outputs.is(DType::kFloat32)
       .has_shape({maxima.size(0), maxima.size(1), out.size(0), out.size(1), out.size(2)})
       .is_contiguous();
-  const MergePartialsArgs args = {out.dtype(),     maxima.as<float>(), sums.as<float>(), outputs.as<float>(),
-                                  sink_scores(sinks, out.size(1)), out.data(), maxima.size(0), maxima.size(1),
-                                  out.size(0),     out.size(1),        out.size(2)};
+  const MergePartialsArgs args = {
+      out.dtype(), maxima.as<float>(), sums.as<float>(), outputs.as<float>(), sink_scores(sinks, out.size(1)),
+      out.data(),  maxima.size(0),     maxima.size(1),   out.size(0),         out.size(1),
+      out.size(2)};
   perform([args] { kernels().merge_partials(args); });
 }
 

@@ -3,7 +3,8 @@
 #include <atomic>
 #include <stdexcept>
 
-#if defined(SHARDLINE_AMX)
+// SHARDLINE_NUM_ISAS: how many of the ISAs below there are kernels for, in this order.
+#if SHARDLINE_NUM_ISAS > 4
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
@@ -16,18 +17,14 @@
 namespace shardline {
 
 namespace portable { extern const Kernels kKernels; }
-#if defined(SHARDLINE_X86)
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_bf16 { extern const Kernels kKernels; }
-#if defined(SHARDLINE_AMX)
 namespace avx512_amx { extern const Kernels kKernels; }
-#endif
-#endif
 
 namespace {
 
-#if defined(SHARDLINE_AMX)
+#if SHARDLINE_NUM_ISAS > 4
 // Whether this CPU has AMX, and Linux lets this process use it. All threads and forks of the process may use it then.
 bool may_use_amx() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -44,23 +41,27 @@ bool may_use_amx() {
 
 std::vector<const Kernels*> find_available() {
   std::vector<const Kernels*> found = {&portable::kKernels};
-#if defined(SHARDLINE_X86)
+#if SHARDLINE_NUM_ISAS > 1
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
   found.push_back(&avx2::kKernels);
+#endif
+#if SHARDLINE_NUM_ISAS > 2
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
     return found;
   }
   found.push_back(&avx512::kKernels);
+#endif
+#if SHARDLINE_NUM_ISAS > 3
   if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni") ||
       !__builtin_cpu_supports("avx512vbmi")) {
     return found;
   }
   found.push_back(&avx512_bf16::kKernels);
-#if defined(SHARDLINE_AMX)
-  if (may_use_amx()) found.push_back(&avx512_amx::kKernels);
 #endif
+#if SHARDLINE_NUM_ISAS > 4
+  if (may_use_amx()) found.push_back(&avx512_amx::kKernels);
 #endif
   return found;
 }

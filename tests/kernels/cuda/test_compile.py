@@ -31,7 +31,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
         command = [sys.executable, "-m", "tests.kernels.cuda.compile_kernels", "--part", str(number), "2"]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
-    found = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(part, range(2)):
             assert done.returncode == 0, done.stderr[-4000:]

@@ -92,7 +92,7 @@ def test_slots_are_sorted_by_expert(rng, num_tokens, num_experts, first, count):
     ids = choose(num_tokens, num_experts, 2, rng)
     ids[num_tokens // 2] = -1  # padding
     by_expert = sort_slots(ids, first, count, 16)
-    found = {expert: [] for expert in range(count)}
+    found: dict[int, list[int]] = {expert: [] for expert in range(count)}
     for expert, slots in zip(by_expert.experts.tolist(), by_expert.slots.tolist(), strict=True):
         if expert >= 0:
             found[expert] += [slot for slot in slots if slot >= 0]

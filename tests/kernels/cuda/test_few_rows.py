@@ -11,6 +11,8 @@ from perf.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
 from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
+from shardline.kernels.cuda.triton import linear as products
+from shardline.kernels.cuda.triton import qkv_linear as qkv_kernel
 from shardline.models.parts import Rope
 from shardline.runtime.machines.cuda import fused_layers as fused_ops
 from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
@@ -152,7 +154,7 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
     worker = load(make_checkpoint(family, tmp_path, **{**layers, **FAMILIES[family]}), {})
     launched: list[str] = []
-    for module, name in ((fused_ops.qkv_kernel, "qkv_linear"), (fused_ops.products, "add_linear")):
+    for module, name in ((qkv_kernel, "qkv_linear"), (products, "add_linear")):
         op = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, op=op, name=name: (launched.append(name), op(*args)))
     actual = two_steps(worker)

@@ -103,8 +103,8 @@ class Group:
 def test_small_and_equal_parts_go_over_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl, [symmetric] = Group(), gathers_of(1, 400)
     monkeypatch.setattr(distributed, "all_gather", nccl)
-    monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 1)
     progress = make_single_rank_groups().progress
     collectives = distributed.DistributedCollectives(KERNELS, nccl, CPU, progress, symmetric)  # type: ignore[arg-type]
     small, large = torch.arange(100.0).view(4, 25), torch.arange(104.0).view(4, 26)
@@ -140,9 +140,10 @@ def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: 
     steps = [(PROMPT[:6], 0), ([40], 6)]
 
     def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
-        stage, spans = worker.stage, worker.stage.lm_head.spans
+        stage, head = worker.stage, worker.stage.lm_head
+        assert head is not None
         local = [stage.forward(step, stage.embed(step)) for step in (step_of(*given) for given in steps)]
-        return [groups["tensor"].all_gather_columns(part, [span.size for span in spans]) for part in local]
+        return [groups["tensor"].all_gather_columns(part, [span.size for span in head.spans]) for part in local]
 
     [expected] = on_ranks(setup_of(tmp_path), logits)
     gathers, calls = gathers_of(3, 1 << 16), []

@@ -222,7 +222,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
 def test_what_is_captured(tmp_path: Path, capturable: bool, layout: dict[str, object], is_replayed: bool) -> None:
     """Everything but exchanges over host memory, and those for whose sizes the host waits."""
     setup = setup_of(make_checkpoint("mixtral", tmp_path), **layout)
-    group = Group(capturable, setup.grid.tensor)
+    group: Any = Group(capturable, setup.grid.tensor)
     groups = dataclasses.replace(make_single_rank_groups(), collectives={"tensor": group, "expert": group})
     worker = Worker(setup, CudaBackend(CPU, "none", "none"), groups)
     replay = worker._make_replay(Stage())  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from shardline.runtime.machines.base import Backend, StepSizes
 from shardline.runtime.machines.cuda.graphs import PaddedStep
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
 from shardline.runtime.machines.host.machine import HostBackend
-from shardline.runtime.ops.activation import ActivationName, gated_activation_reference
+from shardline.runtime.ops.activation import gated_activation_reference
 from shardline.runtime.ops.attention.kv_cache import write_kv_reference, write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.paged import paged_attention_reference
@@ -125,7 +125,7 @@ class Fp8Oracle(HostKernels):
 
     @staticmethod
     def linear_fp8(
-        x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, gate: ActivationName | None = None
+        x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None
     ) -> None:
         rows, row_scales = quantize_rows_fp8_reference(x, values.dtype)
         product = (rows.double() @ values.double().T) * (row_scales.double()[:, None] * scales.double())
@@ -155,7 +155,9 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, family, method):
     worker = load(tmp_path / "packed", {"quantization": "packed_32"})
     for ours, theirs in zip(logits(worker, 4), logits(load(tmp_path / "plain", {}), 4), strict=True):
         assert_same_bits(ours, theirs)
-    assert isinstance(worker.stage.layers[0].attention.qkv.packed, W4A16Linear)
+    first = worker.stage.layers[0].attention
+    assert isinstance(first, attention.AttentionLayer)
+    assert isinstance(first.qkv.packed, W4A16Linear)
     setup = worker._deployment
     expected = weight_bytes(
         setup.spec, make_single_rank_groups().place, setup.stages, "float32", weight_format=FormatChoice("packed", 32)
@@ -193,7 +195,9 @@ def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, family):
     options: dict[str, object] = {"kv_cache_dtype": "fp8"}
     worker = load(tmp_path, options)
     cached = worker.stage.layers[0].attention
-    assert (cached._cache if family == "deepseek_v2" else cached.pages)[0].dtype == torch.float8_e4m3fn
+    stored = cached._cache if isinstance(cached, mla.LatentAttentionLayer) else cached.pages
+    assert isinstance(stored, tuple)
+    assert stored[0].dtype == torch.float8_e4m3fn
     actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
     monkeypatch.setattr(attention, "paged_attention", without_kernels(paged_attention_reference))
     monkeypatch.setattr(attention, "rope_and_write_kv", rotate_and_write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.kernels.tensors import QuantizedRows
 from shardline.runtime.ops.activation import activation, gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm
@@ -45,6 +46,7 @@ def test_a_norm_quantizes_its_rows_as_they_are_afterwards(rng, width, with_resid
         (rows, summed), (normed, expected_sum) = norm(True), norm(False)
         expected = quantize_rows(KERNELS, normed)
         assert torch.equal(summed.nan_to_num(), expected_sum.nan_to_num())
+        assert isinstance(rows, QuantizedRows)
         assert torch.equal(rows.values, expected.values)
         assert torch.equal(rows.scales.isnan(), expected.scales.isnan())
         assert_same_bits(rows.scales.nan_to_num(), expected.scales.nan_to_num())

@@ -90,8 +90,8 @@ def add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> No
 def _add_gemma4(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
     """The metadata of Gemma 4, whose layers differ."""
     is_windowed = [kind == "sliding_attention" for kind in c["layer_types"]]
-    full = next(iter((c.get("per_layer_config") or {}).values()), {})
-    head_dim = full.get("head_dim", c.get("global_head_dim"))
+    full: dict[str, Any] = next(iter((c.get("per_layer_config") or {}).values()), {})
+    head_dim: Any = full.get("head_dim", c.get("global_head_dim"))
     kv_heads = full.get("num_key_value_heads", c.get("num_global_key_value_heads"))
     size, shared, count = c["intermediate_size"], c["num_kv_shared_layers"], c["num_hidden_layers"]
     w.add_feed_forward_length(size)

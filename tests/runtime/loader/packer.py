@@ -28,7 +28,7 @@ def quantize(
     num_groups = -(-in_features // size)
     q = np.zeros((out_features, in_features), dtype=np.int64)
     scales = np.zeros((out_features, num_groups), dtype=np.float16)
-    zeros = np.full((out_features, num_groups), half)
+    zeros: Array = np.full((out_features, num_groups), half)
     if not symmetric:
         zeros = rng.integers(1, 2 * half, size=zeros.shape)
     for group in range(num_groups):

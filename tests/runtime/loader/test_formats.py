@@ -209,9 +209,12 @@ def test_the_inputs_of_fp8_weights_may_be_rounded(tmp_path):
     setup = resolve(quantization="fp8_w8a8")
     assert setup.weight_format == replace(resolve().weight_format, name="fp8_w8a8")
     weight = open_weights(setup).get_packed(q, no_spans)
+    assert weight is not None
     assert (weight.input_scale, weight.input_bound) == (0.0, 1200.0)
     save_file({**load_file(file), f"{Q}.input_scale": torch.tensor([0.25])}, file, {"format": "pt"})
-    assert open_weights(setup).get_packed(q, no_spans).input_scale == 0.25
+    weight = open_weights(setup).get_packed(q, no_spans)
+    assert weight is not None
+    assert weight.input_scale == 0.25
     _change(folder, f"{Q}.input_scale", torch.tensor([0.0]))
     with pytest.raises(ValueError, match=r"q_proj.input_scale is 0.0, and must be positive"):
         open_weights(setup).get_packed(q, no_spans)

@@ -172,7 +172,7 @@ def test_blocks_of_256_in_every_layout(tmp_path: Path, monkeypatch: pytest.Monke
     spec = decoder_spec(resolve_model(str(file.with_name("model-00003-of-00005.gguf"))).config)
     theirs = decoder_spec(json.loads((source / "config.json").read_text()))
     frequencies = [
-        torch.tensor(one.layers[0].attention.positions.rope.inv_freq)  # type: ignore[union-attr]
+        torch.tensor(one.layers[0].attention.positions.rope.inv_freq)  # type: ignore[attr-defined]
         for one in (spec, theirs)
     ]
     torch.testing.assert_close(*frequencies, rtol=1e-6, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from shardline import LLM, SamplingParams
 from tests.exactness.harness import golden, make_requests
 from tests.models.checkpoints import make_checkpoint
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2-pp2-dp2": ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}),
     "dp2-tp2-ep": (
         "qwen3_moe",

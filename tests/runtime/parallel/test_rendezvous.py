@@ -17,7 +17,7 @@ from shardline import channel
 from shardline.runtime.parallel.rendezvous import LocalStore, Meeting, Store, connect_ranks
 
 NONCE = secrets.token_bytes(32)
-TENSOR = {"tensor": (0, 1, 2)}
+TENSOR: dict[str, tuple[int, ...]] = {"tensor": (0, 1, 2)}
 
 
 def meeting(store: Store, timeout: float = 20.0, nonce: bytes = NONCE) -> Meeting:
@@ -26,7 +26,11 @@ def meeting(store: Store, timeout: float = 20.0, nonce: bytes = NONCE) -> Meetin
 
 def test_every_two_ranks_get_a_connection_for_each_group() -> None:
     store = LocalStore()
-    groups = {0: {**TENSOR, "link": (0, 2)}, 1: TENSOR, 2: {**TENSOR, "link": (0, 2)}}
+    groups = {
+        0: {**TENSOR, "link": (0, 2)},
+        1: TENSOR,
+        2: {**TENSOR, "link": (0, 2)},
+    }
     with ThreadPoolExecutor(3) as pool:
         met = list(pool.map(lambda rank: connect_ranks(meeting(store), rank, groups[rank]), range(3)))
     for rank, joined in enumerate(met):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from shardline.runtime.parallel.torch_store import TorchStore
 
 def stores(count: int, timeout: float = 20.0) -> tuple[list[TorchStore], RankStore]:
     """The store of each rank, and the engine's. No message travels further than this process."""
-    kept, ranks = RankStore(), []
+    kept = RankStore()
+    ranks: list[ControlStore] = []
 
     def connect(rank: int) -> ControlStore:
         def send(message: StoreSet | StoreGet | StoreAdd) -> None:
@@ -37,7 +39,8 @@ def test_a_group_of_gloo_forms_over_the_channels_of_its_ranks(monkeypatch: pytes
     ranks, _ = stores(3)
 
     def gather(rank: int) -> list[float]:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("tensor", ranks[rank]), rank, 3, timedelta(seconds=20))
+        store = dist.PrefixStore("tensor", ranks[rank])  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
         parts = [torch.zeros(1) for _ in range(3)]
         group.allgather([parts], [torch.tensor([float(rank)])]).wait()
         return [float(part) for part in parts]

@@ -106,7 +106,7 @@ def test_an_early_long_request_does_not_hold_up_others(runs: Runs, tmp_path: Pat
                 ends.append(one.sampling.max_tokens)
             return output
 
-        engine._step = noted  # type: ignore[method-assign]
+        engine._step = noted  # type: ignore[method-assign, assignment]
 
     runs.prepare = note_ends
     assert runs.run(source, tmp_path / "out", max_num_seqs=2) == 0

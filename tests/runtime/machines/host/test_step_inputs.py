@@ -38,7 +38,7 @@ def make(shares: Shares, *, reuses_memory: bool = True, greedy: bool = False) ->
     """The step of sequences that take up rows in another order than they are stepped in."""
     table = SequenceTable(NUM_GROUPS, MAX_BLOCKS)
     layout = layout_of(table, reuses_memory=reuses_memory)
-    steps = []
+    steps: list[SequenceStep] = []
     for seq_id, (start, length, sample) in reversed(list(enumerate(shares))):
         tokens = [token_of(seq_id, position) for position in range(start + length)]
         table.start_sequence(SequenceStart(seq_id, tokens, len(tokens), SamplingParams(), 0, ()))
@@ -142,6 +142,6 @@ def test_what_would_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             _cpu.lay_out_blocks(table, rows, starts, lengths, BLOCK_SIZE, tables, slots)
-    lens, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    lens, query_starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="positions"):
-        _cpu.lay_out_tokens([0], [2], slots, starts, lens)
+        _cpu.lay_out_tokens([0], [2], slots, query_starts, lens)

@@ -267,6 +267,8 @@ def test_write_latent_as_bytes(dtype, rng, stored):
     write_latent(KERNELS, latent, rope, caches[0], slots)
     write_latent_reference(latent, rope, caches[1], slots)
     order = KERNELS.page_order(dtype)
+    assert isinstance(caches[0], QuantizedLatents)
+    assert isinstance(caches[1], QuantizedLatents)
     assert torch.equal(tokens_of(caches[0].values.view(torch.int8), "keys", order), caches[1].values.view(torch.int8))
     assert_same_bits(tokens_of(caches[0].rope_keys, "keys", order), caches[1].rope_keys)
     assert_same_bits(caches[0].scales, caches[1].scales)
