@@ -15,11 +15,13 @@ from shardline.server.openai.chat.request import (
     MAX_TOOLS,
     ChatMessage,
     ConversationFields,
+    CustomDefinition,
     FunctionDefinition,
     Tool,
     read_effort,
 )
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
+from shardline.text.custom_input import write_input
 
 T = TypeVar("T")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -76,6 +78,7 @@ class InputItem(RequestModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
     namespace: str | None = None
     caller: Any = None
@@ -158,7 +161,11 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
         name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
         arguments = _require(item.arguments, f"{place}.arguments")
         conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
-    elif item.type == "function_call_output":
+    elif item.type == "custom_tool_call":
+        name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
+        arguments = write_input(_require(item.input, f"{place}.input"))
+        conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, f"{place}.output")
         conversation.add_output(_require(item.call_id, f"{place}.call_id"), text)
     elif item.type == "reasoning":
@@ -167,8 +174,8 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
         refuse_if(
             True,
             f"{place}.type",
-            f"'{place}' has the type '{item.type}'; supported are 'message', 'function_call', 'function_call_output' "
-            "and 'reasoning'.",
+            f"'{place}' has the type '{item.type}'; supported are 'message', 'function_call', 'custom_tool_call', the "
+            "outputs of both, and 'reasoning'.",
         )
 
 
@@ -290,12 +297,7 @@ class ResponsesRequest(SamplingFields):
         tools = self._functions
         choice = self.tool_choice
         if isinstance(choice, dict):
-            refuse_if(
-                choice.get("type") != "function",
-                "tool_choice",
-                "'tool_choice' may be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": \"…\"}.",
-            )
-            choice = {"type": "function", "function": {"name": self._resolve_choice(choice.get("name"))}}
+            choice = self._as_chat_choice(choice)
         continues = self._continues_answer
         return ConversationFields(
             tools=[function.tool for function in tools] or None,
@@ -309,7 +311,7 @@ class ResponsesRequest(SamplingFields):
     @property
     def namespaces(self) -> dict[str, tuple[str, str]]:
         """By the name that the model calls, the namespace and the name of each function that is in one."""
-        return {f.tool.function.name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
+        return {f.flat_name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
 
     @cached_property
     def _functions(self) -> list[_Function]:
@@ -319,14 +321,33 @@ class ResponsesRequest(SamplingFields):
             refuse_if(len(functions) > MAX_TOOLS, "tools", f"The tools have more than {MAX_TOOLS} functions.")
         return functions
 
+    def _as_chat_choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A choice of one tool, or of those that are allowed, as chats have it.
+
+        Raises:
+            ApiError: 400, its type is not supported.
+        """
+        kind, tools = choice.get("type"), choice.get("tools")
+        if kind == "allowed_tools" and isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            refuse_if(len(tools) > MAX_TOOLS, "tool_choice.tools", f"At most {MAX_TOOLS} tools are taken.")
+            allowed = {"mode": choice.get("mode"), "tools": [self._as_chat_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        refuse_if(
+            kind not in ("function", "custom"),
+            "tool_choice",
+            "'tool_choice' may be 'none', 'auto', 'required', {\"type\": \"function\", \"name\": \"…\"}, the same "
+            'with "custom", or {"type": "allowed_tools", "mode": "auto", "tools": […]}.',
+        )
+        return {"type": kind, kind: {"name": self._resolve_choice(choice.get("name"))}}
+
     def _resolve_choice(self, name: Any) -> Any:
         """The flat name of a function, which may be chosen by its own name if only one namespace has it.
 
         Raises:
             ApiError: 400, several have it.
         """
-        names = [function.tool.function.name for function in self._functions]
-        own = [function.tool.function.name for function in self._functions if function.name == name]
+        names = [function.flat_name for function in self._functions]
+        own = [function.flat_name for function in self._functions if function.name == name]
         if name in names or not own:
             return name
         refuse_if(
@@ -359,9 +380,10 @@ class ResponsesRequest(SamplingFields):
 
 @dataclass(frozen=True)
 class _Function:
-    """A function that the model may call, under its flat name."""
+    """A function, or a custom tool, that the model may call under its flat name."""
 
     tool: Tool
+    flat_name: str
     namespace: str | None
     name: str
     """Its own name, without the namespace."""
@@ -382,16 +404,19 @@ def _read_tool(tool: dict[str, Any], place: str) -> list[_Function]:
 
 
 def _read_function(tool: dict[str, Any], place: str, namespace: str | None) -> _Function:
+    is_custom = tool.get("type") == "custom"
     refuse_if(
-        tool.get("type") != "function",
+        tool.get("type") not in ("function", "custom"),
         f"{place}.type",
-        f"Tools of the type {tool.get('type')!r} are not supported: offer functions.",
+        f"Tools of the type {tool.get('type')!r} are not supported: offer functions or custom tools.",
     )
+    definition = CustomDefinition if is_custom else FunctionDefinition
     try:
-        function = FunctionDefinition(**{k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS})
+        function = definition(**{k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in (place, *first["loc"]))
         raise bad_request(f"Invalid value for '{name}': {first['msg']}.", name, "invalid_value") from error
     flat = function.model_copy(update={"name": flat_name(namespace, function.name)})
-    return _Function(Tool(type="function", function=flat), namespace, function.name)
+    kind: Literal["function", "custom"] = "custom" if is_custom else "function"
+    return _Function(Tool.model_construct(type=kind, **{kind: flat}), flat.name, namespace, function.name)
