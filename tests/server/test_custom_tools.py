@@ -98,10 +98,10 @@ def test_some_tools_are_allowed(shared: Running, client: openai.OpenAI, mode: st
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {}}}]}, "tools[0].custom.format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {}}}]}, "tools[0]"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "unknown"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}}, "tool_choice.allowed_tools"),

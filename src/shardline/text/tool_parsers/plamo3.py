@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline.text import harmony
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, ToolParser
 
@@ -14,7 +15,8 @@ _FIRST, _LAST = _mark("begin_tool_requests"), _mark("end_tool_requests")
 _CALL, _CALL_END = _mark("begin_tool_request"), _mark("end_tool_request")
 _NAME, _NAME_END = _mark("begin_tool_name"), _mark("end_tool_name")
 _ARGUMENTS, _ARGUMENTS_END = _mark("begin_tool_arguments"), _mark("end_tool_arguments")
-_JSON = "<|plamo:constrain|>json<|plamo:msg|>"
+_TYPE, _BODY = harmony.DATA_TYPE.replace("<|", "<|plamo:"), "<|plamo:msg|>"
+_JSON = f"{_TYPE}json{_BODY}"
 _TURN_END = "<|plamo:tag|>"
 
 
@@ -23,7 +25,7 @@ class Parser(ToolParser):
 
     template_marks = (_FIRST,)
     markers = (
-        "<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:constrain|>", "<|plamo:msg|>", _TURN_END,
+        "<|plamo:begin_", "<|plamo:end_", ":plamo|>", _TYPE, _BODY, _TURN_END,
         _FIRST, _LAST, _CALL, _CALL_END, _NAME, _NAME_END, _ARGUMENTS, _ARGUMENTS_END,
     )  # fmt: skip
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from shardline.api.prompt_embeds import Rows, join_parts
 from shardline.messages.request import PromptEmbeds
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
+from shardline.server.openai.chat.custom_tools import allowed_tools, as_function, as_function_calls
 from shardline.server.openai.protocol import RequestModel, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
 from shardline.text.chat_template import Conversation
-from shardline.text.custom_input import INPUT_PARAMETERS, write_input
 from shardline.text.tool_parsers import find_tool_parser
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser
 
@@ -58,52 +58,13 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
 
-class CustomDefinition(RequestModel):
-    """A tool that takes any text."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    name: str
-    description: str | None = None
-    format: dict[str, Any] | None = None
-
-    def as_function(self, param: str) -> FunctionDefinition:
-        """The function by which the model calls it; `param`: the field of the request that has this.
-
-        Raises:
-            ApiError: 400, its input has a grammar.
-        """
-        refuse_if(
-            self.format is not None and self.format.get("type") != "text",
-            f"{param}.format",
-            "Grammars of custom tools are not supported: leave out 'format', or offer a function with a JSON schema.",
-        )
-        return FunctionDefinition(name=self.name, description=self.description, parameters=INPUT_PARAMETERS)
-
-
 class Tool(RequestModel):
-    """A tool: a function, or a custom tool, which takes any text. Unknown fields are ignored."""
+    """A tool: a function, or one that stands for a custom tool. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     type: Literal["function", "custom"] = "function"
-    function: FunctionDefinition | None = None
-    custom: CustomDefinition | None = None
-
-    def as_function(self, param: str) -> FunctionDefinition:
-        """The function that the model sees; `param`: the field of the request that has this tool.
-
-        Raises:
-            ApiError: 400, its definition is missing, or not supported.
-        """
-        definition = self.function if self.type == "function" else self.custom
-        if definition is None:
-            raise bad_request(
-                f"Missing required parameter: '{param}.{self.type}'.",
-                f"{param}.{self.type}",
-                "missing_required_parameter",
-            )
-        return definition if isinstance(definition, FunctionDefinition) else definition.as_function(f"{param}.custom")
+    function: FunctionDefinition
 
 
 @dataclass(frozen=True)
@@ -143,12 +104,13 @@ def _choose_tools(
     Raises:
         ApiError: 400, they do not fit each other or the model.
     """
-    functions = tuple(tool.as_function(f"tools[{index}]") for index, tool in enumerate(tools))
+    functions = tuple(tool.function for tool in tools)
     _check_functions(functions)
-    custom = frozenset(one.name for one, tool in zip(functions, tools, strict=True) if tool.type == "custom")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        choice, functions = _allowed_functions(choice.get("allowed_tools"), functions)
-    named = _named_function(choice, functions)
+        choice, allowed = allowed_tools(choice, lambda one: _named_function(one, functions), MAX_TOOLS)
+        names = {one.name for one in allowed}
+        functions = tuple(one for one in functions if one.name in names)
+    named = _named_function(choice, functions) if isinstance(choice, dict) else None
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise bad_request(
             f"Invalid value for 'tool_choice': '{choice}'; use 'none', 'auto', 'required' or a function.", "tool_choice"
@@ -175,7 +137,7 @@ def _choose_tools(
         parallel=parallel and named is None,
         parser=parser,
         is_named=named is not None,
-        custom=custom,
+        custom=frozenset(tool.function.name for tool in tools if tool.type == "custom"),
     )
 
 
@@ -200,14 +162,7 @@ def _check_functions(functions: Sequence[FunctionDefinition]) -> None:
         names.add(function.name)
 
 
-def _named_function(
-    choice: str | dict[str, Any] | None, functions: Sequence[FunctionDefinition]
-) -> FunctionDefinition | None:
-    """The function that the answer must call. None: `choice` names none."""
-    return _find_function(choice, functions) if isinstance(choice, dict) else None
-
-
-def _find_function(choice: Any, functions: Sequence[FunctionDefinition]) -> FunctionDefinition:
+def _named_function(choice: Any, functions: Sequence[FunctionDefinition]) -> FunctionDefinition:
     """The function, or custom tool, that an object names."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     definition = choice.get(kind) if kind in ("function", "custom") else None
@@ -215,28 +170,13 @@ def _find_function(choice: Any, functions: Sequence[FunctionDefinition]) -> Func
     if not isinstance(name, str):
         raise bad_request(
             "Invalid value for 'tool_choice': a function is chosen by "
-            '{"type": "function", "function": {"name": "…"}}, and a custom tool by {"type": "custom", "custom": …}.',
+            '{"type": "function", "function": {"name": "…"}}, and a custom tool by the same with "custom".',
             "tool_choice",
         )
     for function in functions:
         if function.name == name:
             return function
     raise bad_request(f"Invalid value for 'tool_choice': 'tools' has no function '{name}'.", "tool_choice")
-
-
-def _allowed_functions(
-    allowed: Any, functions: Sequence[FunctionDefinition]
-) -> tuple[str, tuple[FunctionDefinition, ...]]:
-    """The mode of a choice among several tools, and those that may be called."""
-    mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-        raise bad_request(
-            "Invalid value for 'tool_choice.allowed_tools': it has a 'mode', 'auto' or 'required', and 'tools'.",
-            "tool_choice.allowed_tools",
-        )
-    refuse_if(len(tools) > MAX_TOOLS, "tool_choice.allowed_tools.tools", f"At most {MAX_TOOLS} tools are taken.")
-    found = [_find_function(tool, functions) for tool in tools]
-    return mode, tuple({function.name: function for function in found}.values())
 
 
 class ContentPart(RequestModel):
@@ -256,16 +196,6 @@ class ContentPart(RequestModel):
     file: Any = None
 
 
-def _as_function_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls with those of custom tools as chat templates know them."""
-    return [
-        {**call, "type": "function", "function": {"name": custom.get("name"), "arguments": write_input(text)}}
-        if isinstance(custom := call.get("custom"), dict) and isinstance(text := custom.get("input"), str)
-        else call
-        for call in calls
-    ]
-
-
 class ChatMessage(RequestModel):
     """A message of the conversation. It may have all fields of an answer, so that clients can send answers back.
 
@@ -277,7 +207,7 @@ class ChatMessage(RequestModel):
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(_as_function_calls)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(as_function_calls)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -341,7 +271,10 @@ class ConversationFields(RequestModel):
     """For chat templates that know it; "none" asks them not to think."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[list[Annotated[Tool, BeforeValidator(as_function)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -392,7 +325,7 @@ class ConversationFields(RequestModel):
         offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
             await _for_template(messages),
-            [_for_model(tool.as_function(f"tools[{index}]")) for index, tool in enumerate(offered)] or None,
+            [{**tool.model_dump(exclude_none=True), "type": "function"} for tool in offered] or None,
             {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
@@ -412,7 +345,7 @@ class ConversationFields(RequestModel):
         objects = [(m.tool_calls, m.function_call, m.annotations, m.audio, m.model_extra or None) for m in messages]
         return [
             (param, [value for values in objects for value in values if value is not None]),
-            ("tools", [tool.function.parameters or {} for tool in self.tools or () if tool.function is not None]),
+            ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),
             ("documents", [self.template_variables.get("documents") or []]),
             ("chat_template_kwargs", [self.chat_template_kwargs or {}]),
         ]
@@ -434,11 +367,6 @@ class ConversationFields(RequestModel):
                 f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
                 "chat_template_kwargs",
             )
-
-
-def _for_model(function: FunctionDefinition) -> dict[str, Any]:
-    """A function as chat templates show it."""
-    return {"type": "function", "function": function.model_dump(exclude_none=True)}
 
 
 async def _take_embeds(

@@ -10,13 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.chat.custom_tools import as_function
 from shardline.server.openai.chat.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatMessage,
     ConversationFields,
-    CustomDefinition,
-    FunctionDefinition,
     Tool,
     read_effort,
 )
@@ -311,7 +310,7 @@ class ResponsesRequest(SamplingFields):
     @property
     def namespaces(self) -> dict[str, tuple[str, str]]:
         """By the name that the model calls, the namespace and the name of each function that is in one."""
-        return {f.flat_name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
+        return {f.tool.function.name: (f.namespace, f.name) for f in self._functions if f.namespace is not None}
 
     @cached_property
     def _functions(self) -> list[_Function]:
@@ -328,10 +327,12 @@ class ResponsesRequest(SamplingFields):
             ApiError: 400, its type is not supported.
         """
         kind, tools = choice.get("type"), choice.get("tools")
-        if kind == "allowed_tools" and isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-            refuse_if(len(tools) > MAX_TOOLS, "tool_choice.tools", f"At most {MAX_TOOLS} tools are taken.")
-            allowed = {"mode": choice.get("mode"), "tools": [self._as_chat_choice(tool) for tool in tools]}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
+        if kind == "allowed_tools" and isinstance(tools, list) and len(tools) <= MAX_TOOLS:
+            return {"type": kind, kind: {"mode": choice.get("mode"), "tools": list(map(self._as_named_choice, tools))}}
+        return self._as_named_choice(choice)
+
+    def _as_named_choice(self, choice: Any) -> dict[str, Any]:
+        kind = choice.get("type") if isinstance(choice, dict) else None
         refuse_if(
             kind not in ("function", "custom"),
             "tool_choice",
@@ -346,8 +347,8 @@ class ResponsesRequest(SamplingFields):
         Raises:
             ApiError: 400, several have it.
         """
-        names = [function.flat_name for function in self._functions]
-        own = [function.flat_name for function in self._functions if function.name == name]
+        names = [function.tool.function.name for function in self._functions]
+        own = [function.tool.function.name for function in self._functions if function.name == name]
         if name in names or not own:
             return name
         refuse_if(
@@ -380,10 +381,9 @@ class ResponsesRequest(SamplingFields):
 
 @dataclass(frozen=True)
 class _Function:
-    """A function, or a custom tool, that the model may call under its flat name."""
+    """A function that the model may call, under its flat name."""
 
     tool: Tool
-    flat_name: str
     namespace: str | None
     name: str
     """Its own name, without the namespace."""
@@ -404,19 +404,21 @@ def _read_tool(tool: dict[str, Any], place: str) -> list[_Function]:
 
 
 def _read_function(tool: dict[str, Any], place: str, namespace: str | None) -> _Function:
-    is_custom = tool.get("type") == "custom"
+    kind = tool.get("type")
     refuse_if(
-        tool.get("type") not in ("function", "custom"),
+        kind not in ("function", "custom"),
         f"{place}.type",
-        f"Tools of the type {tool.get('type')!r} are not supported: offer functions or custom tools.",
+        f"Tools of the type {kind!r} are not supported: offer functions or custom tools.",
     )
-    definition = CustomDefinition if is_custom else FunctionDefinition
+    definition = {k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS}
     try:
-        function = definition(**{k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS})
+        offered = Tool.model_validate(as_function({"type": kind, kind: definition}))
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in (place, *first["loc"]))
+        name = ".".join(str(part) for part in (place, *first["loc"][1:]))
         raise bad_request(f"Invalid value for '{name}': {first['msg']}.", name, "invalid_value") from error
+    except ValueError as error:
+        raise bad_request(f"Invalid value for '{place}': {error}.", place, "invalid_value") from error
+    function = offered.function
     flat = function.model_copy(update={"name": flat_name(namespace, function.name)})
-    kind: Literal["function", "custom"] = "custom" if is_custom else "function"
-    return _Function(Tool.model_construct(type=kind, **{kind: flat}), flat.name, namespace, function.name)
+    return _Function(offered.model_copy(update={"function": flat}), namespace, function.name)

@@ -198,7 +198,7 @@ class ItemWriter:
         for call in delta.calls:
             if call.name is not None:
                 namespace, name = self._namespaces.get(call.name, (msgspec.UNSET, call.name))
-                fields = {"call_id": self._parser.new_call_id(), "name": name, "namespace": namespace}
+                fields: dict[str, Any] = {"call_id": self._parser.new_call_id(), "name": name, "namespace": namespace}
                 self._begin(
                     CustomCallItem(id=new_id("ctc_"), **fields)
                     if call.is_custom
