@@ -22,13 +22,14 @@ class Parser(ListParser):
         """The list, with any ids."""
         before, between, after = cls.call_form
         first, last = (rules.mark(mark) for mark in cls.markers)
+        more = ' ("," GAP? call)*' if rules.parallel else ""
         return f"""
 calls: {first} rest
 auto: TEXT | lead rest
-rest: "[" SPACE {rules.repeated("call", ", ")} SPACE "]" {last}
+rest: "[" GAP? call{more} GAP? "]" {last}
 call: {rules.text('{"tool_call_id": "')} ID function
 ID: /[0-9]{{1,3}}/
-SPACE: /[ \\n]{{0,8}}/
+GAP: /[ \\n]{{1,8}}/
 {rules.text_before(cls.begins[0])}
 {rules.function_rules(before, rules.text(between), rules.text(after))}
 """

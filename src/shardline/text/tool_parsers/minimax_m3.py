@@ -37,13 +37,17 @@ class Parser(minimax_m2.Parser):
         functions = TaggedRules(rules, tags_of("", frozenset()), tags_of).write(
             [_MARK, '<invoke name="'], ['">'], [_MARK, "</invoke>"]
         )
-        mark, special = rules.mark(_MARK), _MARK in rules.special_tokens
-        first = f"{mark} {rules.text('<tool_call>')}" if special else rules.text(cls.begins[0])
+        special = _MARK in rules.special_tokens
+        # Without a token for the mark, it is one text with its tag: a text of its own would also begin the other tags.
+        first, last = (
+            f"{rules.mark(_MARK)} {rules.text(tag.removeprefix(_MARK))}" if special else rules.text(tag)
+            for tag in (cls.begins[0], cls.ends[0])
+        )
         lead = f"lead: TEXT {first}\nTEXT: /(.|\\n)*/" if special else rules.text_before(cls.begins[0])
         return f"""
 calls: {first} rest
 auto: TEXT | lead rest
-rest: {rules.repeated("function", "")} {mark} {rules.text("</tool_call>")}
+rest: {rules.repeated("function", "")} {last}
 {lead}
 {functions}
 """

@@ -21,11 +21,22 @@ class Parser(ToolParser):
     def write_rules(cls, rules: CallRules) -> str:
         """Content is all that does not begin like the call of an offered function."""
         names = "|".join(re.escape(function.name) for function in rules.functions)
+        bodies, first, others = [], [], []
+        for index, function in enumerate(rules.functions):
+            between, after = rules.text('", "arguments": '), rules.text("}")
+            bodies.append(f"body_{index}: {between} {function.arguments()} {after}")
+            # With the bracket in one text, since a text of its own would also begin content.
+            begin = '{"name": "' + function.name
+            first.append(f"{rules.text('[' + begin)} body_{index}")
+            others.append(f"{rules.text(begin)} body_{index}")
+        more = ' (", " function)*' if rules.parallel else ""
         return f"""
-calls: "[" {rules.repeated("function", ", ")} "]"
+calls: first{more} "]"
 auto: calls | CONTENT
 CONTENT: /(.|\\n)*/ & ~/[ \\n]*\\[[ \\n]*\\{{"name": "({names})"(.|\\n)*/
-{rules.function_rules('{"name": "', rules.text('", "arguments": '), rules.text("}"))}
+first: {" | ".join(first)}
+function: {" | ".join(others)}
+{chr(10).join(bodies)}
 """
 
     def _parse(self) -> Steps[None]:
