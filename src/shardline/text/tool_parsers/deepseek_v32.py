@@ -16,9 +16,19 @@ class Parser(minimax_m2.Parser):
     V3.2 and V4 name the outer element differently.
     """
 
-    other_names = ("deepseek_v4",)
-    begins = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>", f"<{DSML}toolcalls>", f"<{DSML}tool>")
-    ends = (f"</{DSML}function_calls>", f"</{DSML}tool_calls>", f"</{DSML}toolcalls>", f"</{DSML}tool>")
+    other_names: ClassVar[tuple[str, ...]] = ("deepseek_v4",)
+    begins: ClassVar[tuple[str, ...]] = (
+        f"<{DSML}function_calls>",
+        f"<{DSML}tool_calls>",
+        f"<{DSML}toolcalls>",
+        f"<{DSML}tool>",
+    )
+    ends: ClassVar[tuple[str, ...]] = (
+        f"</{DSML}function_calls>",
+        f"</{DSML}tool_calls>",
+        f"</{DSML}toolcalls>",
+        f"</{DSML}tool>",
+    )
     invoke = f'<{DSML}invoke name="'
     invoke_end = f"</{DSML}invoke>"
     parameter = f'<{DSML}parameter name="'
@@ -28,5 +38,5 @@ class Parser(minimax_m2.Parser):
         '" string="false">': False,
         minimax_m2.NAME_END: False,
     }
-    template_marks = (DSML,)
-    markers = (*begins, *ends, DSML)
+    template_marks: ClassVar[tuple[str, ...]] = (DSML,)
+    markers: ClassVar[tuple[str, ...]] = (*begins, *ends, DSML)

@@ -332,7 +332,7 @@ class ResponsesRequest(SamplingFields):
         return self._as_named_choice(choice)
 
     def _as_named_choice(self, choice: Any) -> dict[str, Any]:
-        kind = choice.get("type") if isinstance(choice, dict) else None
+        kind = str(choice.get("type")) if isinstance(choice, dict) else ""
         refuse_if(
             kind not in ("function", "custom"),
             "tool_choice",
