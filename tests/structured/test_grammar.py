@@ -17,7 +17,7 @@ from shardline.structured.grammar import check_grammar, schema_grammar, structur
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction
-from tests.text.answers import gpt_oss_template, mistral_v11
+from tests.text.answers import gpt_oss_template, k2_horizon_json, llama4_pythonic, mistral_v11
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
 from tests.text.test_answer_parsers import FORMS
 
@@ -227,8 +227,10 @@ CALLS = [("f", '{"a": 1}'), ("weather", "{}")]
 
 
 # The first form needs special tokens that the demo's tokenizer lacks; the second one is only read.
-TEXT_FORMS = [form for form in FORMS if form[1] not in (mistral_v11, gpt_oss_template)]
-TEMPLATES = {"deepseek_v3": "```json", "glm47_moe": "</arg_key><arg_value>"}
+# The third one is that of another format, too; k2_horizon's JSON is only read.
+READ_ONLY = (mistral_v11, gpt_oss_template, llama4_pythonic, k2_horizon_json)
+TEXT_FORMS = [form for form in FORMS if form[1] not in READ_ONLY]
+TEMPLATES = {"deepseek_v3": "```json", "glm47_moe": "</arg_key><arg_value>", "deepseek_v4": "<｜DSML｜tool_calls>"}
 
 
 @pytest.mark.parametrize(("name", "write"), TEXT_FORMS, ids=[writer.__name__ for _, writer in TEXT_FORMS])

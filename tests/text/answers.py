@@ -145,14 +145,15 @@ def _as_text(arguments: str) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values}
 
 
-def glm4_moe(calls: list[tuple[str, str]], line: str = "\n") -> str:
+def glm4_moe(calls: list[tuple[str, str]], line: str = "\n", prefix: str = "") -> str:
+    def enclose(words: str, text: str) -> str:
+        return f"<{prefix}{words}>{text}</{prefix}{words}>"
+
+    def argument(key: str, text: str) -> str:
+        return f"{enclose('arg_key', key)}{line}{enclose('arg_value', text)}{line}"
+
     return line.join(
-        f"<tool_call>{name}{line}"
-        + "".join(
-            f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}"
-            for key, text in _as_text(arguments).items()
-        )
-        + "</tool_call>"
+        enclose("tool_call", name + line + "".join(argument(key, text) for key, text in _as_text(arguments).items()))
         for name, arguments in calls
     )
 
@@ -169,6 +170,127 @@ def minimax_m2(calls: list[tuple[str, str]]) -> str:
         for name, arguments in calls
     )
     return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+
+
+def dots(calls: list[tuple[str, str]]) -> str:
+    return minimax_m2(calls).replace("minimax:tool_call>", "dots_function_call>")
+
+
+def muse_glimmer(calls: list[tuple[str, str]]) -> str:
+    inner = minimax_m2(calls).replace("minimax:tool_call>", "atem:function_calls>")
+    for tag in ("invoke", "parameter"):
+        inner = inner.replace(f"<{tag}", f"<atem:{tag}").replace(f"</{tag}", f"</atem:{tag}")
+    return inner
+
+
+def deepseek_v32(calls: list[tuple[str, str]], outer: str = "function_calls", space: str = "") -> str:
+    mark = f"｜DSML｜{space}"
+
+    def parameter(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value, ensure_ascii=False)
+        return f'<{mark}parameter name="{key}" string="{str(is_text).lower()}">{text}</{mark}parameter>\n'
+
+    inner = "".join(
+        f'<{mark}invoke name="{name}">\n'
+        + "".join(parameter(key, value) for key, value in json.loads(arguments).items())
+        + f"</{mark}invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<{mark}{outer}>\n{inner}</{mark}{outer}>"
+
+
+def deepseek_v4(calls: list[tuple[str, str]]) -> str:
+    return deepseek_v32(calls, "tool_calls")
+
+
+def deepseek_v41(calls: list[tuple[str, str]]) -> str:
+    return deepseek_v32(calls, "calls", " ")
+
+
+def step3(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">'
+        + "".join(
+            f'<steptml:parameter name="{key}">{text}</steptml:parameter>' for key, text in _as_text(arguments).items()
+        )
+        + "</steptml:invoke><｜tool_call_end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool_calls_begin｜>{inner}<｜tool_calls_end｜>"
+
+
+def minicpm5(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{text}</param>' for key, text in _as_text(arguments).items())
+        + "</function>"
+        for name, arguments in calls
+    )
+
+
+def minimax_m3(calls: list[tuple[str, str]]) -> str:
+    mark = "]<]minimax[>["
+    inner = "".join(
+        f'{mark}<invoke name="{name}">'
+        + "".join(f"{mark}<{key}>{text}{mark}</{key}>" for key, text in _as_text(arguments).items())
+        + f"{mark}</invoke>"
+        for name, arguments in calls
+    )
+    return f"{mark}<tool_call>{inner}{mark}</tool_call>"
+
+
+def kimi_k3(calls: list[tuple[str, str]]) -> str:
+    kinds = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+
+    def argument(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        kind = kinds.get(type(value), "number")
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{text}<|close|>argument<|sep|>'
+
+    inner = "".join(
+        f'<|open|>call tool="{name}" index="{index}"<|sep|>'
+        + "".join(argument(key, value) for key, value in json.loads(arguments).items())
+        + "<|close|>call<|sep|>"
+        for index, (name, arguments) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def plamo3(calls: list[tuple[str, str]]) -> str:
+    def enclose(words: str, text: str) -> str:
+        return f"<|plamo:begin_{words}:plamo|>{text}<|plamo:end_{words}:plamo|>"
+
+    inner = "".join(
+        enclose(
+            "tool_request",
+            enclose("tool_name", name) + enclose("tool_arguments", f"<|plamo:constrain|>json<|plamo:msg|>{arguments}"),
+        )
+        for name, arguments in calls
+    )
+    return enclose("tool_requests", inner)
+
+
+def hy_v3(calls: list[tuple[str, str]]) -> str:
+    inner = glm4_moe([(f"{name}<tool_sep>", arguments) for name, arguments in calls])
+    return f"<tool_calls>\n{inner}\n</tool_calls>"
+
+
+def hy_v4(calls: list[tuple[str, str]]) -> str:
+    return f"<tool_calls>\n{glm4_moe(calls)}\n</tool_calls>"
+
+
+def k2_horizon(calls: list[tuple[str, str]]) -> str:
+    inner = glm4_moe(calls, prefix="ifm|")
+    return f"<ifm|tool_calls>\n{inner}\n</ifm|tool_calls>"
+
+
+def k2_horizon_json(calls: list[tuple[str, str]]) -> str:
+    inner = "\n".join(
+        f'<ifm|tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</ifm|tool_call>'
+        for name, arguments in calls
+    )
+    return f"<ifm|tool_calls>{inner}</ifm|tool_calls>"
 
 
 def qwen3_coder(calls: list[tuple[str, str]], tag: str = "tool_call", space: str = "\n") -> str:
@@ -222,6 +344,36 @@ def phi4_mini_json(calls: list[tuple[str, str]]) -> str:
     return f"functools{_json_list(calls)}"
 
 
+def xlam(calls: list[tuple[str, str]]) -> str:
+    return _json_list(calls)
+
+
+def apertus(calls: list[tuple[str, str]]) -> str:
+    objects = [f"{{{json.dumps(name)}: {arguments}}}" for name, arguments in calls]
+    return f"<|tools_prefix|>[{', '.join(objects)}]<|tools_suffix|>"
+
+
+def cohere_command3(calls: list[tuple[str, str]]) -> str:
+    objects = [
+        f'{{"tool_call_id": "{index}", "tool_name": {json.dumps(name)}, "parameters": {arguments}}}'
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>[\n{', '.join(objects)}\n]<|END_ACTION|>"
+
+
+def gigachat3(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<|function_call|>{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls
+    )
+
+
+def inkling(calls: list[tuple[str, str]]) -> str:
+    return "".join(
+        f'<|content_invoke_tool_json|>{{"name": {json.dumps(name)}, "args": {arguments}}}<|end_message|>'
+        for name, arguments in calls
+    )
+
+
 def _python_calls(calls: list[tuple[str, str]]) -> list[str]:
     return [
         f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(arguments).items())})"
@@ -242,6 +394,10 @@ def lfm2(calls: list[tuple[str, str]]) -> str:
     return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
 
 
+def llama4_pythonic(calls: list[tuple[str, str]]) -> str:
+    return f"<|python_start|>{pythonic(calls)}<|python_end|>"
+
+
 def _gemma4_value(value: Any) -> str:
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
@@ -260,6 +416,11 @@ def gemma4(calls: list[tuple[str, str]]) -> str:
     return "".join(
         f"<|tool_call>call:{name}{_gemma4_value(json.loads(arguments))}<tool_call|>" for name, arguments in calls
     )
+
+
+def functiongemma(calls: list[tuple[str, str]]) -> str:
+    written = gemma4(calls).replace("<|tool_call>call:", "<start_function_call>call:")
+    return written.replace("<tool_call|>", "<end_function_call>").replace('<|"|>', "<escape>")
 
 
 WRITERS: dict[str, list[Callable[[list[tuple[str, str]]], str]]] = {
@@ -284,4 +445,23 @@ WRITERS: dict[str, list[Callable[[list[tuple[str, str]]], str]]] = {
     "olmo3": [olmo3],
     "lfm2": [lfm2],
     "gemma4": [gemma4],
+    "apertus": [apertus],
+    "cohere_command3": [cohere_command3],
+    "deepseek_v32": [deepseek_v32, deepseek_v4],
+    "deepseek_v41": [deepseek_v41],
+    "dots": [dots],
+    "functiongemma": [functiongemma],
+    "gigachat3": [gigachat3],
+    "hy_v3": [hy_v3],
+    "hy_v4": [hy_v4],
+    "inkling": [inkling],
+    "k2_horizon": [k2_horizon, k2_horizon_json],
+    "kimi_k3": [kimi_k3],
+    "llama4_pythonic": [llama4_pythonic, pythonic],
+    "minicpm5": [minicpm5],
+    "minimax_m3": [minimax_m3],
+    "muse_glimmer": [muse_glimmer],
+    "plamo3": [plamo3],
+    "step3": [step3],
+    "xlam": [xlam],
 }

@@ -17,9 +17,12 @@ from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser, too
 from shardline.text.tool_parsers.tagged import ParameterSchemas
 from tests.text.answers import FUNCTIONS, NAMES, WRITERS, Answer, gpt_oss, hermes, join, parse, seed_oss
 
-TAGGED = ("glm4_moe", "mimo", "minimax_m2", "qwen3_coder", "seed_oss")
-LITERAL = ("gemma4", "lfm2", "olmo3", "pythonic")
-WHOLE = ("llama3_json", "pythonic")
+TAGGED = (
+    "deepseek_v32", "deepseek_v41", "dots", "glm4_moe", "hy_v3", "hy_v4", "k2_horizon", "kimi_k3", "mimo", "minicpm5",
+    "minimax_m2", "minimax_m3", "muse_glimmer", "qwen3_coder", "seed_oss", "step3",
+)  # fmt: skip
+LITERAL = ("functiongemma", "gemma4", "lfm2", "llama4_pythonic", "olmo3", "pythonic")
+WHOLE = ("llama3_json", "llama4_pythonic", "pythonic", "xlam")
 """Formats in which calls are the whole answer, and have no marks."""
 FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
 in_every_form = pytest.mark.parametrize(("name", "write"), FORMS, ids=[writer.__name__ for _, writer in FORMS])
@@ -174,6 +177,48 @@ def test_content_stands_before_calls(name: str) -> None:
             [("f", '{"text": "a\\n", "count": "many"}')],
         ),
         (
+            "deepseek_v32",
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="any" string="true">5'
+            "</｜DSML｜parameter>"
+            '<｜DSML｜parameter name="count">5</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
+            [("f", '{"any": "5", "count": 5}')],
+        ),
+        (
+            "minicpm5",
+            '<function name="f"><param name="text"><![CDATA[</param>]]></param></function><function name="weather">',
+            [("f", '{"text": "</param>"}'), ("weather", "")],
+        ),
+        (
+            "minimax_m3",
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">\n]<]minimax[>[<list>]<]minimax[>[<item>'
+            "]<]minimax[>[<a>1]<]minimax[>[</a>]<]minimax[>[</item>]<]minimax[>[<item>x]<]minimax[>[</item>]<]minimax[>[</list>\n"
+            "]<]minimax[>[<thing>]<]minimax[>[<b>1]<]minimax[>[</b>]<]minimax[>[<b>2]<]minimax[>[</b>"
+            "]<]minimax[>[</thing>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+            [("f", '{"list": [{"a": 1}, "x"], "thing": {"b": [1, 2]}}')],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+            '<|open|>argument key="a&quot;b" type="number"<|sep|>1.5<|close|>argument<|sep|><|close|>call<|sep|>'
+            "<|close|>tools<|sep|><|close|>message<|sep|>",
+            [("f", '{"a\\"b": 1.5}')],
+        ),
+        (
+            "k2_horizon",
+            "<ifm|tool_calls><ifm|tool_call>f<ifm|arg_key>text</ifm|arg_key><ifm|arg_type>string</ifm|arg_type>"
+            "<ifm|arg_value>a</ifm|arg_value></ifm|tool_call></ifm|tool_calls>",
+            [("f", '{"text": "a"}')],
+        ),
+        (
+            "muse_glimmer",
+            '<atem:function_calls><atem:invoke name="f.f"></atem:invoke></atem:function_calls>',
+            [("f", "{}")],
+        ),
+        ("xlam", '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', [("f", '{"a": 1}')]),
+        ("xlam", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', [("f", '{"a": 1}')]),
+        ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", "{}")]),
+        ("gigachat3", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {}}', [("f", "{}")]),
+        (
             "qwen3_coder",
             "<tool_call><function=g><parameter=a>1</parameter><parameter=b>NaN</parameter></function></tool_call>",
             [("g", '{"a": 1, "b": "NaN"}')],
@@ -208,6 +253,12 @@ def test_llama_json_that_is_no_call_is_content(text: str) -> None:
         ("olmo3", "<function_calls>no call</function_calls>"),
         ("lfm2", "<|tool_call_start|>no call<|tool_call_end|>"),
         ("gemma4", "<|tool_call>no call<tool_call|>"),
+        ("functiongemma", "<start_function_call>no call<end_function_call>"),
+        ("dots", "a <dots_function_call>no call</dots_function_call>"),
+        ("apertus", "<|tools_prefix|>no call<|tools_suffix|>"),
+        ("cohere_command3", "<|START_ACTION|>no call<|END_ACTION|>"),
+        ("hy_v4", "<tool_calls><tool_call>no call</tool_call></tool_calls>"),
+        ("minicpm5", '<function name="no call">x</function>'),
     ],
 )
 def test_no_markup_reaches_content(name: str, text: str) -> None:
@@ -225,6 +276,9 @@ def test_no_markup_reaches_content(name: str, text: str) -> None:
 )
 def test_reasoning_is_split_off(name: str, reasoning: str, content: str) -> None:
     parser = find_reasoning_parser(name)
+    if name == "minimax_m2_append_think":
+        assert parse(content, reasoning=name) == Answer(content=f"<think>{content}")
+        return
     expected = Answer(reasoning.strip(), content.lstrip())
     if parser.end not in reasoning and not reasoning.strip().startswith(parser.begin):
         marked = f"{parser.begin}{reasoning}{parser.end}{content}"
@@ -257,10 +311,51 @@ def test_reasoning_without_marks() -> None:
         ("granite", "Here's my thought process:a\nHere is my response:b", Answer("a", "b")),
         ("granite", "Here is my answer", Answer("", "Here is my answer")),
         ("gemma4", "<|channel>thought\na\n<channel|>b", Answer("a", "b")),
+        ("k2_horizon", "<ifm|think_fast>a</ifm|think_fast>b", Answer("a", "b")),
+        (
+            "cohere_command3",
+            "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>",
+            Answer("a", "b"),
+        ),
+        ("cohere_command4", "<|START_TEXT|>b<|END_TEXT|>", Answer("", "b")),
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|><|close|>message"
+            "<|sep|>",
+            Answer("a", "b"),
+        ),
+        ("kimi_k3", "b<|close|>response<|sep|>", Answer("", "b")),
+        (
+            "inkling",
+            "<|message_model|><|content_thinking|>a<|end_message|><|message_model|><|content_text|>b<|end_message|>"
+            "<|content_model_end_sampling|>",
+            Answer("a", "b"),
+        ),
+        (
+            "muse_glimmer",
+            " to=self<|message|>a<|eom|><|start|>assistant to=user<|message|>b<|eot|>",
+            Answer("a", "b"),
+        ),
     ],
 )
 def test_reasoning_in_other_marks(name: str, text: str, expected: Answer) -> None:
     assert parse(text, reasoning=name) == expected
+
+
+def test_calls_behind_reasoning_in_messages() -> None:
+    calls = [("f", '{"text": "a"}')]
+    thoughts = "<|message_model|><|content_thinking|>a<|end_message|><|message_model|>f"
+    assert parse(thoughts + WRITERS["inkling"][0](calls), "inkling", "inkling") == Answer("a", "", calls)
+    header = " to=self<|message|>a<|eom|><|start|>assistant to=f.f<|message|>"
+    call = WRITERS["muse_glimmer"][0](calls) + "<|eom|>"
+    assert parse(header + call, "muse_glimmer", "muse_glimmer") == Answer("a", "", calls)
+    answer = "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"
+    assert parse(answer + WRITERS["kimi_k3"][0](calls), "kimi_k3", "kimi_k3") == Answer("a", "b", calls)
+
+
+def test_code_that_is_no_list_of_calls_stays() -> None:
+    for text in ('```python\nprint("[")\n```', "```json\n[1, 2]\n```", '[{"a": 1}]', "[[1]]", "<tool_call>a"):
+        assert parse(text, "xlam") == Answer(content=text)
 
 
 HARMONY = (
@@ -356,6 +451,8 @@ def test_names_of_vllm() -> None:
         ("glm45", "glm4_moe"),
         ("qwen3_xml", "qwen3_coder"),
         ("granite4", "hermes"),
+        ("deepseek_v4", "deepseek_v32"),
+        ("cohere_command4", "cohere_command3"),
     ):
         assert find_tool_parser(name) is find_tool_parser(other)
     for name, other in (("openai_gptoss", "gpt_oss"), ("glm45", "glm4_moe"), ("olmo3", "deepseek_r1")):

@@ -35,6 +35,7 @@ from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import admin_routes, health_routes
+from shardline.server.pooling.cohere import cohere_routes
 from shardline.server.pooling.generative import generative_scoring_routes
 from shardline.server.pooling.request import RunnerChecks
 from shardline.server.pooling.routes import pooling_routes
@@ -88,7 +89,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ):  # fmt: skip
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
-        for routes in (embedding_routes, pooling_routes, score_routes):
+        for routes in (embedding_routes, cohere_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
     app.state.batches = None if config.tokens_only else start_batches(app, service)
     app.include_router(batch_routes(app.state.batches))

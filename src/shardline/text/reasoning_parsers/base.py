@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class ReasoningParser(ABC):
         self._reasoning = ""
         self._rest = ""
         self._space = ""
-        self.is_over = not self.starts_in_reasoning(prompt) and prompt.rstrip().endswith(self.end)
+        self.is_over = self.ends_reasoning(prompt)
         """Whether all that follows is no reasoning."""
         self.is_marked = False
         """Whether the answer has reasoning, as far as it has come."""
@@ -61,7 +62,12 @@ class ReasoningParser(ABC):
     @classmethod
     def starts_in_reasoning(cls, prompt: str) -> bool:
         """Whether the prompt ends with the mark that begins reasoning."""
-        return prompt.rstrip().endswith(cls.begin)
+        return prompt.rstrip().endswith((cls.begin, *cls.other_begins))
+
+    @classmethod
+    def ends_reasoning(cls, prompt: str) -> bool:
+        """Whether the prompt ends with the mark that ends reasoning, so that an answer has none."""
+        return not cls.starts_in_reasoning(prompt) and prompt.rstrip().endswith((cls.end, *cls.other_ends))
 
     @classmethod
     def write_rules(
@@ -71,23 +77,25 @@ class ReasoningParser(ABC):
 
         `budget`: how many tokens the reasoning may have; None: any number.
         """
-        if not cls.starts_in_reasoning(prompt) and prompt.rstrip().endswith(cls.end):
+        if cls.ends_reasoning(prompt):
             return "", ""
-        lazy = "" if mark(cls.end).startswith("<[") else "[lazy]"
-        rules = f"thoughts{lazy}: THOUGHTS ({' | '.join(mark(end) for end in (cls.end, *cls.other_ends))})\n"
+        ends = [cls.spell(end, mark) for end in (cls.end, *cls.other_ends)]
+        lazy = "" if ends[0].startswith("<[") else "[lazy]"
+        rules = f"thoughts{lazy}: THOUGHTS ({' | '.join(ends)})\n"
         if budget is not None:
             limited = f"limited[max_tokens={budget.num_tokens}]: THOUGHTS\n"
             rules = f"thoughts: limited {budget.end}\n{limited}" if budget.num_tokens else f"thoughts: {budget.end}\n"
         rules += "reasoning: thoughts SPACE?\nTHOUGHTS: /(.|\\n)*/\nSPACE: /[ \\n]{1,4}/\n"
         if cls.starts_in_reasoning(prompt) or cls.begins_unmarked:
             return "reasoning ", rules
-        begins = " | ".join(cls.spell_begin(begin, mark) for begin in (cls.begin, *cls.other_begins))
+        begins = " | ".join(cls.spell(begin, mark) for begin in (cls.begin, *cls.other_begins))
         return "opened? ", f"opened: ({begins}) reasoning\n{rules}"
 
     @classmethod
-    def spell_begin(cls, begin: str, mark: Callable[[str], str]) -> str:
-        """A spelling of the first mark, in Lark."""
-        return mark(begin)
+    def spell(cls, text: str, mark: Callable[[str], str]) -> str:
+        """A mark, or several ones with text between them, in Lark."""
+        parts = re.split(f"({'|'.join(map(re.escape, cls.markers))})", text) if cls.markers else [text]
+        return " ".join(mark(part) for part in parts if part)
 
     @classmethod
     def content_rule(cls, prompt: str, mark: Callable[[str], str]) -> str:

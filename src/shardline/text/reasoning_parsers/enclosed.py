@@ -16,12 +16,14 @@ class EnclosedParser(ReasoningParser):
     end = "</think>"
     content_begin: ClassVar[str]
     content_end: ClassVar[str]
+    dropped: ClassVar[tuple[str, ...]] = ()
+    """Marks that may stand in or behind the content, and belong to no part."""
     reads_content = True
 
     @classmethod
     def content_rule(cls, prompt: str, mark: Callable[[str], str]) -> str:
         """The first mark of the content; an answer of a required form ends with that form."""
-        return f'({mark(cls.content_begin)} "\\n"?)? '
+        return f'({cls.spell(cls.content_begin, mark)} "\\n"?)? '
 
     def _parse(self) -> Steps[None]:
         yield from self._read_reasoning()
@@ -39,8 +41,13 @@ class EnclosedParser(ReasoningParser):
                 self._rest += self._space
         else:
             self._rest += skipped
+        while self.dropped and (yield from reader.copy_until(self.dropped, self._write_rest)):
+            pass
         while (yield from reader.peek()):
             self._rest += reader.take()
+
+    def _write_rest(self, text: str) -> None:
+        self._rest += text
 
     def _write_content(self, text: str) -> None:
         text = self._space + text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardline.text.reasoning_parsers.base import ReasoningParser
 
 
@@ -13,8 +11,3 @@ class Parser(ReasoningParser):
     begin = "<|channel>thought"
     end = "<channel|>"
     markers = ("<|channel>",)
-
-    @classmethod
-    def spell_begin(cls, begin: str, mark: Callable[[str], str]) -> str:
-        """A token and a text."""
-        return f'{mark("<|channel>")} "thought"'

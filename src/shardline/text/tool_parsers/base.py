@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from shardline.structured.grammar import lark_json, lark_text
+from shardline.text.custom_input import CustomInput
 from shardline.text.text_reader import Steps, TextReader, copy_value, read_string
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_ARGUMENT_KEYS = ("arguments", "parameters")
+_ARGUMENT_KEYS = ("arguments", "parameters", "args")
 
 
 class CallDelta(msgspec.Struct):
@@ -24,7 +25,9 @@ class CallDelta(msgspec.Struct):
     name: str | None
     """The function's name, with the first delta of a call; None: an earlier delta had it."""
     arguments: str
-    """The next part of the arguments' JSON text."""
+    """The next part of the arguments' JSON text; of a custom tool, of its input."""
+    is_custom: bool = False
+    """Whether a custom tool is called."""
 
 
 class AnswerDelta(msgspec.Struct):
@@ -37,16 +40,16 @@ class AnswerDelta(msgspec.Struct):
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
-    def start_call(self, index: int, name: str) -> None:
+    def start_call(self, index: int, name: str, *, is_custom: bool = False) -> None:
         """Add the beginning of a call."""
-        self.calls.append(CallDelta(index, name, ""))
+        self.calls.append(CallDelta(index, name, "", is_custom))
 
-    def add_arguments(self, index: int, text: str) -> None:
+    def add_arguments(self, index: int, text: str, *, is_custom: bool = False) -> None:
         """Add text to the arguments of a call."""
         if self.calls and self.calls[-1].index == index:
             self.calls[-1].arguments += text
         else:
-            self.calls.append(CallDelta(index, None, text))
+            self.calls.append(CallDelta(index, None, text, is_custom))
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class OfferedFunction:
 
     name: str
     parameters: Mapping[str, Any] | None
+    is_custom: bool = False
+    """Whether it stands for a custom tool, see `custom_input`."""
 
     def arguments(self) -> str:
         """Its arguments, in Lark.
@@ -135,6 +140,8 @@ class ToolParser(ABC):
     """Texts that all occur in chat templates of this format. Where those of several formats occur, most marks win."""
     markers: ClassVar[tuple[str, ...]]
     """Marks of the format that may be special tokens, and which the parser must see."""
+    name_key: ClassVar[str] = "name"
+    """Where calls are JSON objects: the key of the function's name."""
 
     def __init__(self, functions: Sequence[OfferedFunction], *, parallel: bool = True) -> None:
         """`functions`: those that the request offers; `parallel`: whether to report more than one call."""
@@ -147,6 +154,8 @@ class ToolParser(ABC):
         self._has_content = False
         self._follows_call = False
         self._has_arguments = False
+        self._input: CustomInput | None = None
+        """What decodes the arguments of the call that is read; None: it calls no custom tool."""
         self.num_calls = 0
         self._steps = self._parse()
         next(self._steps, None)
@@ -205,18 +214,22 @@ class ToolParser(ABC):
         self._follows_call = True
         self._has_arguments = False
         self.num_calls += 1
+        function = self._functions.get(name)
+        self._input = CustomInput() if function is not None and function.is_custom else None
         if self._reports_call:
-            self._delta.start_call(self.num_calls - 1, name)
+            self._delta.start_call(self.num_calls - 1, name, is_custom=self._input is not None)
 
     def _write_arguments(self, text: str) -> None:
         if text:
             self._has_arguments = True
-            if self._reports_call:
-                self._delta.add_arguments(self.num_calls - 1, text)
+            if self._input is not None:
+                text = self._input.add_json(text)
+            if text and self._reports_call:
+                self._delta.add_arguments(self.num_calls - 1, text, is_custom=self._input is not None)
 
     def _end_call(self) -> None:
         """End a call that is whole. A call without arguments has an empty object."""
-        if not self._has_arguments:
+        if not self._has_arguments and self._input is None:
             self._write_arguments("{}")
 
     @property
@@ -261,7 +274,7 @@ class ToolParser(ABC):
             if key is None or not (yield from reader.take_literal(":")):
                 break
             yield from reader.skip_space()
-            if key == "name" and not started:
+            if key == self.name_key and not started:
                 name = yield from read_string(reader)
                 if name is None or (known_names_only and name not in self._functions):
                     break

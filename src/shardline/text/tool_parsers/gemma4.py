@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
 from shardline.text.tool_parsers.literals import CONSTANTS, NUMBER, ordered_arguments, read_word
 from shardline.text.tool_parsers.tagged import ParameterSchemas
 
-_BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _BARE = re.compile(r"[^,:\[\]{}<]+")
 """A key, or a value that is no text."""
@@ -23,25 +22,30 @@ _MAX_DEPTH = 8
 class Parser(ToolParser):
     """Texts stand between marks, and keys between none. Values become JSON as they come."""
 
-    template_marks = (_BEGIN, _QUOTE)
-    markers = (_BEGIN, _END, _QUOTE)
+    other_names: ClassVar[tuple[str, ...]] = ()
+    begin: ClassVar[str] = "<|tool_call>"
+    end: ClassVar[str] = "<tool_call|>"
+    quote: ClassVar[str] = '<|"|>'
+    """Before and behind a text."""
+    template_marks: ClassVar[tuple[str, ...]] = (begin, quote)
+    markers: ClassVar[tuple[str, ...]] = (begin, end, quote)
 
     @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """One mark for each call, and the arguments in the order of the schema."""
         return f"""
 calls: {rules.repeated("call", "")}
-call: {rules.mark(_BEGIN)} rest
+call: {rules.mark(cls.begin)} rest
 auto: {"(lead rest)* TEXT" if rules.parallel else "TEXT | lead rest"}
-rest: function {rules.mark(_END)}
-{rules.text_before(_BEGIN)}
-{_ValueRules(rules).write()}
+rest: function {rules.mark(cls.end)}
+{rules.text_before(cls.begin)}
+{_ValueRules(rules, cls.quote).write()}
 """
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while mark := (yield from reader.copy_until((_BEGIN, _END), self._write_content)):
-            if mark == _BEGIN:
+        while mark := (yield from reader.copy_until((self.begin, self.end), self._write_content)):
+            if mark == self.begin:
                 yield from self._read_marked_call()
 
     def _read_marked_call(self) -> Steps[None]:
@@ -70,9 +74,9 @@ rest: function {rules.mark(_END)}
                 write("}")
                 return True
             key: list[str] = []
-            if not (yield from reader.take_literal(_QUOTE)):
+            if not (yield from reader.take_literal(self.quote)):
                 key.append((yield from read_word(reader, _BARE, _BARE)).strip())
-            elif not (yield from reader.copy_until((_QUOTE,), key.append)):
+            elif not (yield from reader.copy_until((self.quote,), key.append)):
                 return False
             yield from reader.skip_space()
             if not (yield from reader.take_literal(":")):
@@ -104,9 +108,9 @@ rest: function {rules.mark(_END)}
     def _copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        if (yield from reader.take_literal(_QUOTE)):
+        if (yield from reader.take_literal(self.quote)):
             write('"')
-            end = yield from reader.copy_until((_QUOTE,), lambda text: write(_quote(text)[1:-1]))
+            end = yield from reader.copy_until((self.quote,), lambda text: write(_quote(text)[1:-1]))
             write('"' if end else "")
             return bool(end)
         first = yield from reader.peek()
@@ -122,8 +126,9 @@ rest: function {rules.mark(_END)}
 class _ValueRules:
     """The rules of the offered functions and of their values."""
 
-    def __init__(self, rules: CallRules) -> None:
+    def __init__(self, rules: CallRules, quote: str) -> None:
         self._rules = rules
+        self._quote = quote
         self._lines: list[str] = []
 
     def write(self) -> str:
@@ -132,8 +137,8 @@ class _ValueRules:
         Raises:
             ValueError: a parameter's schema is no schema.
         """
-        quote = self._rules.mark(_QUOTE)
-        lazy = "" if _QUOTE in self._rules.special_tokens else "[lazy]"
+        quote = self._rules.mark(self._quote)
+        lazy = "" if self._quote in self._rules.special_tokens else "[lazy]"
         names = " | ".join(f"function_{index}" for index in range(len(self._rules.functions)))
         self._lines = [
             f"function: {names}",
@@ -166,7 +171,7 @@ class _ValueRules:
 
     def _value(self, schema: Mapping[str, Any], types: frozenset[str], rule: str, depth: int) -> str:
         if isinstance(schema.get("enum"), list | tuple) and schema["enum"]:
-            quote = self._rules.mark(_QUOTE)
+            quote = self._rules.mark(self._quote)
             spelled = [
                 f"{quote} {self._rules.text(value)} {quote}"
                 if isinstance(value, str)

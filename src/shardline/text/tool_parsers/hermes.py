@@ -11,7 +11,7 @@ from shardline.text.tool_parsers.base import CallRules, ToolParser
 class Parser(ToolParser):
     """Calls are JSON objects in XML elements; content may stand around them."""
 
-    other_names: ClassVar[tuple[str, ...]] = ("granite4", "qwen3_json")
+    other_names: ClassVar[tuple[str, ...]] = ("ernie45", "granite4", "qwen3_json")
     begin: ClassVar[str] = "<tool_call>"
     after_begin: ClassVar[str] = ""
     """A second mark that follows the first one."""

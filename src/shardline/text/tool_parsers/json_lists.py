@@ -17,6 +17,8 @@ class ListParser(ToolParser):
     """The mark behind the list; empty: there is none."""
     space: ClassVar[str] = ""
     """What stands between the first mark and the list."""
+    call_form: ClassVar[tuple[str, str, str]] = ('{"name": "', '", "arguments": ', "}")
+    """What stands around a call's name and arguments."""
 
     @classmethod
     def write_rules(cls, rules: CallRules) -> str:
@@ -25,12 +27,13 @@ class ListParser(ToolParser):
         begin = (known or cls.begins)[0]
         opening = "" if begin.endswith("[") else rules.text(cls.space + "[")
         end = rules.mark(cls.end) if cls.end else ""
+        before, between, after = cls.call_form
         return f"""
 calls: {rules.mark(begin)} rest
 auto: TEXT | lead rest
 rest: {opening} {rules.repeated("function", ", ")} "]" {end}
 {rules.text_before(begin)}
-{rules.function_rules('{"name": "', rules.text('", "arguments": '), rules.text("}"))}
+{rules.function_rules(before, rules.text(between), rules.text(after))}
 """
 
     def _parse(self) -> Steps[None]:

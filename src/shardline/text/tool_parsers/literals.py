@@ -27,7 +27,8 @@ class LiteralParser(ToolParser):
     """Calls stand between marks, or are the whole answer. Each value becomes JSON as it comes."""
 
     begin: ClassVar[str] = ""
-    """The mark before the calls; empty: they are the whole answer, if it begins with an offered function."""
+    """The mark before the calls; empty: they are the whole answer, if it begins with an offered function. Then
+    `markers` may stand around them."""
     end: ClassVar[str] = ""
     brackets: ClassVar[tuple[str, str]] = ("[", "]")
     """What encloses all calls."""
@@ -50,8 +51,9 @@ rest: {calls} {rules.mark(cls.end)}
 {functions}
 """
         names = "|".join(re.escape(function.name) for function in rules.functions)
+        around = [f"{rules.mark(mark)}?" if mark in rules.special_tokens else "" for mark in cls.markers] or ["", ""]
         return f"""
-calls: {calls}
+calls: {around[0]} {calls} {around[1]}
 auto: calls | CONTENT
 CONTENT: /(.|\\n)*/ & ~/[ \\n]*\\[({names})\\((.|\\n)*/
 {functions}
@@ -70,9 +72,14 @@ CONTENT: /(.|\\n)*/ & ~/[ \\n]*\\[({names})\\((.|\\n)*/
             yield from reader.take_literal(char)
             space += char
         self._write_content(space)
+        if self.markers and (yield from reader.take_mark(self.markers[0])):
+            yield from reader.skip_space()
+            char = yield from reader.peek()
         if char == "[":
             yield from self._read_calls()
-        self._write_content(reader.take())
+        if self.markers:
+            while (yield from reader.copy_until(self.markers, self._write_content)):
+                pass
         while (yield from reader.peek()):
             self._write_content(reader.take())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -152,10 +152,10 @@ class TaggedParser(ToolParser):
             self._write_arguments("}")
         self._end_call()
 
-    def _read_value(self, key: str, ends: tuple[str, ...]) -> Steps[bool]:
-        """Read the argument `key` up to one of `ends`; returns whether it is whole."""
+    def _read_value(self, key: str, ends: tuple[str, ...], *, is_text: bool = False) -> Steps[bool]:
+        """Read the argument `key` up to one of `ends`; returns whether it is whole. `is_text`: the format says so."""
         self._write_arguments(f"{', ' if self._has_arguments else '{'}{_quote(key)}: ")
-        if self._schemas.types_of(key) == {"string"}:
+        if is_text or self._schemas.types_of(key) == {"string"}:
             self._write_arguments('"')
             end = yield from self._reader.copy_until(ends, lambda text: self._write_arguments(_quote(text)[1:-1]))
             if end:
@@ -173,7 +173,7 @@ class ArgumentTags:
     """How a format spells arguments. All are parts of text, in which marks of the format may occur."""
 
     before_key: Sequence[str]
-    after_key: Sequence[str]
+    after_key: Sequence[str | re.Pattern[str]]
     """Up to the value."""
     after_value: Sequence[str]
     """The first part ends the value, and does not belong to it."""
@@ -182,12 +182,19 @@ class ArgumentTags:
 class TaggedRules:
     """Rules in Lark for the names and arguments of the offered functions."""
 
-    def __init__(self, rules: CallRules, tags: ArgumentTags) -> None:
+    def __init__(
+        self,
+        rules: CallRules,
+        tags: ArgumentTags,
+        tags_of: Callable[[str, frozenset[str]], ArgumentTags] | None = None,
+    ) -> None:
+        """`tags_of`: those of an argument with a name and types, where they differ; what ends a value must not."""
         self._rules = rules
         self._tags = tags
+        self._tags_of = tags_of or (lambda name, types: tags)
         self._lines: list[str] = []
 
-    def write(self, before: Sequence[str], between: Sequence[str], after: Sequence[str]) -> str:
+    def write(self, before: Sequence[str], between: Sequence[str | re.Pattern[str]], after: Sequence[str]) -> str:
         """The rule `function`: a name between two texts, then its arguments and a third text; and its parts.
 
         Raises:
@@ -219,9 +226,10 @@ class TaggedRules:
         uses = []
         for place, name in enumerate(schemas.names):
             rule = f"parameter_{index}_{place}"
-            key = self._join([*self._tags.before_key, name, *self._tags.after_key])
+            tags = self._tags_of(name, schemas.types_of(name))
+            key = self._join([*tags.before_key, name, *tags.after_key])
             value = self._value(schemas, name, rule)
-            self._lines.append(f"{rule}: {key} {value} {self._join(self._tags.after_value[1:])}")
+            self._lines.append(f"{rule}: {key} {value} {self._join(tags.after_value[1:])}")
             uses.append(rule if name in schemas.required else f"{rule}?")
         return uses
 
@@ -247,14 +255,14 @@ class TaggedRules:
         self._lines.append(f"{terminal}: ({' & '.join([*limits, free])}) {end}")
         return terminal
 
-    def _join(self, parts: Sequence[str]) -> str:
-        """Texts and marks, one after another, in Lark."""
+    def _join(self, parts: Sequence[str | re.Pattern[str]]) -> str:
+        """Texts, marks and patterns, one after another, in Lark."""
         joined: list[str] = []
         text = ""
         for part in parts:
-            if part in self._rules.special_tokens:
+            if isinstance(part, re.Pattern) or part in self._rules.special_tokens:
                 joined += [lark_text(text)] if text else []
-                joined.append(self._rules.mark(part))
+                joined.append(self._rules.mark(part) if isinstance(part, str) else f"/{part.pattern}/")
                 text = ""
             else:
                 text += part

@@ -210,11 +210,13 @@ def _progress_bar(total: int, done: int) -> tqdm[Any]:
 async def _metrics_served(service: Service, config: ServerConfig) -> AsyncIterator[None]:
     """Serve the probes and /metrics while the block runs."""
     from fastapi import FastAPI
+    from starlette.responses import RedirectResponse
 
     from shardline.server.operations import health_routes
 
     app = FastAPI(openapi_url=None)
     app.include_router(health_routes(service))
+    app.add_route("/", lambda request: RedirectResponse("/metrics"))  # vLLM's has the metrics there, too
     with contextlib.closing(open_listener(config)) as listener:
         server = make_http_server(app, config, service.llm.config.parallel.num_engines)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

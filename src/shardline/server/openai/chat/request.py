@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from shardline.api.prompt_embeds import Rows, join_parts
 from shardline.messages.request import PromptEmbeds
 from shardline.server.errors import bad_request
 from shardline.server.json_body import check_template_values
+from shardline.server.openai.chat.custom_tools import allowed_tools, as_function, as_function_calls
 from shardline.server.openai.protocol import RequestModel, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
@@ -58,11 +59,11 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool. Only functions are supported. Unknown fields are ignored."""
+    """A tool: a function, or one that stands for a custom tool. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     function: FunctionDefinition
 
 
@@ -79,11 +80,13 @@ class ToolUse:
     parser: type[ToolParser]
     is_named: bool = False
     """Whether the request names the function to call."""
+    custom: frozenset[str] = frozenset()
+    """The names of those that stand for custom tools."""
 
     @cached_property
     def offered(self) -> tuple[OfferedFunction, ...]:
         """The functions that the answer may call, as the parsers of answers take them."""
-        return tuple(OfferedFunction(function.name, function.parameters) for function in self.callable)
+        return tuple(OfferedFunction(one.name, one.parameters, one.name in self.custom) for one in self.callable)
 
     def make_parser(self) -> ToolParser:
         """A parser for one answer."""
@@ -103,7 +106,11 @@ def _choose_tools(
     """
     functions = tuple(tool.function for tool in tools)
     _check_functions(functions)
-    named = _named_function(choice, functions)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = allowed_tools(choice, lambda one: _named_function(one, functions), MAX_TOOLS)
+        names = {one.name for one in allowed}
+        functions = tuple(one for one in functions if one.name in names)
+    named = _named_function(choice, functions) if isinstance(choice, dict) else None
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise bad_request(
             f"Invalid value for 'tool_choice': '{choice}'; use 'none', 'auto', 'required' or a function.", "tool_choice"
@@ -130,6 +137,7 @@ def _choose_tools(
         parallel=parallel and named is None,
         parser=parser,
         is_named=named is not None,
+        custom=frozenset(tool.function.name for tool in tools if tool.type == "custom"),
     )
 
 
@@ -154,18 +162,15 @@ def _check_functions(functions: Sequence[FunctionDefinition]) -> None:
         names.add(function.name)
 
 
-def _named_function(
-    choice: str | dict[str, Any] | None, functions: Sequence[FunctionDefinition]
-) -> FunctionDefinition | None:
-    """The function that the answer must call. None: `choice` names none."""
-    if not isinstance(choice, dict):
-        return None
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
+def _named_function(choice: Any, functions: Sequence[FunctionDefinition]) -> FunctionDefinition:
+    """The function, or custom tool, that an object names."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    definition = choice.get(kind) if kind in ("function", "custom") else None
+    name = definition.get("name") if isinstance(definition, dict) else None
+    if not isinstance(name, str):
         raise bad_request(
             "Invalid value for 'tool_choice': a function is chosen by "
-            '{"type": "function", "function": {"name": "…"}}.',
+            '{"type": "function", "function": {"name": "…"}}, and a custom tool by the same with "custom".',
             "tool_choice",
         )
     for function in functions:
@@ -202,7 +207,7 @@ class ChatMessage(RequestModel):
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(as_function_calls)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -266,7 +271,10 @@ class ConversationFields(RequestModel):
     """For chat templates that know it; "none" asks them not to think."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[list[Annotated[Tool, BeforeValidator(as_function)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -317,7 +325,7 @@ class ConversationFields(RequestModel):
         offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
             await _for_template(messages),
-            [tool.model_dump(exclude_none=True) for tool in offered] or None,
+            [{**tool.model_dump(exclude_none=True), "type": "function"} for tool in offered] or None,
             {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),

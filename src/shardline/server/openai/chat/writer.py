@@ -35,13 +35,21 @@ class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):
     """JSON text."""
 
 
+class CustomCall(msgspec.Struct, kw_only=True, frozen=True):
+    """The called custom tool; in a chunk, what is new in it."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True, frozen=True):
     """A tool call; in a chunk, what is new in it. `index` is the number of the call, in chunks only."""
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
     type: str | msgspec.UnsetType = msgspec.UNSET
-    function: FunctionCall
+    function: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True, frozen=True):
@@ -360,17 +368,13 @@ class ChatWriter:
         answers = [parser.add_text(delta.text), parser.end_text(cut=delta.finish_reason != "stop")]
         content = "".join(answer.content for answer in answers)
         reasoning = "".join(answer.reasoning for answer in answers)
-        names: list[str] = []
-        arguments: list[str] = []
+        whole: list[CallDelta] = []
         for call in (call for answer in answers for call in answer.calls):
             if call.name is not None:
-                names.append(call.name)
-                arguments.append("")
-            arguments[call.index] += call.arguments
-        calls = [
-            ToolCall(id=parser.new_call_id(), type="function", function=FunctionCall(name=name, arguments=text))
-            for name, text in zip(names, arguments, strict=True)
-        ]
+                whole.append(call)
+            else:
+                whole[call.index].arguments += call.arguments
+        calls = [_tool_call(call, parser) for call in whole]
         shown, use = reasoning or None, self._format.tool_use
         has_reasoning = self._format.reasoning is not None and self._with_reasoning
         has_content = bool(self._echo or content or not calls or (use is not None and use.required))
@@ -405,7 +409,15 @@ def _with_end(parts: list[ChatChoice], delta: Delta, reason: str | None) -> list
 
 
 def _call_delta(call: CallDelta, parser: AnswerParser) -> ToolCall:
-    if call.name is None:
-        return ToolCall(index=call.index, function=FunctionCall(arguments=call.arguments))
-    function = FunctionCall(name=call.name, arguments=call.arguments)
-    return ToolCall(index=call.index, id=parser.new_call_id(), type="function", function=function)
+    return msgspec.structs.replace(_tool_call(call, parser), index=call.index)
+
+
+def _tool_call(call: CallDelta, parser: AnswerParser) -> ToolCall:
+    """A call, or what is new in it, without its number."""
+    fields: dict[str, Any] = {}
+    if call.name is not None:
+        fields = {"id": parser.new_call_id(), "type": "custom" if call.is_custom else "function"}
+    name = msgspec.UNSET if call.name is None else call.name
+    if call.is_custom:
+        return ToolCall(**fields, custom=CustomCall(name=name, input=call.arguments))
+    return ToolCall(**fields, function=FunctionCall(name=name, arguments=call.arguments))

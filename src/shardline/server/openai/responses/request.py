@@ -10,16 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.chat.custom_tools import as_function
 from shardline.server.openai.chat.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatMessage,
     ConversationFields,
-    FunctionDefinition,
     Tool,
     read_effort,
 )
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
+from shardline.text.custom_input import write_input
 
 T = TypeVar("T")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -76,6 +77,7 @@ class InputItem(RequestModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
     namespace: str | None = None
     caller: Any = None
@@ -158,7 +160,11 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
         name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
         arguments = _require(item.arguments, f"{place}.arguments")
         conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
-    elif item.type == "function_call_output":
+    elif item.type == "custom_tool_call":
+        name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
+        arguments = write_input(_require(item.input, f"{place}.input"))
+        conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, f"{place}.output")
         conversation.add_output(_require(item.call_id, f"{place}.call_id"), text)
     elif item.type == "reasoning":
@@ -167,8 +173,8 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
         refuse_if(
             True,
             f"{place}.type",
-            f"'{place}' has the type '{item.type}'; supported are 'message', 'function_call', 'function_call_output' "
-            "and 'reasoning'.",
+            f"'{place}' has the type '{item.type}'; supported are 'message', 'function_call', 'custom_tool_call', the "
+            "outputs of both, and 'reasoning'.",
         )
 
 
@@ -290,12 +296,7 @@ class ResponsesRequest(SamplingFields):
         tools = self._functions
         choice = self.tool_choice
         if isinstance(choice, dict):
-            refuse_if(
-                choice.get("type") != "function",
-                "tool_choice",
-                "'tool_choice' may be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": \"…\"}.",
-            )
-            choice = {"type": "function", "function": {"name": self._resolve_choice(choice.get("name"))}}
+            choice = self._as_chat_choice(choice)
         continues = self._continues_answer
         return ConversationFields(
             tools=[function.tool for function in tools] or None,
@@ -318,6 +319,27 @@ class ResponsesRequest(SamplingFields):
             functions += _read_tool(tool, f"tools[{index}]")
             refuse_if(len(functions) > MAX_TOOLS, "tools", f"The tools have more than {MAX_TOOLS} functions.")
         return functions
+
+    def _as_chat_choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A choice of one tool, or of those that are allowed, as chats have it.
+
+        Raises:
+            ApiError: 400, its type is not supported.
+        """
+        kind, tools = choice.get("type"), choice.get("tools")
+        if kind == "allowed_tools" and isinstance(tools, list) and len(tools) <= MAX_TOOLS:
+            return {"type": kind, kind: {"mode": choice.get("mode"), "tools": list(map(self._as_named_choice, tools))}}
+        return self._as_named_choice(choice)
+
+    def _as_named_choice(self, choice: Any) -> dict[str, Any]:
+        kind = str(choice.get("type")) if isinstance(choice, dict) else ""
+        refuse_if(
+            kind not in ("function", "custom"),
+            "tool_choice",
+            "'tool_choice' may be 'none', 'auto', 'required', {\"type\": \"function\", \"name\": \"…\"}, the same "
+            'with "custom", or {"type": "allowed_tools", "mode": "auto", "tools": […]}.',
+        )
+        return {"type": kind, kind: {"name": self._resolve_choice(choice.get("name"))}}
 
     def _resolve_choice(self, name: Any) -> Any:
         """The flat name of a function, which may be chosen by its own name if only one namespace has it.
@@ -382,16 +404,21 @@ def _read_tool(tool: dict[str, Any], place: str) -> list[_Function]:
 
 
 def _read_function(tool: dict[str, Any], place: str, namespace: str | None) -> _Function:
+    kind = tool.get("type")
     refuse_if(
-        tool.get("type") != "function",
+        kind not in ("function", "custom"),
         f"{place}.type",
-        f"Tools of the type {tool.get('type')!r} are not supported: offer functions.",
+        f"Tools of the type {kind!r} are not supported: offer functions or custom tools.",
     )
+    definition = {k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS}
     try:
-        function = FunctionDefinition(**{k: v for k, v in tool.items() if k not in _UNUSED_TOOL_FIELDS})
+        offered = Tool.model_validate(as_function({"type": kind, kind: definition}))
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in (place, *first["loc"]))
+        name = ".".join(str(part) for part in (place, *first["loc"][1:]))
         raise bad_request(f"Invalid value for '{name}': {first['msg']}.", name, "invalid_value") from error
+    except ValueError as error:
+        raise bad_request(f"Invalid value for '{place}': {error}.", place, "invalid_value") from error
+    function = offered.function
     flat = function.model_copy(update={"name": flat_name(namespace, function.name)})
-    return _Function(Tool(type="function", function=flat), namespace, function.name)
+    return _Function(offered.model_copy(update={"function": flat}), namespace, function.name)

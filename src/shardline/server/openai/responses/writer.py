@@ -66,7 +66,18 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     arguments: str = ""
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool; `input` is any text."""
+
+    id: str
+    call_id: str
+    name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    status: Status = "in_progress"
+    input: str = ""
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -150,6 +161,7 @@ class Event(msgspec.Struct, kw_only=True, frozen=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
     logprobs: list[ChatLogprob] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -186,10 +198,18 @@ class ItemWriter:
         for call in delta.calls:
             if call.name is not None:
                 namespace, name = self._namespaces.get(call.name, (msgspec.UNSET, call.name))
-                call_id = self._parser.new_call_id()
-                self._begin(CallItem(id=new_id("fc_"), call_id=call_id, name=name, namespace=namespace))
+                fields: dict[str, Any] = {"call_id": self._parser.new_call_id(), "name": name, "namespace": namespace}
+                self._begin(
+                    CustomCallItem(id=new_id("ctc_"), **fields)
+                    if call.is_custom
+                    else CallItem(id=new_id("fc_"), **fields)
+                )
             if call.arguments:
                 item = self._open
+                if isinstance(item, CustomCallItem):
+                    item.input += call.arguments
+                    self._add_item_event("response.custom_tool_call_input.delta", item, delta=call.arguments)
+                    continue
                 assert isinstance(item, CallItem)
                 item.arguments += call.arguments
                 self._add_item_event("response.function_call_arguments.delta", item, delta=call.arguments)
@@ -235,7 +255,9 @@ class ItemWriter:
         item, self._open = self._open, None
         if item is None:
             return
-        if isinstance(item, CallItem):
+        if isinstance(item, CustomCallItem):
+            self._add_item_event("response.custom_tool_call_input.done", item, input=item.input)
+        elif isinstance(item, CallItem):
             self._add_item_event(
                 "response.function_call_arguments.done", item, name=item.name, arguments=item.arguments
             )
