@@ -137,6 +137,7 @@ class EngineProcess:
                     block_size=deployment.cache.block_size,
                     fingerprint=name,
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
+                    ranks=ranks,
                 )
             )
             self._ready = True

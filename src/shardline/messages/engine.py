@@ -10,6 +10,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
+from shardline.messages.worker import RankReport
 from shardline.segment.activity import Activity
 
 
@@ -56,6 +57,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Weights, numerics version and kernel path: equal fingerprints give equal tokens."""
     report: list[str]
     """The start-up log, line by line."""
+    ranks: list[RankReport] = []
+    """In their order."""
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -84,6 +84,9 @@ def _read_keys(path: str) -> list[bytes]:
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
 """Paths that need no key: probes and Prometheus read them."""
 
+PAGE_PREFIX = "/ui/"
+"""Where the page's files are. Neither they nor / need a key: they are the same on every server, and ask for it."""
+
 
 ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 """Paths of administration."""
@@ -118,7 +121,7 @@ class AuthMiddleware:
 
     def _check(self, path: str, authorization: str) -> ApiError | None:
         admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
-        if path in OPEN_PATHS or not (admin or self._keys.are_required):
+        if path in OPEN_PATHS or path == "/" or path.startswith(PAGE_PREFIX) or not (admin or self._keys.are_required):
             return None
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():

@@ -1,0 +1,1 @@
+"""The page at /: files for a browser, and what serves them."""
