@@ -65,6 +65,8 @@ class ReplicaView(msgspec.Struct, frozen=True):
     kv_blocks: int
     ranks: list[RankView]
     """Replicas in lockstep share theirs, which are those of the first one."""
+    backend: str = ""
+    """Of a router: the URL of the server that has it."""
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -73,6 +75,18 @@ class FirstToken(msgspec.Struct, frozen=True):
     count: int
     p50: float | None
     p95: float | None
+
+
+class BackendView(msgspec.Struct, frozen=True):
+    """A server behind a router."""
+
+    url: str
+    state: str
+    problem: str
+    requests: int
+    """Those that the router has in flight there."""
+    has_view: bool
+    """Whether it has told of its ranks; servers of other makes do not."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -106,3 +120,5 @@ class Cluster(msgspec.Struct, frozen=True):
     last_request: dict[str, Any] | None
     """Where the time of the request went that has ended last, as in GET /requests/{id}."""
     history: History | None
+    backends: list[BackendView] = []
+    """Of a router; a server has none."""
