@@ -35,7 +35,9 @@ SEEN = {
         {"index": 0, "alive": True, "rates": RATES, "ranks": [rank(0, 0.2, 0.1), rank(1, 0.9, 0.0, host=1)]},
         {"index": 1, "alive": False, "rates": RATES, "ranks": [], "backend": "http://b:8000"},
     ],
-    "backends": [{"url": "http://b:8000", "state": "down", "problem": "no connection", "requests": 0, "has_view": False}],
+    "backends": [
+        {"url": "http://b:8000", "state": "down", "problem": "no connection", "requests": 0, "has_view": False}
+    ],
 }  # fmt: skip
 
 

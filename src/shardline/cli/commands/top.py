@@ -180,7 +180,7 @@ class Watch:
             Text(f"{rates['generation_tokens_per_second']:,.1f} tokens/s", "bold"),
             f"prompts {rates['prompt_tokens_per_second']:,.0f}/s",
             f"first token {_seconds(first['p50'])}, p95 {_seconds(first['p95'])}",
-            f"KV {rates['kv_usage']:.0%}  hits {'-' if rates['hit_rate'] is None else format(rates['hit_rate'], '.0%')}",
+            f"KV {_percent(rates['kv_usage'])}  hits {_percent(rates['hit_rate'])}",
         )
         return grid
 
@@ -231,11 +231,11 @@ def _backend_lines(backends: Sequence[dict[str, Any]]) -> list[Any]:
 
     lines = []
     for one in backends:
-        problem = (
-            f"  {one['problem']}" if one["problem"] else "" if one["has_view"] else "  (says nothing of its ranks)"
-        )
+        problem = one["problem"] or ("" if one["has_view"] else "says nothing of its ranks")
         style = "green" if one["state"] == "ready" else "yellow" if one["state"] in ("busy", "draining") else "red"
-        lines.append(Text(f"{one['state']:9s}", style) + Text(f"{one['requests']:4d} in flight  {one['url']}{problem}"))
+        lines.append(
+            Text(f"{one['state']:9s}", style) + Text(f"{one['requests']:4d} in flight  {one['url']}  {problem}")
+        )
     return lines
 
 
@@ -249,6 +249,10 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1e3 * value:.1f} ms" if value < 1.0 else f"{value:.2f} s"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _duration(seconds: float) -> str:
