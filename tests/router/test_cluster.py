@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardline.server.window.cluster import Cluster, FirstToken, HostView, RankView, Rates, ReplicaView
+from shardline.server.window import Cluster, FirstToken, HostView, RankView, Rates, ReplicaView
 from tests.router.backends import Call, Site, open_site
 
 

@@ -12,7 +12,7 @@ from shardline import __version__
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.upstream import UpstreamError
-from shardline.server.window.cluster import BackendView, Cluster, FirstToken, Rates
+from shardline.server.window import BackendView, Cluster, FirstToken, Rates
 
 _SECONDS = 2.0
 """In which a backend must answer."""

@@ -43,10 +43,9 @@ from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
-from shardline.server.ui.routes import page_routes
+from shardline.server.ui import page_routes
 from shardline.server.user_middleware import user_middleware
 from shardline.server.window.feed import Window
-from shardline.server.window.routes import window_routes
 from shardline.text.special_tokens import TokenizerError
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
-    app.include_router(window_routes(service))
     if not config.disable_ui:
         app.include_router(page_routes())
     ready, checks = Depends(service.require_ready), RunnerChecks(service)

@@ -16,7 +16,7 @@ from shardline import __version__
 from shardline.messages.worker import RankReport
 from shardline.server.errors import ApiError
 from shardline.server.sse import CUT, STREAM_HEADERS, make_event
-from shardline.server.window.cluster import Cluster, HostView, RankView, ReplicaView
+from shardline.server.window import Cluster, HostView, RankView, ReplicaView
 from shardline.server.window.imbalance import EngineLoad, RankLoad, find_imbalances
 from shardline.server.window.sampling import SAMPLE_SECONDS, Sampler, Share
 

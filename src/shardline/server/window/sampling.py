@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardline.messages.stats import EngineStats, RankTimes, merge_stats
 from shardline.metrics.server import FastHistogram
-from shardline.server.window.cluster import FirstToken, History, Rates
+from shardline.server.window import FirstToken, History, Rates
 
 SAMPLE_SECONDS = 1.0
 HISTORY = 600
