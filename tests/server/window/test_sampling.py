@@ -87,6 +87,6 @@ def test_the_history_is_bounded_and_begins_anew_when_ranks_appear() -> None:
     assert history.series["generation_tokens_per_second"][-1] == 100.0
     assert [rank[-1] for rank in history.busy[0]] == [80, 40]
     assert history.busy[1] == []
-    source.idle = EngineStats(kv_blocks_total=10, ranks=[RankTimes(0, 0, 0.0, 0.0)])
+    source.idle = EngineStats(kv_blocks_total=10, ranks=[RankTimes(n, 0, 0.0, 0.0) for n in range(2)])
     source.run(1)
     assert len(source.sampler.history().times) == 1
