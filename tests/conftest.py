@@ -43,11 +43,7 @@ MARKED_FOLDERS = {
 }
 """Folders below tests/ whose tests are no unit tests; of nested folders, the inner one decides."""
 
-collect_ignore = [
-    "clients",
-    "real",
-    "ui",
-]  # they need packages of their own, see the targets of these names in Makefile
+collect_ignore = ["clients", "real", "ui"]  # they need packages of their own, see their targets in Makefile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

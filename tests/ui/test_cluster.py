@@ -67,27 +67,21 @@ def busy_cluster(seen: dict[str, object]) -> dict[str, object]:
         ranks = []
         for number in range(4):
             busy = (0.93, 0.91, 0.58, 0.6)[number] - 0.04 * index
-            place = {
-                "rank": number,
-                "host": number // 2,
-                "pp": number // 2,
-                "tp": number % 2,
-                "pid": 4100 + 10 * index + number,
-            }
-            layers = [0, 13] if number < 2 else [14, 23]
-            ranks.append(
-                {**rank, **place, "layers": layers, "busy": busy, "waiting": 0.97 - busy, "step_seconds": 0.027}
-            )
+            stage, tp = divmod(number, 2)
+            own = {"rank": number, "host": stage, "pp": stage, "tp": tp, "pid": 4100 + 10 * index + number}
+            time = {"busy": busy, "waiting": 0.97 - busy, "step_seconds": 0.027}
+            ranks.append({**rank, **own, **time, "layers": [[0, 13], [14, 23]][stage]})
         replicas.append({**seen["replicas"][0], "index": index, "ranks": ranks})
     notice = (
         "Replica 0: stage 0 is busy 93% of the time, stage 1 only 58%: the layers of stage 0 take longer on node-a. "
         "Give it fewer: --pipeline-stages (now 14,10)."
     )
     end = seen["time"]
-    busy = [
-        [[round(100 * v) for v in walk(one["busy"] - 0.1, min(1, one["busy"] + 0.06))] for one in r["ranks"]]
-        for r in replicas
-    ]
+
+    def percents(busy: float) -> list[int]:
+        return [round(100 * value) for value in walk(busy - 0.1, min(1.0, busy + 0.06))]
+
+    busy_history = [[percents(one["busy"]) for one in replica["ranks"]] for replica in replicas]
     return {
         **seen,
         "model": "Qwen2.5-0.5B-Instruct",
@@ -97,7 +91,7 @@ def busy_cluster(seen: dict[str, object]) -> dict[str, object]:
         "notices": [notice],
         "rates": {name: series[name][-1] for name in seen["rates"]},
         "first_token": {"count": 212, "p50": series["first_token"][-1], "p95": 0.81},
-        "history": {"times": [end - 599 + n for n in range(600)], "series": series, "busy": busy},
+        "history": {"times": [end - 599 + n for n in range(600)], "series": series, "busy": busy_history},
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def test_runs_again_are_equal_alone_under_load_and_cold(page: Page, server: Serv
     for number, button in enumerate(("#prove-again", "#prove-busy", "#prove-cold"), 1):
         page.click(button)
         expect(page.locator(".run.good")).to_have_count(number)
-    expect(page.locator("#prove-verdict")).to_contain_text("3 runs again, each equal")
+    expect(page.locator("#prove-verdict")).to_contain_text("Equal: 3 of 3 runs")
     expect(page.locator(".run.bad")).to_have_count(0)
     expect(page.locator(".run").first.locator(".cells i.same")).to_have_count(32)
     shoot(page, "prove")

@@ -25,7 +25,7 @@ export function showCluster(now, history) {
   const notes = {
     generation_tokens_per_second: "tokens/s",
     prompt_tokens_per_second: "tokens/s",
-    first_token: first.count ? `median of a minute, p95 ${seconds(first.p95)}` : "no request for a minute",
+    first_token: first.count ? `p95 ${seconds(first.p95)}` : "none for a minute",
     running: "requests",
     waiting: "requests",
     kv_usage: `of ${number(now.replicas.reduce((sum, one) => sum + one.kv_blocks, 0))} blocks`,
@@ -82,20 +82,20 @@ function rankCell(now, replica, place, rank) {
   const busy = make("i", { class: "busy" }), wait = make("i", { class: "wait" });
   const share = make("span", { class: "num" }), step = make("dd"), kv = make("dd");
   const plot = new Plot(26);
-  const where = [now.replicas.length > 1 ? `replica ${replica}` : "", `stage ${rank.pp}`, `tp ${rank.tp}`, rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
+  const where = [now.replicas.length > 1 ? `replica ${replica}` : "", `pp ${rank.pp}`, `tp ${rank.tp}`, rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
   const cell = make("div", { class: "rank" },
     make("header", {}, make("h2", {}, `Rank ${rank.rank}`), share),
     make("div", { class: "place" }, where.filter(Boolean).join(" · ")),
     make("div", { class: "split" }, busy, wait), plot.element,
     make("dl", {}, make("dt", {}, "step"), step, make("dt", {}, "weights"), make("dd", {}, bytes(rank.weight_bytes)),
-      make("dt", {}, rank.device === "CPU" ? plural(rank.threads, "thread") : rank.device), make("dd", { title: "process id" }, `pid ${rank.pid}`),
+      make("dt", {}, rank.device === "CPU" ? "threads" : "device"), make("dd", {}, rank.device === "CPU" ? `${rank.threads}` : rank.device),
       make("dt", {}, "KV"), kv));
   const update = (one, shown, times, history) => {
     if (!shown) return;
     busy.style.width = percentWidth(shown.busy);
     wait.style.width = percentWidth(shown.waiting);
     share.textContent = one.alive ? `${percent(shown.busy)} busy` : "down";
-    cell.title = `computes ${percent(shown.busy)}, waits ${percent(shown.waiting)}`;
+    cell.title = `process ${shown.pid}: computes ${percent(shown.busy)}, waits ${percent(shown.waiting)}`;
     step.textContent = seconds(shown.step_seconds);
     kv.textContent = bytes(shown.kv_bytes);
     plot.draw(times.slice(-history.length), history, 100);

@@ -107,7 +107,7 @@ function runAgain(how, { busy = false, cold = false }) {
     reference.again++;
     reference.equal += compared.every(Boolean) ? 1 : 0;
     byId("prove-runs").prepend(runCard(how, result, compared));
-    if (reference.equal === reference.again) verdict("good", `${plural(reference.again, "run")} again, each equal in every token and every log probability.`);
+    if (reference.equal === reference.again) verdict("good", `Equal: ${reference.equal} of ${plural(reference.again, "run")}, in every token and every log probability.`);
     else verdict("bad", `${reference.again - reference.equal} of ${plural(reference.again, "run")} differ.`);
   });
 }
