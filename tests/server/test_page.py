@@ -61,6 +61,11 @@ def test_it_needs_no_key_and_what_it_shows_does() -> None:
             assert http.get(path).status_code in (401, 404), path
 
 
+def test_without_it_its_paths_need_a_key() -> None:
+    with serve(ServerConfig(port=0, api_key=("secret",), disable_ui=True)) as running, running.http() as http:
+        assert [http.get(path).status_code for path in ("/", "/ui/app.js")] == [401, 401]
+
+
 @pytest.mark.parametrize("path", ["/", "/ui/app.js"])
 def test_it_can_be_left_out(path: str) -> None:
     with serve(ServerConfig(port=0, disable_ui=True)) as running, running.http() as http:

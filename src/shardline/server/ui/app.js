@@ -52,7 +52,7 @@ function addToHistory(now) {
     history = now.history;
     return;
   }
-  if (!history) return;
+  history ??= { times: [], series: Object.fromEntries([...Object.keys(now.rates), "first_token"].map((name) => [name, []])), busy: [] };
   history.times.push(now.time);
   for (const [name, column] of Object.entries(history.series)) {
     column.push(name === "first_token" ? now.first_token.p50 : now.rates[name]);
@@ -80,11 +80,17 @@ function take(now) {
 async function follow(signal) {
   for (let pause = 1; !signal.aborted; pause = Math.min(8, 2 * pause)) {
     try {
-      for await (const now of events(await call("cluster", { signal, accept: "text/event-stream" }))) {
-        take(now);
+      const answer = await call("cluster", { signal, accept: "text/event-stream" });
+      if (answer.headers.get("content-type").includes("json")) { // a router, which is asked again and again
+        take(await answer.json());
         pause = 0.5;
+      } else {
+        for await (const now of events(answer)) {
+          take(now);
+          pause = 0.5;
+        }
+        if (!signal.aborted) showStatus("bad", "not connected");
       }
-      if (!signal.aborted) showStatus("bad", "not connected");
     } catch (error) {
       if (signal.aborted) return;
       showStatus("bad", error.status === 401 ? "needs a key" : error.status ? error.message : "not connected");
