@@ -145,7 +145,8 @@ class MultiprocessExecutor(Executor):
         return sum(self._remote_load.values(), start=self._load.total())
 
     def rank_times(self) -> list[RankTimes]:
-        return sorted((line.times for line in self._all_progress()), key=lambda times: times.rank)
+        times = {line.rank: line.times for line in self._all_progress()}  # a host may not have told of its ranks yet
+        return [times.get(rank, RankTimes(rank, 0, 0.0, 0.0)) for rank in range(self._num_ranks)]
 
     def close(self) -> None:
         self._channels.close()
