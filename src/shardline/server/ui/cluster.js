@@ -82,9 +82,9 @@ function rankCell(now, replica, place, rank) {
   const busy = make("i", { class: "busy" }), wait = make("i", { class: "wait" });
   const share = make("span", { class: "num" }), step = make("dd"), kv = make("dd");
   const plot = new Plot(26);
-  const where = [now.replicas.length > 1 ? `replica ${replica}` : "", `pp ${rank.pp}`, `tp ${rank.tp}`, rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
+  const where = [`pp ${rank.pp}`, `tp ${rank.tp}`, rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
   const cell = make("div", { class: "rank" },
-    make("header", {}, make("h2", {}, `Rank ${rank.rank}`), share),
+    make("header", {}, make("h2", {}, now.replicas.length > 1 ? `Replica ${replica}, rank ${rank.rank}` : `Rank ${rank.rank}`), share),
     make("div", { class: "place" }, where.filter(Boolean).join(" · ")),
     make("div", { class: "split" }, busy, wait), plot.element,
     make("dl", {}, make("dt", {}, "step"), step, make("dt", {}, "weights"), make("dd", {}, bytes(rank.weight_bytes)),
