@@ -55,9 +55,8 @@ def test_a_browser_that_has_it_gets_no_second_one(http: httpx.Client) -> None:
 def test_it_needs_no_key_and_what_it_shows_does() -> None:
     with serve(ServerConfig(port=0, api_key=("secret",), root_path="/behind")) as running, running.http() as http:
         assert http.get("/").status_code == 200
-        assert http.get("/behind/ui/app.js").status_code == 200
-        assert http.get("/behind/").status_code == 200
-        for path in ("/cluster", "/v1/models", "/ui", "/ui/../v1/models", "//"):
+        assert http.get("/ui/app.js").status_code == 200
+        for path in ("/cluster", "/v1/models", "/ui", "/ui/../v1/models"):
             assert http.get(path).status_code in (401, 404), path
 
 

@@ -40,6 +40,7 @@ class Window:
         self._log = log
         self._sampler = Sampler(llm.stats, first_token)
         self._started = time.monotonic()
+        self.num_samples = 0
         self._num_viewers = 0
         self._tick = asyncio.Event()
         """Set by the next sample, and replaced by a new one."""
@@ -60,6 +61,7 @@ class Window:
     def sample(self) -> None:
         """Take a sample, and wake the viewers."""
         self._sampler.take()
+        self.num_samples += 1
         self._bodies.clear()
         tick, self._tick = self._tick, asyncio.Event()
         tick.set()
@@ -72,11 +74,11 @@ class Window:
             self._bodies[history] = msgspec.json.encode(self._look(history=history))
         return self._bodies[history]
 
-    async def next_event(self) -> bytes:
-        """The event of the next sample; empty: none follows."""
-        if not self._is_closed:
+    async def wait_sample(self, num_seen: int) -> bool:
+        """Wait until there are more samples than these. False: none follows."""
+        while self.num_samples == num_seen and not self._is_closed:
             await self._tick.wait()
-        return b"" if self._is_closed else make_event(self.body(history=False))
+        return not self._is_closed
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[None]:
@@ -205,9 +207,11 @@ class ClusterStream(Response):
             leaving = asyncio.create_task(_wait_left(receive))
             try:
                 await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done() and isinstance(sending.exception(), asyncio.TimeoutError) and CUT in scope:
-                    scope[CUT]()
-                    await leaving
+                if sending.done():
+                    await sending
+            except asyncio.TimeoutError:
+                scope[CUT]()
+                await leaving
             finally:
                 for task in (sending, leaving):
                     task.cancel()
@@ -215,11 +219,12 @@ class ClusterStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        body = make_event(self._window.body(history=True))
-        while body:
+        window, is_first, goes_on = self._window, True, True
+        while goes_on:
+            body, num_seen = make_event(window.body(history=is_first)), window.num_samples
             message = {"type": "http.response.body", "body": body, "more_body": True}
             await asyncio.wait_for(send(message), STUCK_SECONDS)
-            body = await self._window.next_event()
+            is_first, goes_on = False, await window.wait_sample(num_seen)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
