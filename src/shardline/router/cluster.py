@@ -12,7 +12,7 @@ from shardline import __version__
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.upstream import UpstreamError
-from shardline.server.window import BackendView, Cluster, FirstToken, Rates
+from shardline.server.window import BackendView, Cluster, FirstToken, HostView, Rates, ReplicaView
 
 _SECONDS = 2.0
 """In which a backend must answer."""
@@ -69,7 +69,8 @@ def add_up(
     backends: Sequence[BackendView], told: Sequence[tuple[str, Cluster]], policy: str, uptime_seconds: float
 ) -> Cluster:
     """One view of what several servers have told, each with its URL."""
-    hosts, replicas = [], []
+    hosts: list[HostView] = []
+    replicas: list[ReplicaView] = []
     for url, view in told:
         for replica in view.replicas:
             ranks = [msgspec.structs.replace(rank, host=rank.host + len(hosts)) for rank in replica.ranks]

@@ -30,7 +30,7 @@ class RankLoad(NamedTuple):
 class EngineLoad(NamedTuple):
     """One engine over the last seconds."""
 
-    index: int
+    number: int
     ranks: Sequence[RankLoad]
     num_running: int
     """Requests in its batches."""
@@ -49,11 +49,11 @@ class EngineLoad(NamedTuple):
 
 def find_imbalances(engines: Sequence[EngineLoad], router_policy: str) -> list[str]:
     """A sentence for each imbalance; `router_policy` is that of the server."""
-    found = []
+    found = [_between_engines(engines, router_policy)]
     for engine in engines:
         stages = [list(ranks) for _, ranks in itertools.groupby(engine.ranks, key=lambda rank: rank.stage)]
-        found += filter(None, [_between_stages(engine, stages), *(_within_stage(engine, ranks) for ranks in stages)])
-    return [*found, *filter(None, [_between_engines(engines, router_policy)])]
+        found += [_between_stages(engine, stages), *(_within_stage(engine, ranks) for ranks in stages)]
+    return [sentence for sentence in found if sentence]
 
 
 def _between_stages(engine: EngineLoad, stages: Sequence[Sequence[RankLoad]]) -> str:
@@ -63,7 +63,7 @@ def _between_stages(engine: EngineLoad, stages: Sequence[Sequence[RankLoad]]) ->
     spent = max(rank.busy + rank.waiting for rank in engine.ranks)
     if 0 < engine.num_running < len(stages) and spent >= _BUSY:
         return (
-            f"Replica {engine.index}: its {len(stages)} stages take turns, since only {engine.num_running} request"
+            f"Replica {engine.number}: its {len(stages)} stages take turns, since only {engine.num_running} request"
             f"{'s' * (engine.num_running > 1)} run{'s' * (engine.num_running == 1)}. Send more at once, or split "
             "layers instead of stacking them: --tensor-parallel-size in the place of --pipeline-parallel-size."
         )
@@ -71,7 +71,7 @@ def _between_stages(engine: EngineLoad, stages: Sequence[Sequence[RankLoad]]) ->
         return ""
     layers = ",".join(map(str, engine.num_layers))
     return (
-        f"Replica {engine.index}: stage {busiest.stage} is busy {busiest.busy:.0%} of the time, stage {idlest.stage} "
+        f"Replica {engine.number}: stage {busiest.stage} is busy {busiest.busy:.0%} of the time, stage {idlest.stage} "
         f"only {idlest.busy:.0%}: the layers of stage {busiest.stage} take longer"
         + (f" on {busiest.host}" if busiest.host != idlest.host else "")
         + f". Give it fewer: --pipeline-stages{f' (now {layers})' if layers else ''}."
@@ -83,7 +83,7 @@ def _within_stage(engine: EngineLoad, ranks: Sequence[RankLoad]) -> str:
     if busiest.busy < _BUSY or idlest.busy >= _IDLE * busiest.busy or idlest.waiting < busiest.waiting:
         return ""
     waits = (
-        f"Replica {engine.index}: rank {idlest.rank} waits {idlest.waiting:.0%} of the time, for rank {busiest.rank}, "
+        f"Replica {engine.number}: rank {idlest.rank} waits {idlest.waiting:.0%} of the time, for rank {busiest.rank}, "
         f"which is busy {busiest.busy:.0%}"
     )
     if engine.whole_experts and engine.expert_skew >= _SKEW:
@@ -118,8 +118,8 @@ def _between_engines(engines: Sequence[EngineLoad], router_policy: str) -> str:
         else "its requests turned out longer than was to be expected, and new ones go to the other"
     )
     return (
-        f"Replica {busiest.index} is busy {busiest.busy:.0%} with {busiest.num_running} requests, replica "
-        f"{idlest.index} only {idlest.busy:.0%} with {idlest.num_running}: {cause}."
+        f"Replica {busiest.number} is busy {busiest.busy:.0%} with {busiest.num_running} requests, replica "
+        f"{idlest.number} only {idlest.busy:.0%} with {idlest.num_running}: {cause}."
     )
 
 
