@@ -263,18 +263,19 @@ def _duration(seconds: float) -> str:
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
     """A function that waits some seconds for a key; without a terminal it waits only."""
-    if not sys.stdin.isatty():
-        yield lambda seconds: (time.sleep(seconds), "")[1]
+    fd, is_terminal = sys.stdin.fileno(), sys.stdin.isatty()
+
+    def read(seconds: float) -> str:
+        watched = [fd] if is_terminal else []
+        return os.read(fd, 8).decode(errors="ignore") if select.select(watched, [], [], seconds)[0] else ""
+
+    if not is_terminal:
+        yield read
         return
     import termios
     import tty
 
-    fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-
-    def read(seconds: float) -> str:
-        return os.read(fd, 8).decode(errors="ignore") if select.select([fd], [], [], seconds)[0] else ""
-
     try:
         tty.setcbreak(fd)
         yield read

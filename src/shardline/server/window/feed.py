@@ -101,7 +101,9 @@ class Window:
         llm, sampler = self._llm, self._sampler
         parallel, stats, alive = llm.config.parallel, sampler.stats, llm.replicas_alive()
         reports = llm.ranks()
-        hosts, loads, replicas = self._hosts(), [], []
+        hosts = self._hosts()
+        loads: list[EngineLoad] = []
+        replicas: list[ReplicaView] = []
         for index, one in enumerate(stats):
             engine, in_lockstep = divmod(index, parallel.lockstep)
             ranks: list[RankView] = []

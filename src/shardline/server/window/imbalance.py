@@ -51,7 +51,8 @@ def find_imbalances(engines: Sequence[EngineLoad], router_policy: str) -> list[s
     """A sentence for each imbalance; `router_policy` is that of the server."""
     found = [_between_engines(engines, router_policy)]
     for engine in engines:
-        stages = [list(ranks) for _, ranks in itertools.groupby(engine.ranks, key=lambda rank: rank.stage)]
+        in_order = sorted(engine.ranks, key=lambda rank: rank.stage)
+        stages = [list(ranks) for _, ranks in itertools.groupby(in_order, key=lambda rank: rank.stage)]
         found += [_between_stages(engine, stages), *(_within_stage(engine, ranks) for ranks in stages)]
     return [sentence for sentence in found if sentence]
 
