@@ -30,6 +30,16 @@ def window(shared: Running) -> Window:
     return shared.service.window
 
 
+def wait_left(running: Running) -> None:
+    """Wait until the server knows that nobody looks: what it sends is refused."""
+
+    def is_alone() -> bool:
+        running.in_loop(running.service.window.sample)
+        return running.service.window._num_viewers == 0
+
+    wait_until(is_alone, 30.0)
+
+
 def events(answer: httpx.Response) -> Iterator[dict[str, object]]:
     for line in answer.iter_lines():
         if line.startswith("data: "):
@@ -77,6 +87,7 @@ def test_viewers_share_one_look(shared: Running, window: Window, monkeypatch: py
         shared.in_loop(window.sample)
         next(first), next(second)
         assert looks == [False, False]
+    wait_left(shared)
     looks.clear()
     for _ in range(5):
         shared.in_loop(window.sample)
@@ -91,7 +102,7 @@ def test_too_many_viewers_are_asked_to_come_back(shared: Running, monkeypatch: p
             refused = http.get("/cluster", headers=STREAM)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
             assert http.get("/cluster").status_code == 200
-        wait_until(lambda: shared.service.window._num_viewers == 0)
+        wait_left(shared)
         with http.stream("GET", "/cluster", headers=STREAM) as again:
             assert again.status_code == 200
 
