@@ -125,7 +125,7 @@ function runCard(how, result, compared) {
   }));
   const equal = compared?.filter(Boolean).length;
   const first = compared?.indexOf(false);
-  const said = !compared ? "" : first < 0 ? `equal: ${equal} of ${compared.length} tokens and log probabilities` : `differs from token ${first + 1} on`;
+  const said = !compared ? "" : first < 0 ? `equal: ${equal} of ${compared.length}` : `differs from token ${first + 1} on`;
   return make("li", { class: `run ${!compared ? "" : first < 0 ? "good" : "bad"}` },
     make("header", {}, make("h2", {}, how), make("span", { class: "fine num" }, `${seconds(result.took)} · ${result.finish} · ${result.print}`), make("span", { class: "result" }, said)),
     make("div", { class: "cells", "aria-hidden": "true" }, ...cells),

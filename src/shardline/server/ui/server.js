@@ -3,6 +3,8 @@
 let key = sessionStorage.getItem("key") || "";
 let asking = null;
 
+document.getElementById("key-cancel").addEventListener("click", () => document.getElementById("key-dialog").close());
+
 /** Ask the user for a key; resolves to whether there is one now. */
 export function askForKey(why) {
   asking ??= new Promise((resolve) => {
