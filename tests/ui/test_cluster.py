@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import socket
+import subprocess
 
 import httpx
 import pytest
@@ -40,6 +43,33 @@ def test_keys_reach_everything(page: Page) -> None:
         page.keyboard.press("Tab")
     assert {"prompt", "send", "show-params", "theme", "key", "messages"} <= seen
     assert {"Chat", "Cluster", "Prove it"} & seen
+
+
+def test_a_router_shows_the_page_of_a_backend_with_all_of_them(browser: Browser, server: Server) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = "-m", "shardline", "router", "--backend", server.url, "--port", str(port)
+    router, url = subprocess.Popen([os.environ["SHARDLINE_PYTHON"], *words]), f"http://127.0.0.1:{port}"
+    try:
+        server.wait_until(lambda: answers(f"{url}/ready"), "the router is ready", 60)
+        with open_page(browser, url) as page:
+            page.goto(f"{url}/")
+            say(page, "Anything")
+            page.get_by_role("link", name="Cluster").click()
+            expect(page.locator(".rank")).to_have_count(2)
+            expect(page.locator("#status")).to_have_class("status good")
+            expect(page.locator(".chart").first.locator(".stroke")).to_have_attribute("d", re.compile("^M.*L"))
+    finally:
+        router.terminate()
+        router.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.ConnectError:
+        return False
 
 
 def busy_cluster(seen: dict[str, object]) -> dict[str, object]:
