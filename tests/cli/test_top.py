@@ -100,7 +100,7 @@ def test_rows_are_sorted_by_keys(url: str) -> None:
     watch.press("x")
     assert [row["rank"] for row in watch.rows()] == [-1, 0, 1]
     watch.press("h")
-    assert [row["host"] for row in watch.rows()] == ["http://b:8000", "left", "right"]
+    assert [row["where"] for row in watch.rows()] == ["http://b:8000", "left", "right"]
 
 
 def test_it_survives_a_server_that_goes_and_comes_back(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

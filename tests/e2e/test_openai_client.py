@@ -110,10 +110,10 @@ def test_ranks_count_their_time(server: Server) -> None:
 
     def has_counted() -> bool:
         client.completions.create(model="demo", prompt="json", max_tokens=200, extra_body={"ignore_eos": True})
-        return server.metric("rank_busy_seconds") > 0 and server.metric("rank_waiting_seconds") > 0
+        return server.metric("rank_busy_seconds_total") > 0 and server.metric("rank_waiting_seconds_total") > 0
 
     server.wait_until(has_counted, "ranks have been seen to compute and to wait", 60)
-    assert server.metric("rank_steps") > 0
+    assert server.metric("rank_steps_total") > 0
     seen = httpx.get(f"{server.url}/cluster").json()
     assert [host["cores"] > 0 for host in seen["hosts"]] == [True]
     assert [[(rank["rank"], rank["pp"], rank["tp"]) for rank in one["ranks"]] for one in seen["replicas"]] == [

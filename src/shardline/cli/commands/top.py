@@ -34,7 +34,7 @@ SORTS: dict[str, tuple[str, Callable[[Row], Any], bool]] = {
     "w": ("waiting", lambda row: row["waiting"], True),
     "s": ("step", lambda row: row["step_seconds"] or 0.0, True),
     "k": ("KV use", lambda row: row["kv_usage"], True),
-    "h": ("host", lambda row: (row["host"], row["replica"], row["rank"]), False),
+    "h": ("host", lambda row: (row["where"], row["replica"], row["rank"]), False),
 }
 """Keys, what they sort by, and whether the largest comes first."""
 
@@ -114,7 +114,7 @@ class Watch:
         """
         from shardline.cli.chat_backends import open_url
 
-        with open_url(f"{self._url}/cluster?history=false", self._api_key, timeout=_ANSWER_SECONDS) as answer:
+        with open_url(self._url, "/cluster?history=false", self._api_key, timeout=_ANSWER_SECONDS) as answer:
             try:
                 seen = json.load(answer)
                 self._speeds.append(seen["rates"]["generation_tokens_per_second"])
@@ -198,7 +198,7 @@ class Watch:
             bar += Text("·" * (_BAR - len(bar)), "dim")
             if not row["alive"]:
                 bar = Text("down", "red")
-            cells = (str(row[name]) for name in ("replica", "rank", "host", "device", "pp", "tp"))
+            cells = (str(row[name]) for name in ("replica", "rank", "where", "device", "pp", "tp"))
             table.add_row(
                 *cells,
                 bar,
@@ -220,9 +220,9 @@ def _rows(seen: dict[str, Any]) -> Iterator[Row]:
         own = {"replica": replica["index"], "alive": replica["alive"], "kv_usage": replica["rates"]["kv_usage"]}
         for rank in replica["ranks"]:
             memory = f"{format_bytes(rank['weight_bytes'])} + {format_bytes(rank['kv_bytes'])}"
-            yield {**rank, **own, "host": hosts[rank["host"]]["name"], "memory": memory}
+            yield {**rank, **own, "where": hosts[rank["host"]]["name"], "memory": memory}
         if not replica["ranks"]:
-            nothing = {"rank": -1, "host": replica.get("backend", ""), "device": "", "pp": "", "tp": "", "memory": ""}
+            nothing = {"rank": -1, "where": replica.get("backend", ""), "device": "", "pp": "", "tp": "", "memory": ""}
             yield {**nothing, **own, "busy": 0.0, "waiting": 0.0, "step_seconds": replica["rates"]["step_seconds"]}
 
 

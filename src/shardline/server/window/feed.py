@@ -137,8 +137,8 @@ class Window:
                 host.name,
                 host.address,
                 host.cores,
-                max((device.memory_total for device in host.devices if device.kind == "cpu"), default=0),
-                [device.name for device in host.devices if device.kind != "cpu"],
+                max((host.devices[index].memory_total for index in host.of_kind("cpu")), default=0),
+                [host.devices[index].name for index in host.of_kind("cuda")],
             )
             for host in deployment.machine.hosts
         ]
