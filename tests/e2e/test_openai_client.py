@@ -106,6 +106,27 @@ def test_bad_requests_are_told_and_hurt_nobody(server: Server, body: dict[str, o
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_ranks_count_their_time(server: Server) -> None:
+    client = server.client()
+
+    def has_counted() -> bool:
+        client.completions.create(model="demo", prompt="json", max_tokens=200, extra_body={"ignore_eos": True})
+        return server.metric("rank_busy_seconds_total") > 0 and server.metric("rank_waiting_seconds_total") > 0
+
+    server.wait_until(has_counted, "ranks have been seen to compute and to wait", 60)
+    assert server.metric("rank_steps_total") > 0
+    seen = httpx.get(f"{server.url}/cluster").json()
+    assert [host["cores"] > 0 for host in seen["hosts"]] == [True]
+    assert [[(rank["rank"], rank["pp"], rank["tp"]) for rank in one["ranks"]] for one in seen["replicas"]] == [
+        [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    ] * 2
+    ranks = [rank for one in seen["replicas"] for rank in one["ranks"]]
+    assert sorted(rank["pid"] for rank in ranks) == sorted(server.rank_pids)
+    assert {tuple(rank["layers"]) for rank in ranks} == {(0, 3), (4, 7)}
+    assert all(0.0 <= rank["busy"] + rank["waiting"] <= 1.001 for rank in ranks)
+    assert any(rank["step_seconds"] for rank in ranks)
+
+
 def test_streams_outlive_a_rank(server: Server) -> None:
     """Runs last in this module, because it kills a rank of one replica."""
     client = server.client()

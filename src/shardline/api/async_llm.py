@@ -19,7 +19,9 @@ from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
 from shardline.messages.stats import EngineStats
+from shardline.messages.worker import RankReport
 from shardline.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
@@ -282,6 +284,15 @@ class AsyncLLM:
     def replicas_alive(self) -> list[bool]:
         """For each replica, whether it lives."""
         return self._replicas.alive()
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """What runs where; None: the engines are not real ones."""
+        return self._replicas.deployment
+
+    def ranks(self) -> list[list[RankReport]]:
+        """For each engine, what its ranks said when they were ready; empty while engines start."""
+        return self._replicas.ranks()
 
     def drain(self) -> None:
         """Refuse new requests; admitted requests go on."""

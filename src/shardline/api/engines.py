@@ -80,6 +80,7 @@ class Engines:
         """
         self._ray: RayNodes | None = None
         self._cluster: Cluster | None = None
+        self._deployment: Deployment | None = None
         if connect is None:
             connect, config = self._deploy(config)
         self.config = config
@@ -87,8 +88,8 @@ class Engines:
         self._connect = connect
         self._is_exact = config.parallel.numerics == "exact"
         self._on_event = on_event
-        self._fingerprints: list[str] = []
-        """That of each replica, from its first start."""
+        self.ready: list[EngineReady] = []
+        """What each engine has said at its last start; empty while they start."""
         self._open: list[Client] = []
         self._ending = threading.Event()
         self._closing = threading.Lock()
@@ -102,6 +103,11 @@ class Engines:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """What runs where; None: `connect` was given."""
+        return self._deployment if self._cluster is None else self._cluster.deployment
 
     def wait_ready(self) -> list[EngineReady]:
         """Block until every engine is ready; may run on another thread, before any request is sent.
@@ -124,11 +130,8 @@ class Engines:
         if failed:
             raise first
         ready = [future.result() for future in waits]
-        self._fingerprints = [replica.fingerprint for replica in ready]
-        if len(set(self._fingerprints)) > 1:
-            prints = ", ".join(
-                f"replica {index}: {fingerprint}" for index, fingerprint in enumerate(self._fingerprints)
-            )
+        if len({replica.fingerprint for replica in ready}) > 1:
+            prints = ", ".join(f"replica {index}: {replica.fingerprint}" for index, replica in enumerate(ready))
             if self._is_exact:
                 error = RuntimeError(f"the replicas would give different answers ({prints})")
                 self.close(*_as_exit(error))
@@ -137,6 +140,7 @@ class Engines:
         if self._cluster is not None:
             last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
             ready[-1] = last
+        self.ready = list(ready)
         return ready
 
     def restart_engine(self, index: int, failed: Client) -> None:
@@ -205,9 +209,9 @@ class Engines:
                 client = self._connect(self.config, index, deliver_event)
                 self._open.append(client)
             ready = self._wait_ready(client)
-            if ready.fingerprint != self._fingerprints[index]:
-                was = self._fingerprints[index]
+            if ready.fingerprint != (was := self.ready[index].fingerprint):
                 raise RuntimeError(f"it would give different answers ({was}, now {ready.fingerprint})")
+            self.ready[index] = ready
         except (OSError, RuntimeError, ValueError) as error:
             # Closing awaits the engine's processes, and the log must not wait for them.
             if not self._ending.is_set():
@@ -262,11 +266,12 @@ class Engines:
                 self._ray.close()
             raise
 
+        self._deployment = deployment
         secret = secrets.token_bytes(32)
 
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
-            current = deployment if self._cluster is None else self._cluster.deployment
-            return EngineClient(current, index, on_event, start, secret)
+            assert self.deployment is not None
+            return EngineClient(self.deployment, index, on_event, start, secret)
 
         model = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=model)

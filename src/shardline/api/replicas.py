@@ -13,9 +13,11 @@ from shardline.api.engines import Client, Connect, EngineEvent, EngineRestarted,
 from shardline.api.replica import Replica, ReplicaState, RestartLimit, RunningChoice, ran_at
 from shardline.api.requests import EngineDead, EngineRecovering, QueueFull
 from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, merge_stats
+from shardline.messages.worker import RankReport
 from shardline.routing.router import Router
 
 _CULPRIT = "this request was running at an earlier failure, and alone at this one; it is not tried again"
@@ -112,6 +114,15 @@ class Replicas:
             for one, now in zip(summed, replica.stats.each_replica(count), strict=True):
                 found.append(msgspec.structs.replace(one, experts=now.experts))
         return found
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """What runs where; None: the engines are not real ones."""
+        return self._engines.deployment
+
+    def ranks(self) -> list[list[RankReport]]:
+        """For each engine, what its ranks said when they were ready; empty while engines start."""
+        return [engine.ranks for engine in self._engines.ready]
 
     def alive(self) -> list[bool]:
         """For each replica, whether it runs."""

@@ -139,18 +139,29 @@ class RemoteBackend:
         return str(models[0]["id"])
 
     def _open_url(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, headers)
-        try:
-            return urllib.request.urlopen(request, timeout=_CONNECT_SECONDS)
-        except urllib.error.HTTPError as error:
-            kind = ValueError if error.code < 500 else RuntimeError
-            raise kind(f"the server answered {error.code}: {_error_text(error.read())}") from error
-        except (OSError, HTTPException) as error:
-            raise RuntimeError(f"{self._base} cannot be reached: {_reason(error)}") from error
+        return open_url(self._base, path, self._key, body)
+
+
+def open_url(
+    base: str, path: str, key: str | None, body: dict[str, Any] | None = None, timeout: float = _CONNECT_SECONDS
+) -> Any:
+    """The answer of a server to GET, or to POST with a body.
+
+    Raises:
+        ValueError: the server refused the request.
+        RuntimeError: the server cannot be reached, or has failed.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(base + path, data, headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        kind = ValueError if error.code < 500 else RuntimeError
+        raise kind(f"the server answered {error.code}: {_error_text(error.read())}") from error
+    except (OSError, HTTPException) as error:
+        raise RuntimeError(f"{base} cannot be reached: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -90,6 +90,7 @@ class ServerConfig:
         False, "serve token ids in and out only (/inference/v1/generate); no tokenizer is loaded"
     )
     response_role: str = option("assistant", "role of the answers in chats")
+    disable_ui: bool = option(False, "no page at /")
     disable_fastapi_docs: bool = option(False, "no /docs and no /openapi.json")
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"

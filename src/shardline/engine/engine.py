@@ -13,11 +13,11 @@ from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.request import Request, SequenceOutput
-from shardline.messages.stats import EngineStats, ExpertLoad, merge_lockstep
+from shardline.messages.stats import EngineStats, ExpertLoad, RankTimes, merge_lockstep
 from shardline.messages.step import StepPlan
 
 _LOAD_SECONDS = 1.0
-"""Age that the load of experts may have while the engine is busy: it is the only counter that takes long to sum."""
+"""Age that the load of experts and the times of ranks may have while the engine is busy: they take long to read."""
 
 
 class Engine:
@@ -47,7 +47,8 @@ class Engine:
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
-        self._expert_load_time = 0.0
+        self._rank_times: list[RankTimes] = []
+        self._load_time = 0.0
 
     @property
     def busy(self) -> bool:
@@ -137,9 +138,11 @@ class Engine:
         """Counters since the start, and current gauges."""
         now = time.monotonic()
         deployment = self._deployment
-        if deployment.num_experts and (not self.busy or now - self._expert_load_time > _LOAD_SECONDS):
-            counts = self._executor.expert_load()
-            self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
-            self._expert_load_time = now
+        if not self.busy or now - self._load_time > _LOAD_SECONDS:
+            self._load_time = now
+            self._rank_times = self._executor.rank_times()
+            if deployment.num_experts:
+                counts = self._executor.expert_load()
+                self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
         replicas = [scheduler.stats() for scheduler in self._schedulers]
-        return merge_lockstep(replicas, self._engine_seconds, self._expert_load)
+        return merge_lockstep(replicas, self._engine_seconds, self._expert_load, self._rank_times)

@@ -139,6 +139,7 @@ class EngineProcess:
                     fingerprint=name,
                     max_concurrency=max_concurrency(deployment, executor.allocation),
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
+                    ranks=ranks,
                 )
             )
             self._ready = True

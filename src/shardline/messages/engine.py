@@ -10,6 +10,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
+from shardline.messages.worker import RankReport
 from shardline.segment.activity import Activity
 
 
@@ -58,6 +59,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
     report: list[str]
     """The start-up log, line by line."""
+    ranks: list[RankReport] = []
+    """In their order."""
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,17 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.accepted)
 
 
+class RankTimes(msgspec.Struct, frozen=True, array_like=True):
+    """How one rank of an engine has spent its time since the engine's start. Outside steps it is idle."""
+
+    rank: int
+    num_steps: int
+    busy_seconds: float
+    """In steps, without waiting for other ranks."""
+    waiting_seconds: float
+    """In steps, waiting for other ranks. Exchanges within a CUDA graph count as busy."""
+
+
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of steps by their tokens; the last bucket has none."""
 
@@ -67,8 +78,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     that a step samples, and a prompt's with its first one; steps without any are not counted."""
     num_step_tokens: int = 0
     """The tokens of these steps."""
+    ranks: list[RankTimes] = []
+    """Those of the engine's ranks. While the engine is busy, these are about a second old."""
     in_lockstep: list[EngineStats] = []
-    """The same of each of its replicas, if it has several; the first has the load of the experts, which all share."""
+    """The same of each of its replicas, if it has several; the first has the load of the experts, which all share, and
+    the times of all ranks."""
 
     def each_replica(self, count: int) -> list[EngineStats]:
         """The counters of each of the engine's `count` replicas, which are zero before it reports any."""
@@ -83,7 +97,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The sums of the counters and gauges of several replicas, or of one engine at several times."""
     # Expert loads of different engines have no sum.
-    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "step_tokens", "in_lockstep"}
+    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "step_tokens", "ranks", "in_lockstep"}
     replicas = zip(*(one.in_lockstep for one in stats if one.in_lockstep), strict=True)
     return EngineStats(
         **{name: sum(getattr(one, name) for one in stats) for name in names},
@@ -91,17 +105,29 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
             sum(counts) for counts in zip(*(one.step_tokens for one in stats if one.step_tokens), strict=True)
         ],
         drafts=merge_drafts([one.drafts for one in stats if one.drafts is not None]),
+        ranks=[_add_times(times) for times in zip(*(one.ranks for one in stats if one.ranks), strict=True)],
         in_lockstep=[merge_stats(one) for one in replicas],
     )
 
 
-def merge_lockstep(stats: Sequence[EngineStats], engine_seconds: float, experts: ExpertLoad | None) -> EngineStats:
+def _add_times(times: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(
+        times[0].rank,
+        sum(one.num_steps for one in times),
+        sum(one.busy_seconds for one in times),
+        sum(one.waiting_seconds for one in times),
+    )
+
+
+def merge_lockstep(
+    stats: Sequence[EngineStats], engine_seconds: float, experts: ExpertLoad | None, ranks: list[RankTimes]
+) -> EngineStats:
     """The counters and gauges of an engine whose replicas share their steps, and so the counters of steps."""
     replicas = [msgspec.structs.replace(one, engine_seconds=engine_seconds) for one in stats]
-    first = replicas[0] = msgspec.structs.replace(replicas[0], experts=experts)
+    first = replicas[0] = msgspec.structs.replace(replicas[0], experts=experts, ranks=ranks)
     if len(replicas) == 1:
         return first
-    shared = ("num_steps", "step_seconds", "engine_seconds", "experts")
+    shared = ("num_steps", "step_seconds", "engine_seconds", "experts", "ranks")
     return msgspec.structs.replace(
         merge_stats(replicas), in_lockstep=replicas, **{name: getattr(first, name) for name in shared}
     )

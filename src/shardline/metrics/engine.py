@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad
+from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad, RankTimes
 
 _LABELS = ("model_name", "engine")
 
@@ -43,6 +43,12 @@ _DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftStats], float]], ...] = (
     ("spec_decode_num_drafts", "Drafts of a sequence's next tokens.", lambda d: d.num_drafts),
     ("spec_decode_num_draft_tokens", "Tokens of drafts.", lambda d: d.num_tokens),
     ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", lambda d: d.num_accepted),
+)
+
+_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankTimes], float]], ...] = (
+    ("rank_steps", "Steps of a rank.", lambda r: r.num_steps),
+    ("rank_busy_seconds", "Seconds that a rank computed in steps.", lambda r: r.busy_seconds),
+    ("rank_waiting_seconds", "Seconds that a rank waited in steps for other ranks.", lambda r: r.waiting_seconds),
 )
 
 _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int]]], ...] = (
@@ -116,6 +122,12 @@ class EngineCollector:
             for labels, stats in replicas:
                 info.add_metric((*labels, *{**config, "num_gpu_blocks": str(stats.kv_blocks_total)}.values()), 1)
             yield info
+        for name, text, read in _RANK_COUNTERS:
+            counter = CounterMetricFamily(f"shardline:{name}", text, labels=(*_LABELS, "rank"))
+            for labels, stats in replicas:
+                for times in stats.ranks:
+                    counter.add_metric((*labels, str(times.rank)), read(times))
+            yield counter
         yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
 

@@ -68,9 +68,13 @@ class RequestHistograms:
             family = Histogram(f"shardline:{name}", text, ["model_name"], buckets=buckets, registry=registry)
             return family.labels(model_name)
 
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
+        self.first_token = FastHistogram(
+            "shardline:time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token.",
+            ("model_name", model_name),
+            _FIRST_TOKEN_SECONDS,
         )
+        registry.register(self.first_token)
         self.inter_token = FastHistogram(
             "shardline:inter_token_latency_seconds",
             "Seconds between two outputs of a request.",
@@ -142,17 +146,21 @@ class FastHistogram:
 
     def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
         """`bounds` are the upper bounds of the buckets, in order; the last bucket has none."""
+        self.bounds = list(bounds)
         self._name = name
         self._text = text
         self._label = label
-        self._bounds = list(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self._counts[bisect_left(self.bounds, value)] += 1
         self._sum += value
+
+    def counts(self) -> list[int]:
+        """How many values each bucket has had so far."""
+        return list(self._counts)
 
     def describe(self) -> Iterable[Metric]:
         """The family without samples."""
@@ -162,7 +170,7 @@ class FastHistogram:
         """The family."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
         buckets, total = [], 0
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+        for bound, count in zip([*self.bounds, float("inf")], self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
         family.add_metric([self._label[1]], buckets, self._sum)

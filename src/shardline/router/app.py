@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
+from shardline.router.cluster import FleetWindow
 from shardline.router.fleet import Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.proxy import Proxy
@@ -35,6 +36,7 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
     """The application in front of `fleet`. Whoever runs it also runs a HealthChecker."""
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, config, metrics)
+    window = FleetWindow(fleet, config)
 
     async def show_health(request: Request) -> Response:
         now = time.monotonic()
@@ -46,6 +48,9 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
     async def show_metrics(request: Request) -> Response:
         body, kind = metrics.expose(request.headers.get("accept", ""))
         return Response(body, media_type=kind)
+
+    async def show_cluster(request: Request) -> Response:
+        return Response(await window.body(request.headers.get("authorization", "")), media_type="application/json")
 
     async def list_models(request: Request) -> Response:
         return _json({"object": "list", "data": fleet.models()})
@@ -82,6 +87,7 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
         *(Route(path, show_health) for path in ("/live", "/ready", "/health", "/ping")),
         Route("/metrics", show_metrics),
         Route("/v1/models", list_models),
+        Route("/cluster", show_cluster),
         Route("/router/status", show_status),
         Route("/router/{action}", change_fleet, methods=["POST"]),
     ]

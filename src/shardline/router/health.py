@@ -9,7 +9,7 @@ import msgspec
 
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
-from shardline.router.upstream import Answer, Header, UpstreamError
+from shardline.router.upstream import Header, UpstreamError
 
 _ANSWER_BYTES = 1 << 20
 _MODELS_EVERY = 30
@@ -78,12 +78,7 @@ class HealthChecker:
         return ""
 
     async def _get(self, backend: Backend, path: bytes) -> tuple[int, bytes]:
-        timeout = max(5.0, self._interval)
-        answer: Answer = await backend.upstream.send(b"GET", path, self._headers, b"", timeout)
-        try:
-            return answer.status, await answer.read_all(timeout, _ANSWER_BYTES)
-        finally:
-            answer.close()
+        return await backend.upstream.get(path, self._headers, max(5.0, self._interval), _ANSWER_BYTES)
 
 
 def _entries(body: bytes) -> list[dict[str, Any]]:

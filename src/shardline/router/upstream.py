@@ -106,6 +106,14 @@ class Upstream:
                 connection.release()
                 raise
 
+    async def get(self, path: bytes, headers: Sequence[Header], timeout: float, limit: int) -> tuple[int, bytes]:
+        """The status and the body of GET; see `Answer.read_all` and `send`."""
+        answer = await self.send(b"GET", path, headers, b"", timeout)
+        try:
+            return answer.status, await answer.read_all(timeout, limit)
+        finally:
+            answer.close()
+
     def close(self) -> None:
         """Close the connections that are not in use."""
         while self._idle:

@@ -121,6 +121,7 @@ class Runner:
         while len(self._in_flight) > 1:
             self._wait_for_oldest()
         started = time.perf_counter()
+        self._groups.progress.begin()
         running = self._begin(rank_step.plan)
         if rank_step.plan.copies is not None:
             running.lost_slots = self._kv_store.copy_blocks(rank_step.plan.copies)

@@ -167,6 +167,8 @@ def _load(
     else:
         meeting = Meeting(store, address, start.nonce, deployment.connect_timeout)
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
+    if deployment.grid.world_size > 1:
+        threading.Thread(target=groups.progress.sample_waiting, name="waiting", daemon=True).start()
     worker = Worker(deployment, backend, groups, start.engine)
     report = worker.load(agree)
     return worker, report, start.rank in deployment.grid.drivers

@@ -1,19 +1,30 @@
-"""Arrival counters of every rank in shared memory. After a missed deadline they tell which rank is late."""
+"""Counters of every rank in shared memory: after a missed deadline they tell which rank is late, and otherwise how the
+ranks spend their time.
+"""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shardline.config.topology import RankGrid
+from shardline.messages.stats import RankTimes
 
 _FIELDS = 16
 """Number of int64 per rank: a line of 128 bytes, so that ranks do not share cache lines."""
-_FINISHED, _ARRIVALS, _WAITING = range(3)
+_FINISHED, _ARRIVALS, _WAITING, _STEPS, _BUSY_NS, _WAITING_NS = range(6)
+
+_SAMPLE_SECONDS = 0.05
+"""Mean time between two looks at whether a rank waits."""
+_IDLE_SECONDS = 0.25
+"""The same while it runs no step."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):
@@ -26,6 +37,7 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Exchanges that the rank has entered."""
     waiting: bool
     """Whether it waits in an exchange for other ranks."""
+    times: RankTimes
 
 
 class ProgressBoard:
@@ -48,10 +60,7 @@ class ProgressBoard:
 
     def read(self) -> list[RankProgress]:
         """The progress of the ranks of this host."""
-        return [
-            RankProgress(rank, int(line[_FINISHED]), int(line[_ARRIVALS]), bool(line[_WAITING]))
-            for rank, line in zip(self._ranks, self._lines, strict=True)
-        ]
+        return [ProgressLine(line).read(rank) for rank, line in zip(self._ranks, self._lines, strict=True)]
 
 
 def late_ranks(grid: RankGrid, progress: Sequence[RankProgress], step_id: int) -> list[int]:
@@ -78,10 +87,34 @@ class ProgressLine:
 
     def __init__(self, fields: npt.NDArray[np.int64]) -> None:
         self._fields = fields
+        self._clock = (0, 0.0, 0.0)
+        """Steps in flight, since when the oldest one runs, and the seconds of all steps before. It is replaced as a
+        whole, since another thread may read it."""
+        self._attributed = 0.0
+        """Seconds of steps that are counted as busy or as waiting."""
+        self._is_sampled = False
+
+    def read(self, rank: int) -> RankProgress:
+        """What the counters say now; `rank` is whose they are."""
+        fields = [int(value) for value in self._fields[: _WAITING_NS + 1]]
+        times = RankTimes(rank, fields[_STEPS], fields[_BUSY_NS] / 1e9, fields[_WAITING_NS] / 1e9)
+        return RankProgress(rank, fields[_FINISHED], fields[_ARRIVALS], bool(fields[_WAITING]), times)
+
+    def begin(self) -> None:
+        """A step begins, or waits on the device for the one before."""
+        in_flight, since, ran = self._clock
+        self._clock = in_flight + 1, since if in_flight else time.perf_counter(), ran
 
     def finish(self, step_id: int) -> None:
         """Record that the rank has finished a step. The counter is step_id + 1, since memory starts as zero."""
         self._fields[_FINISHED] = step_id + 1
+        in_flight, since, ran = self._clock
+        if in_flight:
+            now = time.perf_counter()
+            self._clock = in_flight - 1, now, ran + now - since
+            self._fields[_STEPS] += 1
+            if not self._is_sampled:
+                self._attribute(ran + now - since)
 
     @property
     def exchanges(self) -> npt.NDArray[np.int64]:
@@ -96,3 +129,25 @@ class ProgressLine:
         yield
         # Not in a finally: a rank whose exchange failed still counts as waiting.
         self._fields[_WAITING] = 0
+
+    def sample_waiting(self) -> NoReturn:
+        """Find out how much of the steps the rank waits for others, in a thread of its own.
+
+        Recorded steps run their exchanges without Python, so looks at random times take the place of a clock.
+        """
+        self._is_sampled = True
+        draw = random.Random()
+        while True:
+            time.sleep(draw.uniform(0.5, 1.5) * (_SAMPLE_SECONDS if self.sample() else _IDLE_SECONDS))
+
+    def sample(self) -> bool:
+        """Attribute the time of steps since the last look to what the rank does now. False: it runs no step."""
+        in_flight, since, ran = self._clock
+        if in_flight:
+            self._attribute(ran + time.perf_counter() - since)
+        return in_flight > 0
+
+    def _attribute(self, total: float) -> None:
+        """`total`: seconds of all steps so far."""
+        spent, self._attributed = total - self._attributed, total
+        self._fields[_WAITING_NS if self._fields[_WAITING] else _BUSY_NS] += max(0, int(1e9 * spent))

@@ -44,7 +44,9 @@ from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
 from shardline.server.tracing import RequestTracer, TraceMiddleware
+from shardline.server.ui import page_routes
 from shardline.server.user_middleware import user_middleware
+from shardline.server.window.feed import Window
 from shardline.text.special_tokens import TokenizerError
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     metrics = ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm), llm.num_refused)
     tracer = RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None
     observer = RequestObserver(metrics.requests, tracer)
-    service = Service(llm, config, metrics, observer, ApiKeys(config), check_chat_config(config))
+    window = Window(llm, model_name, metrics.requests.first_token, observer.log)
+    service = Service(llm, config, metrics, observer, ApiKeys(config), window, check_chat_config(config))
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -78,6 +81,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
+    if not config.disable_ui:
+        app.include_router(page_routes())
     ready, checks = Depends(service.require_ready), RunnerChecks(service)
     generates, pools = [ready, Depends(checks.generates)], [ready, Depends(checks.pools)]
     app.include_router(model_routes(service), dependencies=[ready])
@@ -123,7 +128,7 @@ def _middleware(service: Service) -> list[Middleware]:
             )
         )
     if service.keys.are_required or service.keys.has_admin:
-        stack.append(Middleware(AuthMiddleware, keys=service.keys))
+        stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=not config.disable_ui))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
     if service.observer.tracer is not None:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardline.limits import describe_file_limit, file_limit
 from shardline.server.errors import ApiError, too_many_connections
-from shardline.server.sse import PROBE_CLIENT, WRITE_NOW
+from shardline.server.sse import CUT, PROBE_CLIENT, WRITE_NOW
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
+        self.scope[CUT] = self.transport.abort  # type: ignore[literal-required]
         self._body_began, self._num_body_bytes = self.loop.time(), 0
         self._wait(BODY_SECONDS)
 

@@ -19,7 +19,9 @@ _STYLE = (
     ":root{color-scheme:light dark}"
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+"""Of every page, beside its policy."""
+_HEADERS = {**PAGE_HEADERS, "Content-Security-Policy": _POLICY}
 
 
 def documentation_routes(app: FastAPI) -> APIRouter:
@@ -34,7 +36,11 @@ def documentation_routes(app: FastAPI) -> APIRouter:
             text = await asyncio.to_thread(lambda: write_page(app.openapi(), root))
             pages.clear()
             pages[root] = text.encode()
-        return Response(pages[root], headers=_HEADERS, media_type="text/html; charset=utf-8")
+        return Response(
+            pages[root],
+            headers=_HEADERS,
+            media_type="text/html; charset=utf-8",
+        )
 
     return router
 

@@ -84,6 +84,9 @@ def _read_keys(path: str) -> list[bytes]:
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
 """Paths that need no key: probes and Prometheus read them."""
 
+PAGE_PREFIX = "/ui/"
+"""Where the page's files are."""
+
 
 ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 """Paths of administration."""
@@ -99,9 +102,11 @@ class AuthMiddleware:
     Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, has_page: bool = False) -> None:
+        """`has_page`: / and its files are those of the page, which is the same everywhere, and asks for the key."""
         self._app = app
         self._keys = keys
+        self._has_page = has_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
@@ -118,7 +123,8 @@ class AuthMiddleware:
 
     def _check(self, path: str, authorization: str) -> ApiError | None:
         admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
-        if path in OPEN_PATHS or not (admin or self._keys.are_required):
+        is_page = self._has_page and (path == "/" or path.startswith(PAGE_PREFIX))
+        if path in OPEN_PATHS or is_page or not (admin or self._keys.are_required):
             return None
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():

@@ -196,6 +196,7 @@ async def _serve_until_stopped(
     stopping = asyncio.create_task(stop.first.wait())
     dying = asyncio.create_task(llm.wait_dead())
     trimming = asyncio.create_task(keep_heap_small())
+    sampling = asyncio.create_task(service.window.run())
     try:
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -211,7 +212,7 @@ async def _serve_until_stopped(
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
-        tasks = (loading, stopping, dying, trimming)
+        tasks = (loading, stopping, dying, trimming, sampling)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

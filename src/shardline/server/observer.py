@@ -175,6 +175,10 @@ class RequestLog:
             return None
         return {"id": request_id, "status": status, **metrics_body(metrics)}
 
+    def last(self) -> dict[str, Any] | None:
+        """Where the time of the request went that has ended last, without its id; None: none has."""
+        return metrics_body(next(reversed(self._finished.values()))) if self._finished else None
+
 
 def metrics_body(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     """The metrics of the prompts of one API request as a JSON object. Choices are numbered over all prompts."""

@@ -16,6 +16,8 @@ from shardline.server.answer_schema import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.observer import MAX_REQUESTS
 from shardline.server.service import RETRY_STARTING_SECONDS, Service
+from shardline.server.window import Cluster
+from shardline.server.window.feed import ClusterStream
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,7 +35,7 @@ _SCRAPE: Responses = {200: {"content": {"text/plain": {}, "application/openmetri
 
 
 def health_routes(service: Service) -> APIRouter:
-    """The endpoints; none of them needs a key."""
+    """The endpoints; only /cluster needs a key where one is set, since it names hosts and processes."""
     router = APIRouter()
 
     def answer(healthy: bool) -> Response:
@@ -75,6 +77,14 @@ def health_routes(service: Service) -> APIRouter:
     async def load() -> Response:
         """How many requests are being answered."""
         return Response(msgspec.json.encode({"server_load": len(service.in_flight)}), media_type="application/json")
+
+    @router.get("/cluster", responses=json_answers(Cluster, streams=True), response_class=Response)
+    async def cluster(request: Request, history: bool = True) -> Response:
+        """Hosts, replicas and ranks now, and the last ten minutes; server-sent events with Accept: text/event-stream,
+        one a second, of which the first has the history."""
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return ClusterStream(service.window)
+        return Response(service.window.body(history=history), media_type="application/json")
 
     @router.get("/version", responses=json_answers(dict[str, str]))
     async def version() -> Response:

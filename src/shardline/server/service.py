@@ -19,6 +19,7 @@ from shardline.server.errors import ApiError, bad_request, draining, engine_dead
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
+from shardline.server.window.feed import Window
 from shardline.text.chat_template import ChatTemplate, Conversation, PromptTooLong, render_and_encode_async
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Service:
     metrics: ServerMetrics
     observer: RequestObserver
     keys: ApiKeys
+    window: Window
     configured_template: ChatTemplate | None = None
     in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -26,6 +26,9 @@ COMMENT_SECONDS = 5.0
 STREAM_ERROR = "shardline.stream_error"
 """Where a request's scope says why its stream failed after it had begun."""
 
+CUT = "shardline.cut"
+"""Where a request's scope has a function that cuts its connection, whatever it still holds."""
+
 PROBE_CLIENT = "shardline.probe_client"
 """Where a request's scope has a function that writes something harmless to its stream."""
 

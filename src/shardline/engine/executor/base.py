@@ -10,6 +10,7 @@ import msgspec
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import KVAllocation
 from shardline.messages.control import Control, ControlDone
+from shardline.messages.stats import RankTimes
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts
@@ -133,6 +134,10 @@ class Executor(ABC):
     @abstractmethod
     def expert_load(self) -> Counts:
         """Tokens of each expert since the start, [num_layers, num_experts]; empty: the model has no experts."""
+
+    def rank_times(self) -> list[RankTimes]:
+        """How the ranks have spent their time, in their order; empty: nobody has counted."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

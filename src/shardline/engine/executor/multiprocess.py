@@ -16,6 +16,7 @@ from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.control import Control, ControlDone, Probe
+from shardline.messages.stats import RankTimes
 from shardline.messages.step import StepPlan, StepResult, rank_steps
 from shardline.messages.worker import (
     AllocateCache,
@@ -143,6 +144,10 @@ class MultiprocessExecutor(Executor):
     def expert_load(self) -> Counts:
         return sum(self._remote_load.values(), start=self._load.total())
 
+    def rank_times(self) -> list[RankTimes]:
+        times = {line.rank: line.times for line in self._all_progress()}  # a host may not have told of its ranks yet
+        return [times.get(rank, RankTimes(rank, 0, 0.0, 0.0)) for rank in range(self._num_ranks)]
+
     def close(self) -> None:
         self._channels.close()
         self._processes.close()
@@ -150,6 +155,9 @@ class MultiprocessExecutor(Executor):
     def _note_beat(self, rank: int, beat: RankBeat) -> None:
         self._remote_progress[rank] = beat.progress
         self._remote_load[rank] = self._load.from_bytes(beat.expert_load)
+
+    def _all_progress(self) -> list[RankProgress]:
+        return [*self._progress.read(), *self._remote_progress.values()]
 
     def _at_step(self) -> str:
         return f" at step {self._submitted[0]}" if self._submitted else ""
@@ -165,8 +173,7 @@ class MultiprocessExecutor(Executor):
 
     def _stall(self) -> str:
         step = self._submitted[0]
-        progress = [*self._progress.read(), *self._remote_progress.values()]
-        late = late_ranks(self._deployment.grid, progress, step)
+        late = late_ranks(self._deployment.grid, self._all_progress(), step)
         names = self._processes.name_ranks(late) or "no rank"
         return (
             f"step {step} is stalled: no rank has finished anything for {self._deployment.step_timeout:g} s; "

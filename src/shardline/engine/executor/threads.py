@@ -16,10 +16,12 @@ from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
 from shardline.messages.control import Control, ControlDone
+from shardline.messages.stats import RankTimes
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
 from shardline.segment.layout import SegmentLayout
+from shardline.segment.progress import ProgressBoard
 
 if TYPE_CHECKING:
     from shardline.runtime.parallel.rendezvous import Meeting
@@ -44,6 +46,7 @@ class ThreadExecutor(Executor):
         self._results = StepAnswers(deployment.grid)
         self._threads: list[threading.Thread] = []
         self._load: list[ExpertLoadBoard] = []
+        self._progress: list[ProgressBoard] = []
 
     def start(self) -> list[RankReport]:
         from shardline.runtime.machines.host.replay import resolve_operators
@@ -79,6 +82,7 @@ class ThreadExecutor(Executor):
             segment = memoryview(mmap.mmap(-1, layout.num_bytes))
             segments[host] = layout, segment
             self._load.append(layout.expert_load(segment))
+            self._progress.append(layout.progress(segment))
         return segments
 
     def _run_rank(
@@ -154,6 +158,10 @@ class ThreadExecutor(Executor):
 
     def expert_load(self) -> Counts:
         return functools.reduce(operator.add, (board.total() for board in self._load))
+
+    def rank_times(self) -> list[RankTimes]:
+        times = [line.times for board in self._progress for line in board.read()]
+        return sorted(times, key=lambda one: one.rank)
 
     def close(self) -> None:
         for steps in self._steps:

@@ -12,12 +12,14 @@ from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_al
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
 from shardline.messages.control import Control
+from shardline.messages.stats import RankTimes
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankReport
 from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
 
 if TYPE_CHECKING:
+    from shardline.runtime.parallel.groups import RankGroups
     from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Worker
 
@@ -35,7 +37,7 @@ class UniExecutor(Executor):
         self._steps: deque[RankStep] = deque()
         """Submitted, but not launched yet."""
         self._pending: deque[PendingStep] = deque()
-        self._expert_load: Counts | None = None
+        self._groups: RankGroups | None = None
 
     def start(self) -> list[RankReport]:
         (weights,) = self._deployment.weights
@@ -49,8 +51,7 @@ class UniExecutor(Executor):
         backend = open_backend(deployment.device, 0, place.threads)
         if backend.overlaps_steps:
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
-        groups = make_single_rank_groups(layout.num_layers, layout.num_experts)
-        self._expert_load = groups.expert_load
+        self._groups = groups = make_single_rank_groups(layout.num_layers, layout.num_experts)
         self._worker = worker = Worker(deployment, backend, groups, self._engine)
         return [worker.load(self._agree)]
 
@@ -89,8 +90,12 @@ class UniExecutor(Executor):
             self._pending.append(self._worker.runner.launch_step(self._steps.popleft()))
 
     def expert_load(self) -> Counts:
-        assert self._expert_load is not None
-        return self._expert_load
+        assert self._groups is not None
+        return self._groups.expert_load
+
+    def rank_times(self) -> list[RankTimes]:
+        assert self._groups is not None
+        return [self._groups.progress.read(0).times]
 
     def close(self) -> None:
         self._worker = None
