@@ -54,12 +54,9 @@ class Format(int8_w8a16.Format):
             for _ in range(2)
         )
         for rows in row_slices(weight):
-            values = in_groups(weight[rows])
-            scale, low = _fit(values)
-            _set_levels(scales.select_rows(rows), scale, least=1)
-            _set_levels(mins.select_rows(rows), -low, least=-_LARGEST_INNER)
-            scale, low = scales.select_rows(rows).multiply(), -mins.select_rows(rows).multiply()
-            codes[rows] = _nearest(values, scale, low).flatten(1)[:, : weight.shape[1]].byte()
+            values, held = in_groups(weight[rows]), (scales.select_rows(rows), mins.select_rows(rows))
+            _set_levels(*held, values)
+            codes[rows] = _codes(values, *_lines(*held)).flatten(1)[:, : weight.shape[1]].byte()
         return GroupedWeight(
             codes,
             scales.multiply(),
@@ -71,17 +68,29 @@ class Format(int8_w8a16.Format):
         )
 
 
-def _nearest(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    """The codes, as floats, of groups [N, G, 32] for scales and smallest values [N, G]."""
-    return ((values - low[..., None]) / scale[..., None]).nan_to_num().round().clamp(0, _LARGEST_CODE)
+def _set_levels(scales: TwoLevels, mins: TwoLevels, values: Tensor) -> None:
+    """Choose the scales and minimums of groups [N, G, 32]: the levels next to those that fit best, or levels with which
+    all weights are in range, whichever has the smaller squared error."""
+    scale, low = _fit(values)
+    for levels, numbers in ((scales, scale), (mins, low)):
+        outer = numbers.abs().view(*levels.outer.shape, -1).amax(2) / _LARGEST_INNER
+        levels.outer.copy_(outer + (outer - outer))  # NaN, if it is not finite
+    _set_inner(scales, _in_levels(scales, scale).round(), least=1)
+    _set_inner(mins, _in_levels(mins, -low).round())
+    near, near_error = (scales.inner.clone(), mins.inner.clone()), _error(values, *_lines(scales, mins))
+    _set_inner(mins, _in_levels(mins, -low).ceil())
+    _set_inner(scales, _in_levels(scales, (values.amax(2) + mins.multiply()) / _LARGEST_CODE).ceil(), least=1)
+    is_near = near_error <= _error(values, *_lines(scales, mins))
+    for levels, inner in zip((scales, mins), near, strict=True):
+        levels.inner.copy_(inner.where(is_near, levels.inner))
 
 
 def _fit(values: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, smallest values) [N, G] of groups: of the line from the smallest to the largest weight, and of the line
     that fits the codes of this one best, the one with the smaller squared error."""
-    low, high = values.amin(2), values.amax(2)
-    scale = (high - low) / _LARGEST_CODE
-    codes = _nearest(values, scale, low)
+    low = values.amin(2)
+    scale = (values.amax(2) - low) / _LARGEST_CODE
+    codes = _codes(values, scale, low)
     code_mean, mean = codes.mean(2, keepdim=True), values.mean(2, keepdim=True)
     off = codes - code_mean
     fitted = ((off * (values - mean)).sum(2) / off.square().sum(2)).nan_to_num()
@@ -90,15 +99,26 @@ def _fit(values: Tensor) -> tuple[Tensor, Tensor]:
     return fitted.where(is_better, scale), fitted_low.where(is_better, low)
 
 
+def _codes(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """The nearest codes, as floats."""
+    return ((values - low[..., None]) / scale[..., None]).nan_to_num().round().clamp(0, _LARGEST_CODE)
+
+
 def _error(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     """The squared error [N, G] of groups."""
-    found = _nearest(values, scale, low) * scale[..., None] + low[..., None]
-    return (found - values).square().sum(2)
+    return (_codes(values, scale, low) * scale[..., None] + low[..., None] - values).square().sum(2)
 
 
-def _set_levels(levels: TwoLevels, numbers: Tensor, least: int) -> None:
-    """Write numbers [N, G] as products of two levels. Inner numbers are at least `least`."""
-    runs = numbers.view(*levels.outer.shape, -1)
-    levels.outer.copy_(runs.abs().amax(2) / _LARGEST_INNER)
-    inner = (runs / levels.outer.float()[..., None]).nan_to_num().round().clamp(least, _LARGEST_INNER)
-    levels.inner.copy_(inner.flatten(1))
+def _lines(scales: TwoLevels, mins: TwoLevels) -> tuple[Tensor, Tensor]:
+    """(scales, smallest values) [N, G]."""
+    return scales.multiply(), -mins.multiply()
+
+
+def _in_levels(levels: TwoLevels, numbers: Tensor) -> Tensor:
+    """Numbers [N, G] as multiples of their outer ones."""
+    runs = numbers.view(*levels.outer.shape, -1) / levels.outer.float()[..., None]
+    return runs.nan_to_num().flatten(1)
+
+
+def _set_inner(levels: TwoLevels, inner: Tensor, least: int = -_LARGEST_INNER) -> None:
+    levels.inner.copy_(inner.clamp(least, _LARGEST_INNER))

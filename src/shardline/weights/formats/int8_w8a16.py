@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardline.kernels.contract import Kernels
 
 _LARGEST, _ZERO = 127, 128
-_ELEMENTS_AT_ONCE = 1 << 18
-"""Elements of a weight that are quantized at a time, since it takes many times their memory."""
+_ELEMENTS_AT_ONCE = 1 << 17
+"""Elements of a weight that are quantized at a time: what is computed from them stays in the cache."""
 
 
 class Format(packed.Format):
@@ -76,8 +76,8 @@ def num_groups(columns: int) -> int:
 
 def group_of(codes: Tensor) -> Tensor:
     """[K] int64: the group of each column of codes [N, K]."""
-    numbers: Tensor = codes.new_ones(codes.shape[1]).long().cumsum(0)
-    return (numbers - 1) // GROUP_SIZE
+    groups: Tensor = (codes.new_ones(codes.shape[1]).long().cumsum(0) - 1) // GROUP_SIZE
+    return groups
 
 
 def row_slices(weight: Tensor) -> list[slice]:
