@@ -32,8 +32,8 @@ def test_columns_with_outliers_cost_their_group_only(rng):
     weight[:, ::256] *= 50
     usual = (torch.arange(1024) // 32) % 8 != 0
     kept = restored(Int4(), weight)
-    assert error(kept[:, usual], weight[:, usual]) < 0.2
-    assert error(test_int4.restored(weight)[:, usual], weight[:, usual]) > 0.3, "all groups of a row share a scale"
+    assert error(kept[:, usual], weight[:, usual]) < 0.14
+    assert error(test_int4.restored(weight)[:, usual], weight[:, usual]) > 0.18, "all groups of a row share a scale"
 
 
 def test_weights_on_a_grid_of_16_values_a_group_are_kept(rng):
@@ -50,7 +50,7 @@ def test_equal_weights_zeros_and_a_short_last_group(dtype):
     weight = torch.full((3, 40), 0.25, dtype=dtype)
     weight[1], weight[2, 32:] = 0, -3
     for form in (Int4(), Int8()):
-        assert error(restored(form, weight), weight.float()) < 0.004
+        assert (restored(form, weight) - weight.float()).abs().max() <= 3 / 254, "half a level of the row's minimums"
         assert (restored(form, weight)[1] == 0).all()
 
 
