@@ -25,6 +25,7 @@ class Format(packed.Format):
     """See `base.WeightFormat`."""
 
     is_for_gpus: ClassVar[bool] = False
+    packs_embedding: ClassVar[bool] = True
     alternatives: ClassVar[str] = "int8"
 
     @property
@@ -51,8 +52,8 @@ class Format(packed.Format):
             inverse = (1 / scales[rows].float()).nan_to_num(posinf=0.0)
             values = (groups * inverse[..., None]).nan_to_num().round().clamp(-_LARGEST, _LARGEST) + _ZERO
             codes[rows] = values.flatten(1)[:, : weight.shape[1]].byte()
-        zeros = codes.new_full((1, 1), _ZERO).expand(shape)
-        return GroupedWeight(codes, scales, group_of(codes), zeros=zeros, bits=8, label=self.label)
+        table = scales.new_tensor(range(256)).float() - _ZERO
+        return GroupedWeight(codes, scales, group_of(codes), table=table, bits=8, label=self.label)
 
     def multiply_reference(
         self,
