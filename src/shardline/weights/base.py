@@ -169,6 +169,8 @@ class WeightFormat(ABC):
     """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU."""
     is_for_gpus: ClassVar[bool] = True
     """Whether GPUs support the format at all."""
+    packs_embedding: ClassVar[bool] = False
+    """Whether the embedding is held as the lm_head is, of which rows can be read."""
     takes_e4m3: ClassVar[bool] = False
     """Whether the format takes the e4m3 weights of a quantized checkpoint as they are."""
     alternatives: ClassVar[str] = "int8"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import msgspec
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -17,6 +20,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from shardline.checkpoints.gguf import tokenizer as gguf_tokenizer
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.tokenizer import SPLITS, read_vocabulary
+from shardline.cli.main import main
 from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
@@ -221,6 +225,52 @@ def test_merges_that_need_missing_tokens(tmp_path: Path) -> None:
     values = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a x"]}
     with pytest.raises(ValueError, match=r"x.gguf: .*merges joins 'a' and 'x'.*give the model's own .* --tokenizer"):
         Tokenizer.from_folder(_write(tmp_path / "x.gguf", "gpt2", values))
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, list[Any]]:
+    """The arrays of a whole vocabulary of 262,144 tokens: 512 letters, and all pairs of two of them."""
+    letters = [chr(0x4E00 + number) for number in range(512)]
+    pairs = [(left, right) for left in letters for right in letters if left != right]
+    tokens = [*letters, *map("".join, pairs)]
+    return {"tokens": tokens, "merges": [" ".join(pair) for pair in pairs], "token_type": [1] * len(tokens)}
+
+
+def _write_arrays(file: Path, arrays: dict[str, list[Any]]) -> Path:
+    """As `_write`; the package's writer takes seconds for arrays of this size."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def array(values: list[Any]) -> bytes:
+        kind, data = (8, b"".join(map(text, values))) if isinstance(values[0], str) else (5, np.int32(values).tobytes())
+        return struct.pack("<IIQ", 9, kind, len(values)) + data
+
+    entries = [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gemma4")]
+    entries += [text(f"tokenizer.ggml.{key}") + array(values) for key, values in arrays.items() if values]
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("key", "cut", "says"),
+    [
+        ("tokens", slice(-512), "merges joins .* and .*, which needs unknown tokens"),
+        ("merges", slice(200_000), "merges makes only 200000 of 261632 tokens: it is cut"),
+        ("token_type", slice(7), "token_type has 7 numbers for 262144 tokens"),
+    ],
+)
+def test_a_large_tokenizer_that_is_cut(
+    key: str, cut: slice, says: str, large: dict[str, list[Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arrays = large | {key: large[key][cut]}
+    arrays["token_type"] = arrays["token_type"][: len(arrays["tokens"])]
+    file = _write_arrays(tmp_path / "x.gguf", arrays)
+    with pytest.raises(ValueError, match=rf"x.gguf: tokenizer\.ggml\.{says}"):
+        Tokenizer.from_folder(file)
+    if key == "token_type":
+        assert main(["serve", "--tokenizer", str(file)]) == 2
+        assert re.search(says, capfd.readouterr().err)
 
 
 def test_gemma_spells_spaces_in_its_own_way(tmp_path: Path) -> None:

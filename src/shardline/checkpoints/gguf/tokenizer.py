@@ -234,8 +234,8 @@ def _byte_level(
 def _sentencepiece(
     header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    merges = _stored_merges(header, tokens, types, all_needed=False)
     is_gemma4 = header.metadata["tokenizer.ggml.model"] == "gemma4"
+    merges = _stored_merges(header, tokens, types, all_needed=is_gemma4)
     if not merges and is_gemma4:
         raise header.error("tokenizer.ggml.merges", f"is missing; {_OVERRIDE}")
     if not merges:
@@ -288,11 +288,9 @@ def _stored_merges(
     key = "tokenizer.ggml.merges"
     merges = [_pair(header, merge) for merge in header.strings(key)]
     known = set(tokens)
-    for pair in merges:
-        if not known.issuperset((*pair, "".join(pair))):
-            raise header.error(
-                key, f"joins {pair[0]!r:.40} and {pair[1]!r:.40}, which needs unknown tokens; {_OVERRIDE}"
-            )
+    for left, right in merges:
+        if left not in known or right not in known or left + right not in known:
+            raise header.error(key, f"joins {left!r:.40} and {right!r:.40}, which needs unknown tokens; {_OVERRIDE}")
     if all_needed:
         words = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL and len(token) > 1}
         unmade = len(words.difference(left + right for left, right in merges))

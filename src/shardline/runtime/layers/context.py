@@ -110,16 +110,20 @@ class LayerLoader:
         return tensor
 
     def load_rows(self, name: str) -> Callable[[Tensor], Tensor]:
-        """A function that returns rows of this rank's slice of a table by their indices. The table stays packed if the
-        checkpoint packs it and the back end can read rows of it."""
-        if self.format.reads_packed:
+        """A function that returns rows of this rank's slice of a table by their indices. The table is packed if the
+        format packs it, and stays packed if the checkpoint packs it and the back end can read rows of it."""
+        kernels = self.stage.kernels
+        table: PackedLinear | None = None
+        if self.format.packs_embedding:
+            table = self.format.pack_lm_head(kernels, self.read(name))
+        elif self.format.reads_packed:
             packed = self.source.get_packed(name, self._own_part(name))
-            if packed is not None and self.format.keeps(self.stage.kernels, [packed], "lm_head"):
-                table = self.format.pack_lm_head(self.stage.kernels, packed)  # type: ignore[arg-type]
-                reader = table.row_reader(self.stage.dtype)
-                if reader is not None:
-                    self.on_loaded(table.nbytes)
-                    return reader
+            if packed is not None and self.format.keeps(kernels, [packed], "lm_head"):
+                table = self.format.pack_lm_head(kernels, packed)  # type: ignore[arg-type]
+        reader = None if table is None else table.row_reader(self.stage.dtype)
+        if table is not None and reader is not None:
+            self.on_loaded(table.nbytes)
+            return reader
         return partial(torch.index_select, self.load(name), 0)
 
     def load_bias(self, *names: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role
+from shardline.weights.base import PackedLinear, Role
 from shardline.weights.formats import fp8, packed
 from shardline.weights.grouped import GroupedWeight
 
@@ -48,24 +48,10 @@ class Format(packed.Format):
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         return super().num_bytes(rows, columns, dtype_bytes, role) if self.packs_all else rows * (columns + 4)
 
-    def pack_linear(self, kernels: Kernels, *parts: Tensor | GroupedWeight) -> PackedLinear:
-        return super().pack_linear(kernels, *self._quantize(kernels, parts))
-
-    def pack_gated(
-        self, kernels: Kernels, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight
-    ) -> PackedGatedLinear:
-        return super().pack_gated(kernels, *self._quantize(kernels, (gate, up)))
-
     def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
         if self.packs_all or isinstance(weight, GroupedWeight):
             return super().pack_lm_head(kernels, weight)
         return fp8.Format().pack_lm_head(kernels, weight)
-
-    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor | GroupedWeight) -> PackedExperts:
-        return super().allocate_experts(kernels, num_experts, *self._quantize(kernels, parts))
-
-    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor | GroupedWeight) -> None:
-        super().pack_expert(kernels, experts, index, *self._quantize(kernels, parts))
 
     def multiply_reference(
         self,
@@ -76,20 +62,16 @@ class Format(packed.Format):
         out_dtype: torch.dtype,
     ) -> Tensor:
         """Sums in fp64, so its bits may differ from the kernels'."""
-        (part,) = self._quantize(kernels, (weight,))
+        part = self.quantize(kernels, weight)
         if not isinstance(part, GroupedWeight):
             return super().multiply_reference(kernels, x, part, bias, out_dtype)
         dense = part.decode().double() * part.scales.double().index_select(1, part.group_of)
         product = round_rows_reference(x, part, _fp8(kernels).fp8_dtype) @ dense.T
         return (product if bias is None else product + bias.double()).to(out_dtype)
 
-    def _quantize(
-        self, kernels: Kernels, parts: tuple[Tensor | GroupedWeight, ...]
-    ) -> tuple[Tensor | GroupedWeight, ...]:
-        """The parts; those of a checkpoint that is not quantized become e4m3 with a scale per row."""
-        if self.packs_all:
-            return parts
-        return tuple(part if isinstance(part, GroupedWeight) else _quantized(kernels, part) for part in parts)
+    def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> Tensor | GroupedWeight:
+        """Weights of a checkpoint that is not quantized become e4m3 with a scale per row."""
+        return weight if self.packs_all or isinstance(weight, GroupedWeight) else _quantized(kernels, weight)
 
 
 def round_rows_reference(x: Tensor, weight: GroupedWeight, fp8_dtype: torch.dtype) -> Tensor:

@@ -62,35 +62,47 @@ class Format(WeightFormat):
         groups = -(-columns // self.group_size) if self.group_size else 1
         return int(rows * (columns * self.bits / 8 + self.group_bytes * groups))
 
+    def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> Tensor | GroupedWeight:
+        """A part of a weight as it is packed. Formats that quantize dense weights do it here, row by row."""
+        return weight
+
+    def _quantized(self, kernels: Kernels, parts: Sequence[Tensor | GroupedWeight]) -> list[Tensor | GroupedWeight]:
+        return [self.quantize(kernels, part) for part in parts]
+
     def pack_linear(self, kernels: Kernels, *parts: Tensor | GroupedWeight) -> PackedLinear:
-        if _are_grouped(parts):
-            return _own(kernels).grouped_linear(parts, self.rounds_x)
-        return plain.Format().pack_linear(kernels, *_dense(parts))
+        held = self._quantized(kernels, parts)
+        if _are_grouped(held):
+            return _own(kernels).grouped_linear(held, self.rounds_x)
+        return plain.Format().pack_linear(kernels, *_dense(held))
 
     def pack_gated(
         self, kernels: Kernels, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight
     ) -> PackedGatedLinear:
-        if isinstance(gate, GroupedWeight) and isinstance(up, GroupedWeight):
-            return _own(kernels).grouped_gated(gate, up, self.rounds_x)
-        return plain.Format().pack_gated(kernels, *_dense((gate, up)))
+        held = self._quantized(kernels, (gate, up))
+        if _are_grouped(held):
+            return _own(kernels).grouped_gated(held[0], held[1], self.rounds_x)
+        return plain.Format().pack_gated(kernels, *_dense(held))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
-        if isinstance(weight, GroupedWeight):
-            return _own(kernels).grouped_linear([weight], self.rounds_x)
-        return plain.Format().pack_lm_head(kernels, weight)
+        held = self.quantize(kernels, weight)
+        if isinstance(held, GroupedWeight):
+            return _own(kernels).grouped_linear([held], self.rounds_x)
+        return plain.Format().pack_lm_head(kernels, held)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor | GroupedWeight) -> PackedExperts:
-        if _are_grouped(parts):
-            return _own(kernels).grouped_experts(num_experts, parts, self.rounds_x)
-        return plain.Format().allocate_experts(kernels, num_experts, *_dense(parts))
+        held = self._quantized(kernels, parts)
+        if _are_grouped(held):
+            return _own(kernels).grouped_experts(num_experts, held, self.rounds_x)
+        return plain.Format().allocate_experts(kernels, num_experts, *_dense(held))
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor | GroupedWeight) -> None:
-        if experts.scales is not None and _are_grouped(parts):
-            _own(kernels).pack_grouped_expert(experts, index, parts)
-        elif experts.scales is not None or _are_grouped(parts):
+        held = self._quantized(kernels, parts)
+        if experts.scales is not None and _are_grouped(held):
+            _own(kernels).pack_grouped_expert(experts, index, held)
+        elif experts.scales is not None or _are_grouped(held):
             raise ValueError("the checkpoint packs only some experts of a layer; use --quantization none")
         else:
-            plain.Format().pack_expert(kernels, experts, index, *_dense(parts))
+            plain.Format().pack_expert(kernels, experts, index, *_dense(held))
 
     def multiply_reference(
         self,

@@ -1,0 +1,63 @@
+"""What int4_w4a16 and int8_w8a16 keep of a weight; test_contract.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.weights.base import weight_format
+from shardline.weights.formats.int4_w4a16 import Format as Int4
+from shardline.weights.formats.int8_w8a16 import Format as Int8
+from tests.runtime.ops.helpers import KERNELS, randn
+from tests.weights import test_int4
+
+
+def restored(form: Int8, weight: Tensor) -> Tensor:
+    return form.quantize(KERNELS, weight).dequantize(torch.float32)
+
+
+def error(kept: Tensor, weight: Tensor) -> float:
+    return float((kept - weight).norm() / weight.norm())
+
+
+def test_errors_on_gaussian_weights(rng):
+    weight = randn(200, 1024, rng=rng)
+    assert error(restored(Int4(), weight), weight) < 0.078
+    assert error(restored(Int8(), weight), weight) < 0.006
+
+
+def test_columns_with_outliers_cost_their_group_only(rng):
+    weight = randn(200, 1024, rng=rng)
+    weight[:, ::256] *= 50
+    usual = (torch.arange(1024) // 32) % 8 != 0
+    kept = restored(Int4(), weight)
+    assert error(kept[:, usual], weight[:, usual]) < 0.14
+    assert error(test_int4.restored(weight)[:, usual], weight[:, usual]) > 0.18, "all groups of a row share a scale"
+
+
+def test_weights_on_a_grid_of_16_values_a_group_are_kept(rng):
+    """As those of a model that was made from GGUF's Q4_1. Symmetric levels lose what any weights lose."""
+    codes = torch.randint(0, 16, (200, 8, 32), generator=rng)
+    codes[..., 0], codes[..., 1] = 0, 15
+    scale, low = torch.rand(2, 200, 8, 1, generator=rng) + 0.5
+    weight = (codes * scale - 8 * low).flatten(1).bfloat16().float()
+    assert error(restored(Int4(), weight), weight) < 0.01
+    assert error(test_int4.restored(weight), weight) > 0.05
+
+
+def test_equal_weights_zeros_and_a_short_last_group(dtype):
+    weight = torch.full((3, 40), 0.25, dtype=dtype)
+    weight[1], weight[2, 32:] = 0, -3
+    for form in (Int4(), Int8()):
+        assert (restored(form, weight) - weight.float()).abs().max() <= 3 / 254, "half a level of the row's minimums"
+        assert (restored(form, weight)[1] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["int4_w4a16", "int8_w8a16"])
+def test_what_is_not_finite_makes_its_output_nan(name, dtype, rng):
+    x, weight = randn(4, 50, dtype=dtype, rng=rng), randn(70, 50, dtype=dtype, rng=rng)
+    weight[3, 7], weight[40, 9], weight[66, 9] = float("nan"), float("inf"), float("-inf")
+    out = weight_format(name).pack_linear(KERNELS, weight)(x, out_dtype=torch.float32)
+    assert torch.equal(out.isnan().all(0), ~weight.isfinite().all(1))
+    assert torch.equal(out.isnan().any(0), ~weight.isfinite().all(1))
