@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shardline.config.topology import RankGrid
-from shardline.segment import progress as module
 from shardline.segment.progress import ProgressBoard, late_ranks
 
 
@@ -47,7 +48,7 @@ def test_later_stages_are_not_blamed_for_an_earlier_one() -> None:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 10.0
-        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
 def test_without_looks_all_time_in_steps_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ def test_looks_attribute_the_time_to_what_they_find(monkeypatch: pytest.MonkeyPa
         clock.now += 5.0
         assert not line.sample()
 
-    monkeypatch.setattr(module.time, "sleep", look_forever)
+    monkeypatch.setattr(time, "sleep", look_forever)
     with pytest.raises(InterruptedError):
         line.sample_waiting()
     times = progress.read()[0].times
