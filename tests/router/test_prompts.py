@@ -23,8 +23,12 @@ def test_models_salts_and_keys_share_nothing() -> None:
     plain = read(model="m", prompt="a")
     assert (plain.model, plain.text) == ("m", b"a")
     others = [read(model="n", prompt="a"), read(model="m", prompt="a", cache_salt="s")]
-    assert len({plain.namespace, *(other.namespace for other in others)}) == 3
-    assert read(model="m", prompt="b", temperature=1.0).namespace == plain.namespace
+    assert len({(one.model, one.salt) for one in (plain, *others)}) == 3
+    again = read(model="m", prompt="b", temperature=1.0)
+    assert (again.model, again.salt) == (plain.model, plain.salt)
+    sessions = [read(user="u"), read(user="u", prompt_cache_key="k"), read(user=["u"])]
+    assert [one.session for one in sessions] == ["u", "k", ""]
+    assert read_prompt(b'{"user": "u"}', "header").session == "header"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\\ud800"}', b"[]", b"5", b'{"a": "\xff"}', b"[" * 100_000])

@@ -259,6 +259,7 @@ class Placement:
     def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
         """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
         replica = self._replicas[index]
+        self._router.kv.apply(index, 0, event.kv_events)
         outputs = replica.note_outputs(event.outputs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -272,6 +273,7 @@ class Placement:
     def lose_replica(self, index: int) -> tuple[list[RunningChoice], RunningChoice | None]:
         """The choices of a replica that is lost, which are now nowhere, and the one of them that was alone on it."""
         self._router.forget_replica(index)
+        self._router.kv.forget(index)
         lost = self._replicas[index].take_choices()
         for choice in lost:
             del self._replica_of[choice.request.request_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ import msgspec
 
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt", "token_ids")
 """In about the order in which chat templates write them."""
-_HINT_FIELDS = ("prompt_cache_key", "cache_salt")
-"""Requests with unlike values share no prefix."""
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+"""Hints that requests have a past in common."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +21,44 @@ class Prompt:
     model: str = ""
     text: bytes = b""
     """Equal beginnings of prompts have equal beginnings here."""
-    namespace: str = ""
+    salt: str = ""
+    """Prompts with unlike ones share nothing."""
+    session: str = ""
+    """Requests with equal ones may share more than their beginnings say."""
+    token_ids: Sequence[int] | None = None
+    """The prompt, if the client sends it so."""
 
 
-def read_prompt(body: bytes) -> Prompt:
-    """The prompt of a request; an empty one if the body is no JSON object: the backend will say so."""
+def read_prompt(body: bytes, session: str = "") -> Prompt:
+    """The prompt of a request; an empty one if the body is no JSON object: the backend will say so.
+
+    `session`: what a header says of it.
+    """
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Prompt()
     if not isinstance(fields, dict):
         return Prompt()
-    model = fields.get("model")
     parts: list[bytes] = []
     for name in _PROMPT_FIELDS:
         value = fields.get(name)
         if value:
             parts.append(_bytes_of(value))
-    hints = [str(fields[name])[:512] for name in _HINT_FIELDS if isinstance(fields.get(name), str)]
-    name = model if isinstance(model, str) else ""
-    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)))
+    hints = [session, *(_short(fields.get(name)) for name in _SESSION_FIELDS)]
+    token_ids = fields.get("token_ids") or fields.get("prompt")
+    are_ids = isinstance(token_ids, list) and all(type(one) is int for one in token_ids)
+    return Prompt(
+        _short(fields.get("model")),
+        b"\n".join(parts),
+        _short(fields.get("cache_salt")),
+        next(filter(None, hints), ""),
+        token_ids if are_ids else None,
+    )
+
+
+def _short(value: Any) -> str:
+    return value[:512] if isinstance(value, str) else ""
 
 
 def _bytes_of(value: Any) -> bytes:

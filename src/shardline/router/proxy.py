@@ -7,6 +7,7 @@ what the client asks (4xx) are the client's; a backend that is full (429, 503) i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.rendering import rendered_tokens
 from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
@@ -67,6 +69,8 @@ class Job:
     prompt: Prompt
     explains: bool
     """The client asks which backend answered, and why."""
+    why: str = ""
+    """What was expected of each backend."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,11 @@ class Proxy:
             await error.response()(scope, receive, send)
 
     def _make_job(self, scope: Scope, body: bytes) -> Job:
-        headers, explains = [], False
+        headers, explains, session = [], False, ""
         for name, value in scope["headers"]:
             explains = explains or name == b"x-shardline-route"
+            if name == b"x-session-id":
+                session = value[:512].decode("latin-1")
             if name not in _REPLACED and not (self._key and name in (b"authorization", b"x-api-key")):
                 headers.append((name, value))
         headers.append((b"x-request-id", scope[REQUEST_ID].encode()))
@@ -116,7 +122,7 @@ class Proxy:
         target: bytes = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        prompt = read_prompt(body) if scope["method"] == "POST" else Prompt()
+        prompt = read_prompt(body, session) if scope["method"] == "POST" else Prompt()
         return Job(scope["method"].encode(), target, headers, body, prompt, explains)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
@@ -134,7 +140,13 @@ class Proxy:
             candidates = self._fleet.candidates(model, tried)
             if not candidates or (refusals and not self._budget.spend()):
                 break
-            backend = self._fleet.choose(job.prompt.text, job.prompt.namespace, candidates)
+            if self._config.policy == "kv_aware" and job.prompt.token_ids is None and not refusals:
+                token_ids = await rendered_tokens(job.target, job.headers, job.body, job.prompt.text, candidates)
+                job = dataclasses.replace(job, prompt=dataclasses.replace(job.prompt, token_ids=token_ids))
+                candidates = self._fleet.candidates(model, tried) or candidates
+            backend, explain = self._fleet.choose(job.prompt, candidates)
+            if job.explains:
+                job = dataclasses.replace(job, why=explain())
             if refusals:
                 self._metrics.retries.inc()
             else:
@@ -215,7 +227,7 @@ class Proxy:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
         headers = _passed_on(answer.headers)
         if job.explains:
-            headers.append((b"x-shardline-route", self._explain(backend, number)))
+            headers.append((b"x-shardline-route", self._explain(backend, number, job.why)))
         backend.breaker.succeed()
         outcome = "ok" if answer.status < 400 else "refused"
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -235,9 +247,8 @@ class Proxy:
             self._metrics.outcomes.labels(backend.url, outcome).inc()
         return None
 
-    def _explain(self, backend: Backend, number: int) -> bytes:
-        running = " ".join(f"{other.url}={other.num_requests}" for other in self._fleet.backends)
-        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; running: {running}".encode("latin-1")
+    def _explain(self, backend: Backend, number: int, why: str) -> bytes:
+        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; work: {why}".encode("latin-1", "replace")
 
     async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
         """The best answer that there is when no backend has answered.

@@ -30,7 +30,9 @@ class ReplicaLoad(NamedTuple):
     max_running: int
     """Requests that it runs at once; further ones wait."""
     warm_chunks: int = 0
-    """Leading chunks of the arriving prompt that it has seen lately."""
+    """Leading chunks of the arriving prompt that it has, by what it has seen lately or says itself."""
+    num_seen: int = 0
+    """Chunks of all prompts that it has seen lately."""
 
 
 class Policy(Protocol):

@@ -18,11 +18,18 @@ USES_WARM_CHUNKS = True
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-    """See `Policy`. A request that would wait for a place counts as many times as requests wait before it."""
+    """See `Policy`. Of equal ones, that takes the request which has the lowest load, and then has seen least: so the
+    memory of all caches is used."""
+    chunks = len(arrival.prefix)
+    return min(
+        (expected_work(chunks, one), one.num_requests, one.num_tokens, one.num_seen, one.number) for one in replicas
+    )[-1]
 
-    def work(replica: ReplicaLoad) -> tuple[int, ReplicaLoad]:
-        waiting = max(0, replica.num_requests - replica.max_running + 1)
-        chunks = len(arrival.prefix) - replica.warm_chunks
-        return chunks + replica.num_requests + waiting * (1 + len(arrival.prefix)), replica
 
-    return min(map(work, replicas))[1].number
+def expected_work(chunks: int, replica: ReplicaLoad) -> int:
+    """What is computed at a replica before the first token of a prompt of so many chunks, in chunks.
+
+    A request that would wait for a place counts as many times as requests wait before it.
+    """
+    waiting = max(0, replica.num_requests - replica.max_running + 1)
+    return chunks - replica.warm_chunks + replica.num_requests + waiting * (1 + chunks)
