@@ -90,6 +90,17 @@ def shardline_router(folder: Path, urls: list[str], port: int) -> list[str]:
     return [sys.executable, "-m", "shardline", "router", *flags, "--port", str(port)]
 
 
+def shardline_router_kv_aware(folder: Path, urls: list[str], port: int) -> list[str]:
+    pytest.importorskip("zmq", reason="pip install pyzmq")
+    lines = [
+        f"{url} events=tcp://127.0.0.1:{events} replay=tcp://127.0.0.1:{replay}\n"
+        for url, events, replay in zip(urls, EVENT_PORTS[::2], EVENT_PORTS[1::2], strict=True)
+    ]
+    (folder / "backends").write_text("".join(lines))
+    flags = ["--policy", "kv_aware", "--backends-file", str(folder / "backends")]
+    return [sys.executable, "-m", "shardline", "router", *flags, "--port", str(port)]
+
+
 def nginx(folder: Path, urls: list[str], port: int) -> list[str]:
     text = _address((DEPLOY / "nginx/shardline.conf").read_text(), urls, port)
     (folder / "shardline.conf").write_text(text)
@@ -142,7 +153,7 @@ def _address(text: str, urls: list[str], port: int) -> str:
 
 
 DOORS: list[Callable[[Path, list[str], int], list[str]]] = [
-    shardline_router, nginx, haproxy, vllm_router, vllm_router_kv_aware
+    shardline_router, shardline_router_kv_aware, nginx, haproxy, vllm_router, vllm_router_kv_aware
 ]  # fmt: skip
 
 
@@ -233,6 +244,23 @@ def test_completions_and_unicode(door: Door) -> None:
         for url in (door.servers[0].url, door.url)
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_router_knows_what_a_server_has_computed_for_others(servers: list[Server], tmp_path) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "A long story. " * 60}], "max_tokens": 2}
+    client_of(servers[1].url).chat.completions.create(**body)
+    with open_door(shardline_router_kv_aware, tmp_path, [server.url for server in servers]) as url:
+        deadline = time.monotonic() + 30.0
+        while True:
+            said = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-shardline-route": ""}, timeout=60.0)
+            route = said.headers["x-shardline-route"]
+            if route.startswith(servers[1].url) and "hit 0/" in route.split(servers[0].url)[1]:
+                break
+            assert time.monotonic() < deadline, route
+            body["messages"][0]["content"] += "More. " * 100  # what it has sent itself it would remember
+            client_of(servers[1].url).chat.completions.create(**body)
+    usage = said.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
 
 
 @pytest.mark.parametrize("make", [shardline_router, nginx, haproxy, vllm_router], ids=lambda make: make.__name__)

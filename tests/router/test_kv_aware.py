@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -155,10 +156,14 @@ def test_a_router_follows_events_through_gaps_and_restarts(site: Site, tmp_path)
     addresses = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
     publisher = Publisher(zmq, *addresses)
     prompts = [[number] * 64 * SIZE for number in range(6)]
+    renders = True
 
     async def render(call: Call) -> None:
+        tokens = prompts[int(call.fields["prompt"][0])] if call.path != "/v1/completions" else []
         if call.path.endswith("/render"):
-            await call.answer(200, [{"token_ids": prompts[int(call.fields["prompt"][0])]}])
+            await call.answer(200 if renders else 404, [{"token_ids": tokens}])
+        elif call.path == "/tokenize":
+            await call.answer(200, {"count": len(tokens), "tokens": tokens})
         else:
             await call.answer(200, {"ok": True})
 
@@ -198,6 +203,10 @@ def test_a_router_follows_events_through_gaps_and_restarts(site: Site, tmp_path)
         )
         assert answer.headers["x-shardline-route"].startswith(f"{second.url}; policy=kv_aware; attempt=1; work: ")
         assert f"{first.url}=8 (hit 0/8) {second.url}=0 (hit 8/8)" in answer.headers["x-shardline-route"]
+        renders = False
+        again = site.ask("2" + 300 * " ", stream=False)
+        assert again.status_code == 200
+        assert any(call.path == "/tokenize" for call in first.calls)
         direct = site.client.post(
             "/v1/completions", json={"model": "m", "prompt": prompts[2]}, headers={"x-shardline-route": ""}
         )
@@ -224,7 +233,8 @@ def test_without_events_the_router_remembers_what_it_sent(site: Site) -> None:
     pytest.importorskip("zmq", reason="pip install pyzmq")
 
     async def no_render(call: Call) -> None:
-        await call.answer(404 if call.path.endswith("/render") else 200, {"path": call.path})
+        is_question = call.path.endswith(("/render", "/tokenize"))
+        await call.answer(404 if is_question else 200, {"path": call.path})
 
     backends = [site.add_backend(no_render) for _ in range(2)]
     site.start_router(policy="kv_aware")
@@ -232,10 +242,11 @@ def test_without_events_the_router_remembers_what_it_sent(site: Site) -> None:
         for prompt in ("a" * 600, "b" * 600):
             assert site.ask(prompt).status_code == 200
     homes = [
-        {json.loads(call.body)["prompt"][0] for call in one.calls if "render" not in call.path} for one in backends
+        {json.loads(call.body)["prompt"][0] for call in one.calls if call.path == "/v1/completions"} for one in backends
     ]
     assert homes == [{"a"}, {"b"}], "equal load: each new prompt goes where least was seen, and stays there"
-    assert sum("render" in call.path for one in backends for call in one.calls) == 2, "each is asked once"
+    asked = Counter(call.path for one in backends for call in one.calls if call.path != "/v1/completions")
+    assert asked == {"/v1/completions/render": 2, "/tokenize": 2}, "each is asked once"
 
 
 def test_what_names_backends_is_read_and_checked(tmp_path) -> None:

@@ -90,7 +90,7 @@ def check_endpoint(what: str, endpoint: Any) -> str:
     """
     scheme, _, rest = endpoint.partition("://") if isinstance(endpoint, str) else ("", "", "")
     port = rest.rpartition(":")[2]
-    if (scheme == "ipc" and rest) or (scheme == "tcp" and rest.rpartition(":")[0] and port.isdecimal()):
+    if (scheme == "ipc" and rest) or (scheme == "tcp" and rest.rpartition(":")[0] and _is_port(port)):
         return str(endpoint)
     raise ValueError(f"{what} must be like tcp://127.0.0.1:5557 or ipc:///run/kv, got {endpoint!r}")
 
@@ -115,3 +115,7 @@ def shifted(endpoint: str, replica: int) -> str:
         return f"{endpoint}_dp{replica}"
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + replica}"
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and len(text) < 6 and 0 < int(text) < 1 << 16

@@ -33,6 +33,8 @@ class Discovery:
     def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
         self._config = config
+        self._problems: dict[str, str] = {}
+        """What was said last of each source that cannot be read."""
 
     async def run(self) -> None:
         """Follow all sources until the task is cancelled."""
@@ -55,7 +57,7 @@ class Discovery:
                     self._fleet.set_backends(name, read_backends_file(name))
                 seen = stamp
             except (OSError, ValueError) as error:
-                _keep(name, error)
+                self._keep(name, error)
             await asyncio.sleep(_SECONDS)
 
     async def _follow_name(self, url: str) -> None:
@@ -68,7 +70,7 @@ class Discovery:
                 found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
                 self._fleet.set_backends(url, [_spec(str(one[4][0]), port, parts.path) for one in found])
             except OSError as error:
-                _keep(url, error)
+                self._keep(url, error)
             await asyncio.sleep(_DNS_SECONDS)
 
     async def _follow_service(self, service: str) -> None:
@@ -85,8 +87,8 @@ class Discovery:
                 path += f"?labelSelector=kubernetes.io%2Fservice-name%3D{name}"
                 with contextlib.closing(api):
                     await self._watch_service(api, folder / "token", path, service, port)
-            except (OSError, ValueError, LookupError, TypeError, UpstreamError) as error:
-                _keep(service, error)
+            except (OSError, ValueError, LookupError, TypeError, UpstreamError, msgspec.MsgspecError) as error:
+                self._keep(service, error)
                 await asyncio.sleep(_SECONDS)
 
     async def _watch_service(self, api: Upstream, token_file: Path, path: str, service: str, port: str) -> None:
@@ -102,10 +104,16 @@ class Discovery:
         with contextlib.closing(await get(path)) as answer:
             slices = msgspec.json.decode(await answer.read_all(_WATCH_SECONDS, _ANSWER_BYTES))
         self._fleet.set_backends(service, endpoints(slices, port))
+        self._problems.pop(service, None)
         version = slices["metadata"]["resourceVersion"]
         watch = f"{path}&watch=1&timeoutSeconds={_WATCH_SECONDS}&resourceVersion={version}"
         with contextlib.closing(await get(watch)) as answer:
             await answer.read(_WATCH_SECONDS + 10.0)  # the first event, or the end
+
+    def _keep(self, source: str, error: Exception) -> None:
+        if self._problems.get(source) != str(error):
+            logger.warning("backends of %s stay as they are: %s", source, error)
+        self._problems[source] = str(error)
 
 
 def endpoints(slices: Any, port: str) -> list[BackendSpec]:
@@ -129,7 +137,3 @@ def endpoints(slices: Any, port: str) -> list[BackendSpec]:
 def _spec(address: str, port: int, path: str) -> BackendSpec:
     host = f"[{address}]" if ":" in address else address
     return BackendSpec(f"http://{host}:{port}{path}".rstrip("/"))
-
-
-def _keep(source: str, error: Exception) -> None:
-    logger.warning("backends of %s stay as they are: %s", source, error)

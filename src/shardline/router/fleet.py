@@ -42,8 +42,8 @@ class Backend:
     """What its /v1/models says of each."""
     busy_until: float = 0.0
     """It has refused a request for lack of room, and asked to be left alone until then, on the monotonic clock."""
-    renders: bool = True
-    """It tells the token ids of prompts."""
+    token_ways: list[bytes] = field(default_factory=lambda: [b"/render", b"/tokenize"])
+    """What may tell the token ids of prompts there; the first is asked."""
     num_requests: int = 0
     num_bytes: int = 0
     """Of the prompts of these requests."""

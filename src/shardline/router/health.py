@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,8 @@ import msgspec
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.upstream import Answer, Header, UpstreamError
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_BYTES = 1 << 20
 _MODELS_EVERY = 30
@@ -28,7 +31,9 @@ async def watch_backends(fleet: Fleet, watch: Callable[[Backend], Coroutine[Any,
             for backend in [backend for backend in tasks if backend not in fleet.backends]:
                 tasks.pop(backend).cancel()
             for backend in fleet.backends:
-                if backend not in tasks or tasks[backend].done():
+                if backend in tasks and tasks[backend].done():
+                    logger.error("backend %s is watched anew: %s", backend.url, tasks.pop(backend).exception())
+                if backend not in tasks:
                     tasks[backend] = asyncio.create_task(watch(backend))
             await asyncio.sleep(pause)
     finally:
