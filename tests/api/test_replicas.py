@@ -59,17 +59,17 @@ def test_a_replica_that_says_that_it_has_the_prompt_gets_it() -> None:
     replicas, cluster = make(data_parallel_size=2, router_policy="kv_aware")
     builder = RequestBuilder(None, 400, 1000, (), random.Random(0))
 
-    def ask(name: str) -> list[int]:
+    def ask(name: str) -> int:
         replicas.add_requests(builder.build_request(name, [5] * 256, SamplingParams()).children)
-        replicas.handle_event(len(cluster.clients[0].added) <= before[0], finished(f"{name}-0"))
-        return [len(client.added) for client in cluster.clients]
+        home = next(index for index, client in enumerate(cluster.clients) if f"{name}-0" in client.running)
+        replicas.handle_event(home, finished(f"{name}-0"))
+        return home
 
-    before = [0, 0]
     stored = BlockStored(list(range(16)), None, [5] * 256, 16, None, "GPU", None)
     replicas.handle_event(1, EngineOutputs([], EngineStats(), kv_events=[stored]))
-    assert ask("a") == [0, 1]
+    assert [ask("a"), ask("b")] == [1, 1]
     replicas.handle_event(1, EngineOutputs([], EngineStats(), kv_events=[AllBlocksCleared()]))
-    assert ask("b") == [1, 1], "it has lost the prompt, and would have to compute it as well"
+    assert ask("c") == 0, "what was sent there does not count where the cache itself is known"
 
 
 def test_aborts_go_where_the_request_runs() -> None:

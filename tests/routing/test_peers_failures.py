@@ -27,6 +27,7 @@ class Fleet:
         self.speeds = speeds
         self.free_at = [0.0] * len(speeds)
         self.ending: list[list[float]] = [[] for _ in speeds]
+        self.pending: list[list[tuple[float, int]]] = [[] for _ in speeds]
         self.cached: list[set[int]] = [set() for _ in speeds]
         self.taken: Counter[int] = Counter()
         self.hits = self.chunks = 0
@@ -37,14 +38,22 @@ class Fleet:
         for ends in self.ending:
             while ends and ends[0] <= now:
                 heapq.heappop(ends)
-        loads = [ReplicaLoad(len(ends), 0, number, MOST_RUNNING) for number, ends in enumerate(self.ending)]
-        number = self.router.choose(prompt, "", loads)
+        self.pending = [[one for one in pending if one[0] > now] for pending in self.pending]
+        loads = [
+            ReplicaLoad(
+                len(ends), 0, number, MOST_RUNNING, pending_chunks=sum(cost for _, cost in self.pending[number])
+            )
+            for number, ends in enumerate(self.ending)
+        ]
+        decision = self.router.decide(prompt, "", loads)
+        number = decision.number
         chunks = hash_chunks(prompt, "")
         missed = [chunk for chunk in chunks if chunk not in self.cached[number]]
         self.hits, self.chunks = self.hits + len(chunks) - len(missed), self.chunks + len(chunks)
         self.cached[number].update(chunks)
         first = max(now, self.free_at[number]) + (1 + len(missed)) * self.speeds[number]
         self.free_at[number] = first
+        self.pending[number].append((first, decision.cost))
         heapq.heappush(self.ending[number], first + answer)
         self.taken[number] += 1
         self.waits.append(first - now)

@@ -237,7 +237,9 @@ class Placement:
             self._unplaced |= {choice.request.request_id: choice for choice in choices}
             return
         request = choices[0].request
-        self._send(choices, self._router.choose(request.prompt_token_ids, request.cache_salt, loads))
+        decision = self._router.decide(request.prompt_token_ids, request.cache_salt, loads)
+        choices[0].pending_chunks = decision.cost
+        self._send(choices, decision.number)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop choices where they are. Unknown ids are ignored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardline.router.prompts import Prompt
 from shardline.router.upstream import Upstream
 from shardline.routing.kv_index import KVIndex
 from shardline.routing.policies.base import ReplicaLoad
-from shardline.routing.router import Router
+from shardline.routing.router import Decision, Router
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Backend:
     num_requests: int = 0
     num_bytes: int = 0
     """Of the prompts of these requests."""
+    pending_chunks: int = 0
+    """Chunks of the prompts of those that it has not begun to answer."""
 
     def status(self, now: float) -> dict[str, Any]:
         """What `shardline router status` shows."""
@@ -186,11 +188,12 @@ class Fleet:
         ]
         return [backend for backend in able if backend.busy_until <= now] or able
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Backend]) -> tuple[Backend, Callable[[], str]]:
-        """The backend that takes a request, by the policy, and what says why."""
+    def choose(self, prompt: Prompt, candidates: Sequence[Backend]) -> Choice:
+        """The backend that takes a request, by the policy."""
+        most = self._config.max_backend_requests
         loads = [
-            ReplicaLoad(backend.num_requests, backend.num_bytes, backend.number, self._config.max_backend_requests)
-            for backend in candidates
+            ReplicaLoad(one.num_requests, one.num_bytes, one.number, most, pending_chunks=one.pending_chunks)
+            for one in candidates
         ]
         entries = (entry for backend in candidates for entry in backend.model_entries)
         is_adapter = any(entry["id"] == prompt.model and entry.get("parent") for entry in entries)
@@ -203,4 +206,24 @@ class Fleet:
             adapter=prompt.model if is_adapter else "",
         )
         by_number = {backend.number: backend for backend in candidates}
-        return by_number[decision.number], lambda: decision.explain(lambda number: by_number[number].url)
+        return Choice(by_number[decision.number], decision, by_number)
+
+
+class Choice:
+    """The backend that takes a request. Until it begins to answer, the prompt is work that it has before it."""
+
+    def __init__(self, backend: Backend, decision: Decision, by_number: dict[int, Backend]) -> None:
+        self.backend = backend
+        self._decision = decision
+        self._by_number = by_number
+        self._pending = decision.cost
+        backend.pending_chunks += self._pending
+
+    def begin(self) -> None:
+        """The answer begins, or none comes."""
+        self.backend.pending_chunks -= self._pending
+        self._pending = 0
+
+    def explain(self) -> str:
+        """What was expected of each backend."""
+        return self._decision.explain(lambda number: self._by_number[number].url)

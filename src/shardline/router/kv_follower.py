@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,7 +97,7 @@ class KVFollower:
                 if count % _IN_ONE_TURN == 0:
                     await asyncio.sleep(0)
 
-    async def _replay(self, source: KVSource, first: int) -> AsyncIterator[tuple[int, KVEventBatch]]:
+    async def _replay(self, source: KVSource, first: int) -> AsyncGenerator[tuple[int, KVEventBatch], None]:
         assert source.replay is not None
         with self._open(self._zmq.DEALER, source.replay) as socket:
             await socket.send_multipart([b"", first.to_bytes(8, "big")])

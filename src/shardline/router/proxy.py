@@ -16,7 +16,7 @@ from http import HTTPStatus
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
-from shardline.router.fleet import Backend, Fleet
+from shardline.router.fleet import Backend, Choice, Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, read_prompt
 from shardline.router.rendering import rendered_tokens
@@ -69,8 +69,8 @@ class Job:
     prompt: Prompt
     explains: bool
     """The client asks which backend answered, and why."""
-    why: str = ""
-    """What was expected of each backend."""
+    choice: Choice | None = None
+    """The backend that it was given to; None: it is asked of all."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,13 @@ class Proxy:
                 token_ids = await rendered_tokens(job.target, job.headers, job.body, job.prompt.text, candidates)
                 job = dataclasses.replace(job, prompt=dataclasses.replace(job.prompt, token_ids=token_ids))
                 candidates = self._fleet.candidates(model, tried) or candidates
-            backend, explain = self._fleet.choose(job.prompt, candidates)
-            if job.explains:
-                job = dataclasses.replace(job, why=explain())
+            choice = self._fleet.choose(job.prompt, candidates)
             if refusals:
                 self._metrics.retries.inc()
             else:
                 self._metrics.added.observe(time.monotonic() - began)
-            refusal = await self._try(backend, job, scope, send, len(refusals) + 1)
+            chosen = dataclasses.replace(job, choice=choice)
+            refusal = await self._try(choice.backend, chosen, scope, send, len(refusals) + 1)
             if refusal is None:
                 return
             refusals.append(refusal)
@@ -172,7 +171,7 @@ class Proxy:
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
     ) -> Refusal | None:
         """Give a request to a backend. None: the client has its answer, or as much of it as there was."""
-        with _running(backend, len(job.body)):
+        with _running(backend, len(job.body), job.choice):
             try:
                 timeout = self._config.answer_timeout
                 answer = await backend.upstream.send(job.method, job.target, job.headers, job.body, timeout)
@@ -225,9 +224,11 @@ class Proxy:
             part = await answer.read(timeout)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
+        if job.choice is not None:
+            job.choice.begin()
         headers = _passed_on(answer.headers)
         if job.explains:
-            headers.append((b"x-shardline-route", self._explain(backend, number, job.why)))
+            headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
         backend.breaker.succeed()
         outcome = "ok" if answer.status < 400 else "refused"
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -247,8 +248,9 @@ class Proxy:
             self._metrics.outcomes.labels(backend.url, outcome).inc()
         return None
 
-    def _explain(self, backend: Backend, number: int, why: str) -> bytes:
-        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; work: {why}".encode("latin-1", "replace")
+    def _explain(self, backend: Backend, number: int, choice: Choice | None) -> bytes:
+        work = "" if choice is None else f"; work: {choice.explain()}"
+        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}{work}".encode("latin-1", "replace")
 
     async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
         """The best answer that there is when no backend has answered.
@@ -281,7 +283,7 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def _running(backend: Backend, num_bytes: int) -> Iterator[None]:
+def _running(backend: Backend, num_bytes: int, choice: Choice | None) -> Iterator[None]:
     """The request counts as the backend's load."""
     backend.breaker.begin(time.monotonic())
     backend.num_requests += 1
@@ -292,6 +294,8 @@ def _running(backend: Backend, num_bytes: int) -> Iterator[None]:
         backend.breaker.give_up()
         backend.num_requests -= 1
         backend.num_bytes -= num_bytes
+        if choice is not None:
+            choice.begin()
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -29,6 +29,11 @@ class Decision(NamedTuple):
     replicas: Sequence[ReplicaLoad]
     """Those from which was chosen."""
 
+    @property
+    def cost(self) -> int:
+        """Chunks that the replica has to compute for it, as far as is known."""
+        return next(max(0, self.chunks - one.warm_chunks) for one in self.replicas if one.number == self.number)
+
     def explain(self, name: Callable[[int], str]) -> str:
         """The expected work at each replica in chunks, and the chunks of the prompt that are expected there."""
         return " ".join(
@@ -99,7 +104,8 @@ class Router:
                 warm[number] = warm.get(number, 0) + 1
         if self._seen or warm:
             replicas = [
-                ReplicaLoad(*one[:4], warm.get(one.number, 0), len(self._seen.get(one.number, ()))) for one in replicas
+                ReplicaLoad(*one[:4], warm.get(one.number, 0), one.pending_chunks, len(self._seen.get(one.number, ())))
+                for one in replicas
             ]
         number = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
         self._num_routed += 1

@@ -1,9 +1,10 @@
 """The replica with the least work before the request's first token: its own prompt, and what others already ask for.
 
 A prompt that a replica has seen is no work there, so a conversation stays with its cache until waiting for the replica
-costs more than computing the prompt again elsewhere. Every request that a replica has counts as a chunk of a prompt:
-it takes its share of the steps while the new prompt is computed. One popular prefix therefore spreads over the replicas
-as its load grows, and prompts without a common prefix are spread by load alone.
+costs more than computing the prompt again elsewhere. What is ahead of it is the prompts that are not computed yet, and
+a chunk for every request that a replica has: it takes its share of the steps while the new prompt is computed. One
+popular prefix therefore spreads over the replicas as its load grows, and prompts without a common prefix are spread by
+load alone.
 """
 
 from __future__ import annotations
@@ -32,4 +33,4 @@ def expected_work(chunks: int, replica: ReplicaLoad) -> int:
     A request that would wait for a place counts as many times as requests wait before it.
     """
     waiting = max(0, replica.num_requests - replica.max_running + 1)
-    return chunks - replica.warm_chunks + replica.num_requests + waiting * (1 + chunks)
+    return chunks - replica.warm_chunks + replica.pending_chunks + replica.num_requests + waiting * (1 + chunks)
