@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.prompts import Prompt, cached_share, read_prompt
 
 
 def read(**fields) -> Prompt:
@@ -38,3 +38,10 @@ def test_what_is_no_request_has_no_prompt(body: bytes) -> None:
 
 def test_token_ids_are_a_prompt() -> None:
     assert read(prompt=[1, 2, 3]).text == b"[1,2,3]"
+
+
+def test_what_was_cached_is_in_the_usage() -> None:
+    chat = b'"usage":{"prompt_tokens":40,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":30}}'
+    response = b'"usage": {"input_tokens": 40, "input_tokens_details": {"cached_tokens": 0}}'
+    assert [cached_share(chat), cached_share(response), cached_share(b'"prompt_tokens":40')] == [0.75, 0.0, None]
+    assert cached_share(b'"prompt_tokens":0,"cached_tokens":0') is None

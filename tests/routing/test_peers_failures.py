@@ -154,6 +154,26 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(router._holders) <= 300
 
 
+def test_what_a_cache_has_lost_is_forgotten_with_all_that_is_older() -> None:
+    router, idle = Router("least_work"), [ReplicaLoad(0, 0, 0, 8)]
+    prompts = [text(number, 4) for number in range(6)]
+    for prompt in prompts:
+        router.decide(prompt, "", idle)
+    decision = router.decide(prompts[3], "", idle)
+    assert decision.chosen.warm_chunks == 4
+    router.correct(decision, 0.7)  # almost all of it: the last chunk may be computed again
+    assert len(router._seen[0]) == 24
+    busy = router.decide(prompts[3], "", [ReplicaLoad(1, 0, 0, 8, pending_chunks=4)])
+    router.correct(busy, 0.0)
+    assert len(router._seen[0]) == 24, "the prompt may have been on its way to the cache"
+    router.correct(decision, 0.0)
+    assert [router.decide(prompt, "", idle).chosen.warm_chunks for prompt in (prompts[3], prompts[5], prompts[0])] == [
+        4,
+        4,
+        0,
+    ]
+
+
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.tuples(*[st.integers(0, 12)] * 3)), max_size=25))
 def test_the_choice_equals_brute_force(arrivals) -> None:

@@ -208,13 +208,18 @@ class Fleet:
         by_number = {backend.number: backend for backend in candidates}
         return Choice(by_number[decision.number], decision, by_number)
 
+    def note_cached(self, choice: Choice, share: float) -> None:
+        """A backend says which share of a prompt it had cached."""
+        if not self._router.kv.follows(choice.backend.number):
+            self._router.correct(choice.decision, share)
+
 
 class Choice:
     """The backend that takes a request. Until it begins to answer, the prompt is work that it has before it."""
 
     def __init__(self, backend: Backend, decision: Decision, by_number: dict[int, Backend]) -> None:
         self.backend = backend
-        self._decision = decision
+        self.decision = decision
         self._by_number = by_number
         self._pending = decision.cost
         backend.pending_chunks += self._pending
@@ -226,4 +231,4 @@ class Choice:
 
     def explain(self) -> str:
         """What was expected of each backend."""
-        return self._decision.explain(lambda number: self._by_number[number].url)
+        return self.decision.explain(lambda number: self._by_number[number].url)

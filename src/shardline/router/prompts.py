@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,10 @@ _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "promp
 """In about the order in which chat templates write them."""
 _SESSION_FIELDS = ("prompt_cache_key", "user")
 """Hints that requests have a past in common."""
+
+
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]{1,9})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens": ?([0-9]{1,9})')
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,11 @@ def _bytes_of(value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     return msgspec.json.encode(value)
+
+
+def cached_share(answer: bytes) -> float | None:
+    """The share of its prompt that an answer says was cached, by its `usage`; None: it does not say."""
+    tokens, cached = _PROMPT_TOKENS.search(answer), _CACHED_TOKENS.search(answer)
+    if tokens is None or cached is None or int(tokens[1]) == 0:
+        return None
+    return min(1.0, int(cached[1]) / int(tokens[1]))

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Choice, Fleet
 from shardline.router.metrics import RouterMetrics
-from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.prompts import Prompt, cached_share, read_prompt
 from shardline.router.rendering import rendered_tokens
 from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
@@ -29,6 +29,8 @@ _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
 _BUSY_SECONDS, _MOST_BUSY_SECONDS = 0.25, 10.0
 """How long a backend that is full is left alone, if it does not say, and at most."""
+_USAGE_BYTES = 2048
+"""The end of a stream that has its usage."""
 _RETRY_SHARE, _RETRY_RESERVE = 0.2, 10.0
 _OF_ONE_CONNECTION = frozenset(
     {
@@ -233,10 +235,13 @@ class Proxy:
         outcome = "ok" if answer.status < 400 else "refused"
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         try:
+            tail = part
             while part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                part = await answer.read(timeout)
+                if part := await answer.read(timeout):
+                    tail = tail[-_USAGE_BYTES:] + part
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._note_cached(job.choice, tail)
         except UpstreamError as error:
             outcome = "cut"
             backend.breaker.fail(time.monotonic())
@@ -247,6 +252,16 @@ class Proxy:
         finally:
             self._metrics.outcomes.labels(backend.url, outcome).inc()
         return None
+
+    def _note_cached(self, choice: Choice | None, tail: bytes) -> None:
+        """Compare what was expected in a cache with what the answer says at its end."""
+        if choice is None or not choice.decision.chunks or (share := cached_share(tail)) is None:
+            return
+        self._fleet.note_cached(choice, share)
+        chunks = choice.decision.chunks
+        counts = {"all": chunks, "expected": min(chunks, choice.decision.chosen.warm_chunks), "found": share * chunks}
+        for kind, count in counts.items():
+            self._metrics.chunks.labels(choice.backend.url, kind).inc(count)
 
     def _explain(self, backend: Backend, number: int, choice: Choice | None) -> bytes:
         work = "" if choice is None else f"; work: {choice.explain()}"

@@ -30,9 +30,14 @@ class Decision(NamedTuple):
     """Those from which was chosen."""
 
     @property
+    def chosen(self) -> ReplicaLoad:
+        """The replica that takes it."""
+        return next(one for one in self.replicas if one.number == self.number)
+
+    @property
     def cost(self) -> int:
         """Chunks that the replica has to compute for it, as far as is known."""
-        return next(max(0, self.chunks - one.warm_chunks) for one in self.replicas if one.number == self.number)
+        return max(0, self.chunks - self.chosen.warm_chunks)
 
     def explain(self, name: Callable[[int], str]) -> str:
         """The expected work at each replica in chunks, and the chunks of the prompt that are expected there."""
@@ -117,6 +122,21 @@ class Router:
         """Note that a replica has lost its cache."""
         for chunk in self._seen.pop(index, ()):
             self._drop_holder(chunk, index)
+
+    def correct(self, decision: Decision, share: float) -> None:
+        """A replica has found this share of a prompt in its cache.
+
+        If that is less than half of what it has seen of it, its cache is smaller than was thought: the older half of what it
+        has seen is forgotten. Prompts that it was computing meanwhile may have been begun too late to be found.
+        """
+        chosen, seen = decision.chosen, self._seen.get(decision.number)
+        if (
+            seen
+            and not chosen.pending_chunks
+            and share * decision.chunks + 1 < min(chosen.warm_chunks, decision.chunks)
+        ):
+            for _ in range(len(seen) // 2):
+                self._drop_holder(seen.popitem(last=False)[0], decision.number)
 
     def _warm_chunks(self, prefix: tuple[int, ...]) -> dict[int, int]:
         """How many leading chunks each replica has seen, of replicas that have seen the first one."""
