@@ -126,15 +126,11 @@ class Router:
     def correct(self, decision: Decision, share: float) -> None:
         """A replica has found this share of a prompt in its cache.
 
-        If that is less than half of what it has seen of it, its cache is smaller than was thought: the older half of what it
-        has seen is forgotten. Prompts that it was computing meanwhile may have been begun too late to be found.
+        If that is less than half of what it has seen of it, its cache is smaller than was thought: the older half of
+        what it has seen is forgotten. Prompts that it was computing meanwhile may have come too late to be found.
         """
         chosen, seen = decision.chosen, self._seen.get(decision.number)
-        if (
-            seen
-            and not chosen.pending_chunks
-            and share * decision.chunks + 1 < min(chosen.warm_chunks, decision.chunks)
-        ):
+        if seen and not chosen.pending_chunks and 2 * share * decision.chunks < chosen.warm_chunks:
             for _ in range(len(seen) // 2):
                 self._drop_holder(seen.popitem(last=False)[0], decision.number)
 
