@@ -232,14 +232,14 @@ class CacheConfig:
     )
 
     @property
-    def kv_events(self) -> KVEventsConfig | None:
-        """`kv_events_config` as fields; None: nothing is published.
+    def kv_events(self) -> KVEventsConfig:
+        """`kv_events_config` as fields.
 
         Raises:
             ValueError: it cannot be read, or there is no prefix cache.
         """
         events = parse_kv_events(self.kv_events_config)
-        if events is not None and not self.enable_prefix_caching:
+        if events.publishes and not self.enable_prefix_caching:
             raise ValueError("kv_events_config publishes the prefix cache, which enable_prefix_caching switches off")
         return events
 

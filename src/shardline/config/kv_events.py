@@ -25,8 +25,8 @@ class KVEventsConfig:
     publisher: str = "zmq"
     """zmq; null publishes nothing."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    """Where past batches are sent again; it is always bound."""
+    replay_endpoint: str = ""
+    """Where past batches are sent again; it is always bound. Empty: nowhere."""
     buffer_steps: int = 10_000
     """Batches that can be sent again."""
     hwm: int = 100_000
@@ -43,23 +43,28 @@ class KVEventsConfig:
             if type(value) is not int or not 0 <= value < 1 << 31:
                 raise ValueError(f"{name} of kv_events_config must be a whole number from 0 on, got {value!r}")
         for name in ("endpoint", "replay_endpoint"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) != "":
                 check_endpoint(f"{name} of kv_events_config", value)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether anything is published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def of_replica(self, replica: int) -> KVEventsConfig:
         """The same for one of several replicas."""
-        replay = None if self.replay_endpoint is None else shifted(self.replay_endpoint, replica)
+        replay = self.replay_endpoint and shifted(self.replay_endpoint, replica)
         return dataclasses.replace(self, endpoint=shifted(self.endpoint, replica), replay_endpoint=replay)
 
 
-def parse_kv_events(text: str | None) -> KVEventsConfig | None:
+def parse_kv_events(text: str | None) -> KVEventsConfig:
     """Read the option. None: nothing is published.
 
     Raises:
         ValueError: it is no JSON object, has other keys or values, or pyzmq is not installed.
     """
     if text is None:
-        return None
+        return KVEventsConfig()
     try:
         fields: Any = json.loads(text)
     except ValueError:
@@ -70,9 +75,8 @@ def parse_kv_events(text: str | None) -> KVEventsConfig | None:
     if unknown := [name for name in fields if name not in known]:
         raise ValueError(f"kv_events_config has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
     config = KVEventsConfig(**{name: value for name, value in fields.items() if value is not None})
-    if not config.enable_kv_cache_events or config.publisher == "null":
-        return None
-    require_zmq("kv_events_config")
+    if config.publishes:
+        require_zmq("kv_events_config")
     return config
 
 

@@ -94,8 +94,8 @@ class CachePlan(msgspec.Struct, frozen=True):
     useful_blocks: int
     """The most blocks that any set of requests can use, plus the null block."""
     pool: FixedPool | MeasuredPool
-    events: KVEventsConfig | None = None
-    """Where each replica publishes what its cache holds; None: nowhere."""
+    events: KVEventsConfig = KVEventsConfig()
+    """Where each replica publishes what its cache holds."""
     events_to_front: bool = False
     """Whether the front follows what each cache holds, to choose replicas by it."""
 

@@ -54,8 +54,8 @@ class Engine:
         self._publishers: list[KVEventPublisher] = []
         self._untold: list[KVEvent] | None = [] if deployment.cache.events_to_front else None
         for replica, scheduler in enumerate(self._schedulers, number * deployment.grid.data):
-            if (events := deployment.cache.events) is not None:
-                self._publishers.append(KVEventPublisher(events, replica))
+            if deployment.cache.events.publishes:
+                self._publishers.append(KVEventPublisher(deployment.cache.events, replica))
             if self._publishers or self._untold is not None:
                 scheduler.kv.log_events()
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))

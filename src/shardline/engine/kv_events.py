@@ -81,7 +81,7 @@ class KVEventPublisher:
         self._context = zmq.Context()
         self._publisher = self._open(zmq.PUB, config.endpoint, bound=is_bound(config.endpoint), most=config.hwm)
         self._thread: threading.Thread | None = None
-        if config.replay_endpoint is not None:
+        if config.replay_endpoint:
             socket = self._open(zmq.ROUTER, config.replay_endpoint, bound=True, most=0)
             self._thread = threading.Thread(target=self._replay, args=(socket,), name="kv-replay", daemon=True)
             self._thread.start()

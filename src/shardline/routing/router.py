@@ -96,7 +96,7 @@ class Router:
         one chunk that is warm. Prompts for different models share nothing. `adapter`: the model's name if it is one.
         `warm_chunks` and `num_seen` of `replicas` are filled in.
         """
-        prefix = hash_chunks(prompt, f"{model}\0{salt}") if self._policy.USES_PREFIX else ()
+        prefix = hash_chunks(prompt, f"{model}\0{salt}" if model else salt) if self._policy.USES_PREFIX else ()
         warm = self._warm_chunks(prefix)
         if prefix and not isinstance(prompt, bytes):
             held = self.kv.cached_tokens(prompt[: len(prefix) * CHUNK_TOKENS], salt, adapter)
