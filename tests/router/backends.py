@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
 from shardline.router.app import create_app
 from shardline.router.fleet import Fleet
-from shardline.router.health import HealthChecker
+from shardline.router.watch import watch_fleet
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import bind_listener, make_http_server
 from shardline.server.middleware import InFlight
@@ -90,10 +91,11 @@ class Backend:
     url: str = ""
     server: asyncio.Server | None = None
 
-    async def serve(self, port: int = 0) -> None:
+    async def serve(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen."""
-        self.server = await asyncio.start_server(self._connect, "127.0.0.1", port)
-        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await asyncio.start_server(self._connect, "127.0.0.1", port, ssl=tls)
+        scheme, name = ("http", "127.0.0.1") if tls is None else ("https", "localhost")
+        self.url = f"{scheme}://{name}:{self.server.sockets[0].getsockname()[1]}"
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -178,7 +180,7 @@ class Site:
         http = make_http_server(app, server, 0)
         tasks = [
             asyncio.create_task(http.serve(sockets=[listener])),
-            asyncio.create_task(HealthChecker(self.fleet, config).run()),
+            asyncio.create_task(watch_fleet(self.fleet, config)),
         ]
 
         async def end() -> None:

@@ -339,6 +339,29 @@ def test_a_choice_can_be_explained(site: Site) -> None:
     assert "x-shardline-route" not in site.ask().headers
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_was_expected_in_caches_is_compared_with_what_was_there(site: Site, is_stream: bool) -> None:
+    usage = {"usage": {"prompt_tokens": 80, "prompt_tokens_details": {"cached_tokens": 20}}}
+
+    async def with_usage(call: Call) -> None:
+        if not is_stream:
+            await call.answer(200, usage)
+            return
+        await call.begin_stream()
+        await call.send_event("one")
+        await call.send_event(json.dumps(usage))
+        await call.end_stream()
+
+    backend = site.add_backend(with_usage)
+    site.start_router()
+    for _ in range(2):
+        assert site.ask("x" * 1024, stream=is_stream).status_code == 200
+    metrics = site.client.get("/metrics").text
+    for kind, count in (("all", 8.0), ("expected", 4.0), ("found", 2.0)):
+        assert f'prompt_chunks_total{{backend="{backend.url}",kind="{kind}"}} {count}' in metrics
+    assert site.fleet.backends[0].pending_chunks == 0
+
+
 def test_what_one_backend_keeps_is_found(site: Site) -> None:
     async def not_here(call: Call) -> None:
         await call.answer(404, {"error": {"message": "unknown", "type": "x", "param": None, "code": None}})

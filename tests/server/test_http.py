@@ -529,6 +529,7 @@ def test_load_counts_requests_that_are_being_answered(http: httpx.Client, shared
         while not shared.engine.num_running():
             time.sleep(0.01)
         assert http.get("/load").json() == {"server_load": 1}
+        assert http.get("/get_load").json()[0].keys() == {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"}
     finally:
         shared.engine.resume()
     thread.join(5)

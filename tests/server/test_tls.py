@@ -24,6 +24,7 @@ def write_certificate(folder: Path) -> ServerConfig:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     start = datetime.datetime(2020, 1, 1)
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, start, start + datetime.timedelta(36500))
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
     form = serialization.PrivateFormat.PKCS8
     (folder / "key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
     (folder / "cert").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))

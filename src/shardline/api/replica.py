@@ -50,6 +50,8 @@ class RunningChoice:
     """The number of its tokens that clears a suspect."""
     sent_at: float = 0.0
     """When it was last sent to a replica."""
+    pending_chunks: int = 0
+    """Chunks of its prompt that are still to be computed, as the router counts them."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the first replica found in its cache; None: no output has come."""
     host_lost_at: float = -math.inf
@@ -136,6 +138,8 @@ class Replica:
     in_flight: dict[str, RunningChoice] = field(default_factory=dict)
     tokens: int = 0
     """Prompt tokens and maximal output tokens of the requests in flight."""
+    pending_chunks: int = 0
+    """Of the prompts of those of which no output has come."""
     stats: EngineStats = field(default_factory=EngineStats)
     past: EngineStats = field(default_factory=EngineStats)
     """The counters of this replica's engines that have failed."""
@@ -153,7 +157,7 @@ class Replica:
 
     def load(self, index: int, max_running: int) -> ReplicaLoad:
         """The replica as router policies see it."""
-        return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running)
+        return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running, pending_chunks=self.pending_chunks)
 
     def state(self) -> ReplicaState:
         """The replica as the quarantine sees it."""
@@ -170,6 +174,7 @@ class Replica:
             choice.sent_at = now
             self.in_flight[choice.request.request_id] = choice
             self.tokens += _num_tokens(choice.request)
+            self.pending_chunks += choice.pending_chunks
         # If the replica has just died, its EngineFailed will arrive, and these choices will be moved, too.
         with contextlib.suppress(OSError):
             self.client.add([choice.as_request() for choice in choices])
@@ -178,6 +183,7 @@ class Replica:
         """A choice in flight, which is no longer this replica's."""
         choice = self.in_flight.pop(request_id)
         self.tokens -= _num_tokens(choice.request)
+        self._note_begun(choice)
         self.leaving.discard(request_id)
         return choice
 
@@ -201,10 +207,16 @@ class Replica:
             choice = find(output.request_id)
             if choice is not None:  # else it was aborted
                 choice.token_ids += output.token_ids
+                if choice.pending_chunks:
+                    self._note_begun(choice)
                 if output.num_cached_tokens != choice.num_cached_tokens:
                     output = choice.correct_output(output)
                 corrected.append(output)
         return corrected
+
+    def _note_begun(self, choice: RunningChoice) -> None:
+        self.pending_chunks -= choice.pending_chunks
+        choice.pending_chunks = 0
 
 
 def _num_tokens(request: Request) -> int:

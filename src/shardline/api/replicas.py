@@ -248,7 +248,9 @@ class Placement:
             self._unplaced |= {choice.request.request_id: choice for choice in choices}
             return
         request = choices[0].request
-        self._send(choices, self._router.choose(request.prompt_token_ids, request.cache_salt, loads))
+        decision = self._router.decide(request.prompt_token_ids, request.cache_salt, loads)
+        choices[0].pending_chunks = decision.cost
+        self._send(choices, decision.number)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop choices where they are. Unknown ids are ignored."""
@@ -270,6 +272,7 @@ class Placement:
     def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
         """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
         replica = self._replicas[index]
+        self._router.kv.apply(index, 0, event.kv_events)
         outputs = replica.note_outputs(event.outputs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -283,6 +286,7 @@ class Placement:
     def lose_replica(self, index: int) -> tuple[list[RunningChoice], RunningChoice | None]:
         """The choices of a replica that is lost, which are now nowhere, and the one of them that was alone on it."""
         self._router.forget_replica(index)
+        self._router.kv.forget(index)
         lost = self._replicas[index].take_choices()
         for choice in lost:
             del self._replica_of[choice.request.request_id]

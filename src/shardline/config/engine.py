@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
 from shardline.config.hub_access import HubAccess
+from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes, parse_count
 from shardline.config.vllm_options import take_keywords
@@ -147,8 +148,8 @@ class ParallelConfig:
         "which replica runs a request; round_robin: each in turn; least_loaded: the one with the fewest requests; "
         "prefix_hash: equal beginnings of prompts go to one replica; cache_aware: the one whose prefix cache has "
         "most of the prompt, until it is saturated; least_work: the one that has least to compute before the first "
-        "token; power_of_two: the better one of two that are drawn",
-        choices=("cache_aware", "least_loaded", "least_work", "power_of_two", "prefix_hash", "round_robin"),
+        "token; kv_aware: the same by what each cache has; power_of_two: the better one of two that are drawn",
+        choices=("cache_aware", "kv_aware", "least_loaded", "least_work", "power_of_two", "prefix_hash", "round_robin"),
     )
     enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each", aliases=("ep",))
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
@@ -225,6 +226,23 @@ class CacheConfig:
         aliases=("device-memory-utilization",),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, without regard to the memory (for tests)")
+    kv_events_config: str | None = option(
+        None,
+        'publish what the prefix cache holds over ZeroMQ, as JSON: {"enable_kv_cache_events": true}, and "endpoint" '
+        '(tcp://127.0.0.1:5557), "replay_endpoint", "topic", "buffer_steps"; the events have the token ids of prompts',
+    )
+
+    @property
+    def kv_events(self) -> KVEventsConfig:
+        """`kv_events_config` as fields.
+
+        Raises:
+            ValueError: it cannot be read, or there is no prefix cache.
+        """
+        events = parse_kv_events(self.kv_events_config)
+        if events.publishes and not self.enable_prefix_caching:
+            raise ValueError("kv_events_config publishes the prefix cache, which enable_prefix_caching switches off")
+        return events
 
 
 @dataclass(frozen=True)
@@ -377,6 +395,7 @@ def _validate(config: EngineConfig) -> None:
     json_object("override_generation_config", config.model.override_generation_config)
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
+    _ = config.cache.kv_events
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory)
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:

@@ -113,5 +113,7 @@ def plan_cache(
         useful_blocks=useful_blocks(config, groups, length),
         # If the ranks measure, the estimate was only needed for early refusals.
         pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
+        events=asked.kv_events,
+        events_to_front=config.parallel.router_policy == "kv_aware" and asked.enable_prefix_caching,
     )
     return plan, length

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from shardline.config.engine import LogprobsMode
+from shardline.config.kv_events import KVEventsConfig
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Host, Machine
@@ -93,6 +94,10 @@ class CachePlan(msgspec.Struct, frozen=True):
     useful_blocks: int
     """The most blocks that any set of requests can use, plus the null block."""
     pool: FixedPool | MeasuredPool
+    events: KVEventsConfig = KVEventsConfig()
+    """Where each replica publishes what its cache holds."""
+    events_to_front: bool = False
+    """Whether the front follows what each cache holds, to choose replicas by it."""
 
 
 class StepLimits(msgspec.Struct, frozen=True):

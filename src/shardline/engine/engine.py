@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
+from shardline.engine.kv_events import KVEventPublisher
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, RankTimes, merge_lockstep
 from shardline.messages.step import StepPlan
@@ -27,8 +29,14 @@ class Engine:
     do takes part with an empty step.
     """
 
-    def __init__(self, deployment: Deployment, executor: Executor, namespace: bytes | None = None) -> None:
-        """`executor` must have started. `namespace`: see `KVCache`."""
+    def __init__(
+        self, deployment: Deployment, executor: Executor, namespace: bytes | None = None, number: int = 0
+    ) -> None:
+        """`executor` must have started. `namespace`: see `KVCache`. `number`: which of the deployment's engines it is.
+
+        Raises:
+            ValueError: KV events cannot be published where the user wants them.
+        """
         self._deployment = deployment
         self._executor = executor
         self._schedulers = [
@@ -43,6 +51,13 @@ class Engine:
             )
             for _ in range(deployment.grid.data)
         ]
+        self._publishers: list[KVEventPublisher] = []
+        self._untold: list[KVEvent] | None = [] if deployment.cache.events_to_front else None
+        for replica, scheduler in enumerate(self._schedulers, number * deployment.grid.data):
+            if deployment.cache.events.publishes:
+                self._publishers.append(KVEventPublisher(deployment.cache.events, replica))
+            if self._publishers or self._untold is not None:
+                scheduler.kv.log_events()
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
@@ -74,8 +89,10 @@ class Engine:
             scheduler.kv.reset_prefixes()
 
     def close(self) -> None:
-        """End the processes that compute masks. The executor stays."""
+        """End the processes that compute masks, and the sockets of events. The executor stays."""
         self._masks.close()
+        for publisher in self._publishers:
+            publisher.close()
 
     def step(self) -> list[SequenceOutput]:
         """Submit as many steps as the executor takes, wait for the oldest one, and return its outputs.
@@ -111,8 +128,25 @@ class Engine:
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
         self._masks.forget_finished()
+        self._tell_events()
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
+
+    def _tell_events(self) -> None:
+        for index, scheduler in enumerate(self._schedulers):
+            if scheduler.kv.events is None or not (events := scheduler.kv.events.take()):
+                continue
+            if self._publishers:
+                self._publishers[index].publish(events)
+            if self._untold is not None:
+                self._untold += events
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """What happened to the prefix cache since the last call, if the front follows it."""
+        if not self._untold:
+            return ()
+        events, self._untold = self._untold, []
+        return events
 
     def _awaits_step(self) -> bool:
         """Whether a sequence cannot be planned before the steps in flight, or would have no draft.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
+from shardline.engine.kv_events import KVEventLog
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
 from shardline.models.kv_groups import KVGroup, blocks_per_request
@@ -130,6 +131,7 @@ class KVCache:
         """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone."""
         self.pool = BlockPool(num_blocks)
         self.traffic = BlockTraffic(self.pool, None)
+        self.events: KVEventLog | None = None
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
@@ -143,6 +145,18 @@ class KVCache:
         """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached."""
         self.traffic = BlockTraffic(self.pool, tier)
 
+    def log_events(self) -> None:
+        """Note in `events` what is published and what is lost. Call it after `add_tier`."""
+        self.events = log = KVEventLog()
+        keep = self.pool.on_evict
+
+        def note(content: bytes, block: int) -> None:
+            log.note_removed(content)
+            if keep is not None:
+                keep(content, block)
+
+        self.pool.on_evict = note
+
     def reset_prefixes(self) -> None:
         """Let later sequences find nothing that is published now. It stays until its blocks are handed out again.
 
@@ -150,6 +164,8 @@ class KVCache:
         """
         if self._hasher is not None:
             self._hasher = self._hasher.successor()
+            if self.events is not None:
+                self.events.note_cleared()
 
     def new_state(self) -> KVState:
         """The state of a sequence that holds nothing."""
@@ -244,10 +260,15 @@ class KVCache:
         if full <= kv.num_published or self._hasher is None:
             return
         self._hasher.extend(kv.hashes, sequence.request.cache_salt, sequence.tokens, full)
-        for table, suffix in zip(kv.tables, self._suffixes, strict=True):
+        for group, (table, suffix) in enumerate(zip(kv.tables, self._suffixes, strict=True)):
             for block in range(kv.num_published, full):
                 if table[block] != NULL_BLOCK:
                     self.pool.publish_block(table[block], kv.hashes[block] + suffix)
+            first = max(kv.num_published, kv.num_slid[group])
+            if self.events is not None and first < full:
+                tokens = sequence.tokens[first * self._block_size : full * self._block_size]
+                salt = sequence.request.cache_salt
+                self.events.note_stored(kv.hashes[:full], first, group, tokens, self._block_size, salt)
         kv.num_published = full
 
     def slide_windows(self, sequence: LiveSequence) -> None:

@@ -129,7 +129,7 @@ class EngineProcess:
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
             check_known_answers(ranks)
             name = fingerprint(deployment, "+".join(sorted(isas)))
-            self._engine = engine = Engine(deployment, executor, cache_namespace(name, start.secret))
+            self._engine = engine = Engine(deployment, executor, cache_namespace(name, start.secret), start.replica)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
@@ -171,7 +171,8 @@ class EngineProcess:
             self._send_answers(executor)
             # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
             if is_time or not engine.busy:
-                self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
+                outputs = self._outbox.take_outputs()
+                self._channel.send(EngineOutputs(outputs, engine.stats(), kv_events=engine.take_events()))
 
     def _await_message(self, executor: Executor) -> None:
         """Wait for a message of the front, and check the ranks meanwhile."""

@@ -21,6 +21,11 @@ def content_key(block_hash: bytes, group: int) -> bytes:
     return block_hash + group.to_bytes(_GROUP_BYTES, "little")
 
 
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """The hash and the KV group of a `content_key`."""
+    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "little")
+
+
 class Tier(Protocol):
     """What a tier holds, by `content_key`. A slot may be given to other content once nothing is fetched from it."""
 
@@ -98,7 +103,8 @@ class BlockTraffic:
         # A block that is taken may evict content, for which the tier must not choose these slots.
         slots = [self._tier.fetch(key) for key in missing]
         copies = [
-            BlockCopy(_group_of(key), self._pool.take_block(), slot) for key, slot in zip(missing, slots, strict=True)
+            BlockCopy(split_key(key)[1], self._pool.take_block(), slot)
+            for key, slot in zip(missing, slots, strict=True)
         ]
         self._open_copies().fetches.extend(copies)
         self._arriving.update(dict.fromkeys(missing, step_id))
@@ -146,8 +152,4 @@ class BlockTraffic:
         assert self._tier is not None
         slot = self._tier.store(key)
         if slot is not None:
-            self._open_copies().stores.append(BlockCopy(_group_of(key), block, slot))
-
-
-def _group_of(key: bytes) -> int:
-    return int.from_bytes(key[-_GROUP_BYTES:], "little")
+            self._open_copies().stores.append(BlockCopy(split_key(key)[1], block, slot))

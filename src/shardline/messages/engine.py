@@ -8,6 +8,7 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment
 from shardline.messages.control import Control, ControlDone
+from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.messages.worker import RankReport
@@ -70,6 +71,8 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
     aborted: Sequence[str] = ()
     """Requests that were aborted as the front has asked: no output of them follows."""
+    kv_events: Sequence[KVEvent] = ()
+    """What happened to the prefix cache since the last message, if the front follows it."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

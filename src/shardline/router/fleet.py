@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.config.router import RouterConfig, check_backend_url
+from shardline.config.router import BackendSpec, RouterConfig, check_backend_url
+from shardline.config.units import parse_bytes
 from shardline.router.breaker import Breaker
+from shardline.router.prompts import Prompt
 from shardline.router.upstream import Upstream
+from shardline.routing.kv_index import KVIndex
 from shardline.routing.policies.base import ReplicaLoad
-from shardline.routing.router import Router
+from shardline.routing.router import Decision, Router
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,9 @@ class Backend:
     number: int
     url: str
     upstream: Upstream
+    spec: BackendSpec
+    source: str
+    """What has named it: a file, a DNS name or a service; empty: a flag, or an administrator."""
     breaker: Breaker = field(default_factory=Breaker)
     is_ready: bool = False
     problem: str = "it has not been asked yet"
@@ -36,9 +42,13 @@ class Backend:
     """What its /v1/models says of each."""
     busy_until: float = 0.0
     """It has refused a request for lack of room, and asked to be left alone until then, on the monotonic clock."""
+    token_ways: list[bytes] = field(default_factory=lambda: [b"/render", b"/tokenize"])
+    """What may tell the token ids of prompts there; the first is asked."""
     num_requests: int = 0
     num_bytes: int = 0
     """Of the prompts of these requests."""
+    pending_chunks: int = 0
+    """Chunks of the prompts of those that it has not begun to answer."""
 
     def status(self, now: float) -> dict[str, Any]:
         """What `shardline router status` shows."""
@@ -68,12 +78,17 @@ class Fleet:
     def __init__(self, config: RouterConfig) -> None:
         """Raises ValueError: there is no such policy."""
         self._config = config
-        self._router = Router(config.policy)
+        self._router = Router(config.policy, kv_bytes=parse_bytes(config.kv_index_memory))
         self.policy = config.policy
         self._num_added = 0
         self.backends: list[Backend] = []
         for url in config.backend:
             self.add(url)
+
+    @property
+    def kv(self) -> KVIndex:
+        """What the caches of backends hold, for whoever hears of it."""
+        return self._router.kv
 
     def add(self, url: str) -> Backend:
         """Add a backend; it gets requests once it is ready.
@@ -84,7 +99,24 @@ class Fleet:
         url = check_backend_url(url)
         if any(backend.url == url for backend in self.backends):
             raise ValueError(f"backend: {url} is there already")
-        backend = Backend(self._num_added, url, Upstream(url, self._config.connect_timeout))
+        return self._add(BackendSpec(url), "")
+
+    def set_backends(self, source: str, specs: Iterable[BackendSpec]) -> None:
+        """Make the backends of a source those that it names now. Those that others have named stay theirs."""
+        wanted = {spec.url: spec for spec in specs}
+        for backend in [backend for backend in self.backends if backend.source == source]:
+            if wanted.get(backend.url) != backend.spec:
+                logger.info("backend %s is gone from %s", backend.url, source)
+                self.remove(backend.url)
+        known = {backend.url for backend in self.backends}
+        for url, spec in wanted.items():
+            if url not in known:
+                logger.info("backend %s is found in %s", url, source)
+                self._add(spec, source)
+
+    def _add(self, spec: BackendSpec, source: str) -> Backend:
+        upstream = Upstream(spec.url, self._config.connect_timeout)
+        backend = Backend(self._num_added, spec.url, upstream, spec, source)
         self._num_added += 1
         self.backends.append(backend)
         return backend
@@ -110,6 +142,7 @@ class Fleet:
         backend = self.find(url)
         self.backends.remove(backend)
         self._router.forget_replica(backend.number)
+        self._router.kv.forget(backend.number)
         backend.upstream.close()
 
     def close(self) -> None:
@@ -155,11 +188,47 @@ class Fleet:
         ]
         return [backend for backend in able if backend.busy_until <= now] or able
 
-    def choose(self, prompt: bytes, namespace: str, candidates: Sequence[Backend]) -> Backend:
-        """The backend that takes a request, by the policy. Equal prompts in different namespaces share nothing."""
+    def choose(self, prompt: Prompt, candidates: Sequence[Backend]) -> Choice:
+        """The backend that takes a request, by the policy."""
+        most = self._config.max_backend_requests
         loads = [
-            ReplicaLoad(backend.num_requests, backend.num_bytes, backend.number, self._config.max_backend_requests)
-            for backend in candidates
+            ReplicaLoad(one.num_requests, one.num_bytes, one.number, most, pending_chunks=one.pending_chunks)
+            for one in candidates
         ]
-        number = self._router.choose(prompt, namespace, loads)
-        return next(backend for backend in candidates if backend.number == number)
+        entries = (entry for backend in candidates for entry in backend.model_entries)
+        is_adapter = any(entry["id"] == prompt.model and entry.get("parent") for entry in entries)
+        decision = self._router.decide(
+            prompt.text if prompt.token_ids is None else prompt.token_ids,
+            prompt.salt,
+            loads,
+            session=prompt.session,
+            model=prompt.model,
+            adapter=prompt.model if is_adapter else "",
+        )
+        by_number = {backend.number: backend for backend in candidates}
+        return Choice(by_number[decision.number], decision, by_number)
+
+    def note_cached(self, choice: Choice, share: float) -> None:
+        """A backend says which share of a prompt it had cached."""
+        if not self._router.kv.follows(choice.backend.number):
+            self._router.correct(choice.decision, share)
+
+
+class Choice:
+    """The backend that takes a request. Until it begins to answer, the prompt is work that it has before it."""
+
+    def __init__(self, backend: Backend, decision: Decision, by_number: dict[int, Backend]) -> None:
+        self.backend = backend
+        self.decision = decision
+        self._by_number = by_number
+        self._pending = decision.cost
+        backend.pending_chunks += self._pending
+
+    def begin(self) -> None:
+        """The answer begins, or none comes."""
+        self.backend.pending_chunks -= self._pending
+        self._pending = 0
+
+    def explain(self) -> str:
+        """What was expected of each backend."""
+        return self.decision.explain(lambda number: self._by_number[number].url)

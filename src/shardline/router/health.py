@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -11,37 +13,47 @@ from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.upstream import Header, UpstreamError
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_BYTES = 1 << 20
 _MODELS_EVERY = 30
 """Looks between two questions for the models of a backend that is ready."""
 
 
+async def watch_backends(fleet: Fleet, watch: Callable[[Backend], Coroutine[Any, Any, None]], pause: float) -> None:
+    """Run `watch` for each backend, in a task of its own, so that a slow one delays no other; until cancelled.
+
+    `pause`: seconds until a backend that comes or goes is noticed.
+    """
+    tasks: dict[Backend, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for backend in [backend for backend in tasks if backend not in fleet.backends]:
+                tasks.pop(backend).cancel()
+            for backend in fleet.backends:
+                if backend in tasks and tasks[backend].done():
+                    logger.error("backend %s is watched anew: %s", backend.url, tasks.pop(backend).exception())
+                if backend not in tasks:
+                    tasks[backend] = asyncio.create_task(watch(backend))
+            await asyncio.sleep(pause)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
 class HealthChecker:
-    """Looks at backends, each in its own task, so that a slow one delays no other."""
+    """Looks at backends."""
 
     def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
         self._interval = config.health_interval
         key = config.backend_api_key
         self._headers: list[Header] = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        self._tasks: dict[Backend, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Look until the task is cancelled."""
-        try:
-            while True:
-                self._follow_fleet()
-                await asyncio.sleep(self._interval / 4)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-
-    def _follow_fleet(self) -> None:
-        for backend in [backend for backend in self._tasks if backend not in self._fleet.backends]:
-            self._tasks.pop(backend).cancel()
-        for backend in self._fleet.backends:
-            if backend not in self._tasks or self._tasks[backend].done():
-                self._tasks[backend] = asyncio.create_task(self._watch(backend))
+        await watch_backends(self._fleet, self._watch, self._interval / 4)
 
     async def _watch(self, backend: Backend) -> None:
         looks = 0

@@ -14,7 +14,7 @@ from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 from shardline.router.app import create_app
 from shardline.router.fleet import Fleet
-from shardline.router.health import HealthChecker
+from shardline.router.watch import watch_fleet
 from shardline.server.errors import interrupted
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import (
@@ -50,7 +50,7 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
     keys, in_flight = ApiKeys(server_config), InFlight()
     app = create_app(fleet, config, server_config, keys, in_flight)
     server = make_http_server(app, server_config, num_engines=0)
-    watching = asyncio.create_task(HealthChecker(fleet, config).run())
+    watching = asyncio.create_task(watch_fleet(fleet, config))
     with stop.handled(), reload_handled(keys.reload, server_config):
         server.config.load()
         refreshing = asyncio.create_task(refresh_tls(server_config, server.config.ssl))

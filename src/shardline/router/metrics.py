@@ -33,6 +33,12 @@ class RouterMetrics:
         self.unrouted = Counter(
             "shardline_router:unrouted", "Requests that no backend could take.", registry=self.registry
         )
+        self.chunks = Counter(
+            "shardline_router:prompt_chunks",
+            "Chunks of prompts whose answers say what was cached: all, those expected in the cache, those found there.",
+            ["backend", "kind"],
+            registry=self.registry,
+        )
         self.added = Histogram(
             "shardline_router:added_seconds",
             "Seconds from a request's last byte until it was sent to its first backend.",

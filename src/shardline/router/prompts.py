@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +11,12 @@ import msgspec
 
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt", "token_ids")
 """In about the order in which chat templates write them."""
-_HINT_FIELDS = ("prompt_cache_key", "cache_salt")
-"""Requests with unlike values share no prefix."""
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+"""Hints that requests have a past in common."""
+
+
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]{1,9})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens": ?([0-9]{1,9})')
 
 
 @dataclass(frozen=True)
@@ -20,29 +26,55 @@ class Prompt:
     model: str = ""
     text: bytes = b""
     """Equal beginnings of prompts have equal beginnings here."""
-    namespace: str = ""
+    salt: str = ""
+    """Prompts with unlike ones share nothing."""
+    session: str = ""
+    """Requests with equal ones may share more than their beginnings say."""
+    token_ids: Sequence[int] | None = None
+    """The prompt, if the client sends it so."""
 
 
-def read_prompt(body: bytes) -> Prompt:
-    """The prompt of a request; an empty one if the body is no JSON object: the backend will say so."""
+def read_prompt(body: bytes, session: str = "") -> Prompt:
+    """The prompt of a request; an empty one if the body is no JSON object: the backend will say so.
+
+    `session`: what a header says of it.
+    """
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Prompt()
     if not isinstance(fields, dict):
         return Prompt()
-    model = fields.get("model")
     parts: list[bytes] = []
     for name in _PROMPT_FIELDS:
         value = fields.get(name)
         if value:
             parts.append(_bytes_of(value))
-    hints = [str(fields[name])[:512] for name in _HINT_FIELDS if isinstance(fields.get(name), str)]
-    name = model if isinstance(model, str) else ""
-    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)))
+    hints = [session, *(_short(fields.get(name)) for name in _SESSION_FIELDS)]
+    token_ids = fields.get("token_ids") or fields.get("prompt")
+    are_ids = isinstance(token_ids, list) and all(type(one) is int for one in token_ids)
+    return Prompt(
+        _short(fields.get("model")),
+        b"\n".join(parts),
+        _short(fields.get("cache_salt")),
+        next(filter(None, hints), ""),
+        token_ids if are_ids else None,
+    )
+
+
+def _short(value: Any) -> str:
+    return value[:512] if isinstance(value, str) else ""
 
 
 def _bytes_of(value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     return msgspec.json.encode(value)
+
+
+def cached_share(answer: bytes) -> float | None:
+    """The share of its prompt that an answer says was cached, by its `usage`; None: it does not say."""
+    tokens, cached = _PROMPT_TOKENS.search(answer), _CACHED_TOKENS.search(answer)
+    if tokens is None or cached is None or int(tokens[1]) == 0:
+        return None
+    return min(1.0, int(cached[1]) / int(tokens[1]))

@@ -7,6 +7,7 @@ what the client asks (4xx) are the client's; a backend that is full (429, 503) i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from http import HTTPStatus
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
-from shardline.router.fleet import Backend, Fleet
+from shardline.router.fleet import Backend, Choice, Fleet
 from shardline.router.metrics import RouterMetrics
-from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.prompts import Prompt, cached_share, read_prompt
+from shardline.router.rendering import rendered_tokens
 from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
@@ -27,6 +29,8 @@ _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
 _BUSY_SECONDS, _MOST_BUSY_SECONDS = 0.25, 10.0
 """How long a backend that is full is left alone, if it does not say, and at most."""
+_USAGE_BYTES = 2048
+"""The end of a stream that has its usage."""
 _RETRY_SHARE, _RETRY_RESERVE = 0.2, 10.0
 _OF_ONE_CONNECTION = frozenset(
     {
@@ -67,6 +71,8 @@ class Job:
     prompt: Prompt
     explains: bool
     """The client asks which backend answered, and why."""
+    choice: Choice | None = None
+    """The backend that it was given to; None: it is asked of all."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,11 @@ class Proxy:
             await error.response()(scope, receive, send)
 
     def _make_job(self, scope: Scope, body: bytes) -> Job:
-        headers, explains = [], False
+        headers, explains, session = [], False, ""
         for name, value in scope["headers"]:
             explains = explains or name == b"x-shardline-route"
+            if name == b"x-session-id":
+                session = value[:512].decode("latin-1")
             if name not in _REPLACED and not (self._key and name in (b"authorization", b"x-api-key")):
                 headers.append((name, value))
         headers.append((b"x-request-id", scope[REQUEST_ID].encode()))
@@ -116,7 +124,7 @@ class Proxy:
         target: bytes = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        prompt = read_prompt(body) if scope["method"] == "POST" else Prompt()
+        prompt = read_prompt(body, session) if scope["method"] == "POST" else Prompt()
         return Job(scope["method"].encode(), target, headers, body, prompt, explains)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
@@ -134,12 +142,17 @@ class Proxy:
             candidates = self._fleet.candidates(model, tried)
             if not candidates or (refusals and not self._budget.spend()):
                 break
-            backend = self._fleet.choose(job.prompt.text, job.prompt.namespace, candidates)
+            if self._config.policy == "kv_aware" and job.prompt.token_ids is None and not refusals:
+                token_ids = await rendered_tokens(job.target, job.headers, job.body, job.prompt.text, candidates)
+                job = dataclasses.replace(job, prompt=dataclasses.replace(job.prompt, token_ids=token_ids))
+                candidates = self._fleet.candidates(model, tried) or candidates
+            choice = self._fleet.choose(job.prompt, candidates)
             if refusals:
                 self._metrics.retries.inc()
             else:
                 self._metrics.added.observe(time.monotonic() - began)
-            refusal = await self._try(backend, job, scope, send, len(refusals) + 1)
+            chosen = dataclasses.replace(job, choice=choice)
+            refusal = await self._try(choice.backend, chosen, scope, send, len(refusals) + 1)
             if refusal is None:
                 return
             refusals.append(refusal)
@@ -160,7 +173,7 @@ class Proxy:
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
     ) -> Refusal | None:
         """Give a request to a backend. None: the client has its answer, or as much of it as there was."""
-        with _running(backend, len(job.body)):
+        with _running(backend, len(job.body), job.choice):
             try:
                 timeout = self._config.answer_timeout
                 answer = await backend.upstream.send(job.method, job.target, job.headers, job.body, timeout)
@@ -213,17 +226,22 @@ class Proxy:
             part = await answer.read(timeout)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
+        if job.choice is not None:
+            job.choice.begin()
         headers = _passed_on(answer.headers)
         if job.explains:
-            headers.append((b"x-shardline-route", self._explain(backend, number)))
+            headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
         backend.breaker.succeed()
         outcome = "ok" if answer.status < 400 else "refused"
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         try:
+            tail = part
             while part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                part = await answer.read(timeout)
+                if part := await answer.read(timeout):
+                    tail = tail[-_USAGE_BYTES:] + part
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._note_cached(job.choice, tail)
         except UpstreamError as error:
             outcome = "cut"
             backend.breaker.fail(time.monotonic())
@@ -235,9 +253,19 @@ class Proxy:
             self._metrics.outcomes.labels(backend.url, outcome).inc()
         return None
 
-    def _explain(self, backend: Backend, number: int) -> bytes:
-        running = " ".join(f"{other.url}={other.num_requests}" for other in self._fleet.backends)
-        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; running: {running}".encode("latin-1")
+    def _note_cached(self, choice: Choice | None, tail: bytes) -> None:
+        """Compare what was expected in a cache with what the answer says at its end."""
+        if choice is None or not choice.decision.chunks or (share := cached_share(tail)) is None:
+            return
+        self._fleet.note_cached(choice, share)
+        chunks = choice.decision.chunks
+        counts = {"all": chunks, "expected": min(chunks, choice.decision.chosen.warm_chunks), "found": share * chunks}
+        for kind, count in counts.items():
+            self._metrics.chunks.labels(choice.backend.url, kind).inc(count)
+
+    def _explain(self, backend: Backend, number: int, choice: Choice | None) -> bytes:
+        work = "" if choice is None else f"; work: {choice.explain()}"
+        return f"{backend.url}; policy={self._fleet.policy}; attempt={number}{work}".encode("latin-1", "replace")
 
     async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
         """The best answer that there is when no backend has answered.
@@ -270,7 +298,7 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def _running(backend: Backend, num_bytes: int) -> Iterator[None]:
+def _running(backend: Backend, num_bytes: int, choice: Choice | None) -> Iterator[None]:
     """The request counts as the backend's load."""
     backend.breaker.begin(time.monotonic())
     backend.num_requests += 1
@@ -281,6 +309,8 @@ def _running(backend: Backend, num_bytes: int) -> Iterator[None]:
         backend.breaker.give_up()
         backend.num_requests -= 1
         backend.num_bytes -= num_bytes
+        if choice is not None:
+            choice.begin()
 
 
 async def _read_body(receive: Receive) -> bytes:

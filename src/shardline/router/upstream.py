@@ -67,11 +67,15 @@ class Answer:
 class Upstream:
     """The connections to one backend. Its methods belong to one event loop."""
 
-    def __init__(self, url: str, connect_timeout: float) -> None:
-        """`url`: scheme, host, port and the beginning of all paths."""
+    def __init__(self, url: str, connect_timeout: float, certificates: str | None = None) -> None:
+        """`url`: scheme, host, port and the beginning of all paths. `certificates`: a file with those to trust.
+
+        Raises:
+            OSError: this file cannot be read.
+        """
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = ssl.create_default_context(cafile=certificates) if parts.scheme == "https" else None
         self._host = parts.hostname
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").encode()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from shardline.routing.kv_index import KVIndex
 from shardline.routing.policies import find_policy
 from shardline.routing.policies.base import Arrival, ReplicaLoad
+from shardline.routing.policies.least_work import expected_work
 
 CHUNK_TOKENS = 128
 """Tokens of a prompt that are hashed together. A prefix that differs within a chunk is no common prefix."""
@@ -16,11 +19,40 @@ _MOST_CHUNKS = 64
 """Leading chunks of a prompt that are looked at: further ones hardly change the choice, and cost time."""
 
 
+class Decision(NamedTuple):
+    """Why a request goes where it goes."""
+
+    number: int
+    """The replica that takes it."""
+    chunks: int
+    """Full chunks of its prompt that are looked at."""
+    replicas: Sequence[ReplicaLoad]
+    """Those from which was chosen."""
+
+    @property
+    def chosen(self) -> ReplicaLoad:
+        """The replica that takes it."""
+        return next(one for one in self.replicas if one.number == self.number)
+
+    @property
+    def cost(self) -> int:
+        """Chunks that the replica has to compute for it, as far as is known."""
+        return max(0, self.chunks - self.chosen.warm_chunks)
+
+    def explain(self, name: Callable[[int], str]) -> str:
+        """The expected work at each replica in chunks, and the chunks of the prompt that are expected there."""
+        return " ".join(
+            f"{name(one.number)}={expected_work(self.chunks, one)} (hit {one.warm_chunks}/{self.chunks})"
+            for one in self.replicas
+        )
+
+
 class Router:
     """Chooses a replica for each request by one of the policies."""
 
-    def __init__(self, policy: str, most_seen: int = 1 << 16) -> None:
-        """`most_seen` is the number of chunks that are remembered for each replica, the latest ones.
+    def __init__(self, policy: str, most_seen: int = 1 << 16, kv_bytes: int = 256 << 20) -> None:
+        """`most_seen` is the number of chunks that are remembered for each replica, the latest ones. `kv_bytes`: see
+        `KVIndex`.
 
         Raises:
             ValueError: there is no such policy.
@@ -31,6 +63,8 @@ class Router:
         self._seen: dict[int, OrderedDict[int, None]] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
         """For each chunk the replicas that have seen it."""
+        self.kv = KVIndex(kv_bytes)
+        """What replicas say that they have. It goes before what they have seen, and whoever hears of it writes here."""
 
     @property
     def uses_load(self) -> bool:
@@ -43,27 +77,62 @@ class Router:
         return self._policy.USES_PREFIX
 
     def choose(self, prompt: Sequence[int], salt: str, replicas: Sequence[ReplicaLoad]) -> int:
-        """The index of the replica that runs a request with this prompt: its token ids, or bytes that stand for them.
+        """The number of the replica that `decide` chooses."""
+        return self.decide(prompt, salt, replicas).number
 
-        `warm_chunks` of `replicas` is filled in.
+    def decide(
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        replicas: Sequence[ReplicaLoad],
+        *,
+        session: str = "",
+        model: str = "",
+        adapter: str = "",
+    ) -> Decision:
+        """Choose the replica that runs a request with this prompt: its token ids, or bytes that stand for them.
+
+        `session`: a name of requests that likely share more than their beginnings say. Where one of them was counts as
+        one chunk that is warm. Prompts for different models share nothing. `adapter`: the model's name if it is one.
+        `warm_chunks` and `num_seen` of `replicas` are filled in.
         """
-        prefix = hash_chunks(prompt, salt) if self._policy.USES_PREFIX else ()
+        prefix = hash_chunks(prompt, f"{model}\0{salt}" if model else salt) if self._policy.USES_PREFIX else ()
         warm = self._warm_chunks(prefix)
-        if warm:
+        if prefix and not isinstance(prompt, bytes):
+            held = self.kv.cached_tokens(prompt[: len(prefix) * CHUNK_TOKENS], salt, adapter)
+            warm |= {number: tokens // CHUNK_TOKENS for number, tokens in held.items()}
+        marks = prefix
+        if session and self._policy.USES_WARM_CHUNKS:
+            mark = hash((model, salt, "session", session))
+            marks = (mark, *prefix)
+            for number in self._holders.get(mark, ()):
+                warm[number] = warm.get(number, 0) + 1
+        if self._seen or warm:
             replicas = [
-                replica._replace(warm_chunks=warm[replica.number]) if replica.number in warm else replica
-                for replica in replicas
+                ReplicaLoad(*one[:4], warm.get(one.number, 0), one.pending_chunks, len(self._seen.get(one.number, ())))
+                for one in replicas
             ]
-        index = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
+        number = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
         self._num_routed += 1
         if self._policy.USES_WARM_CHUNKS:
-            self._remember(index, prefix)
-        return index
+            self._remember(number, marks)
+        return Decision(number, len(prefix), replicas)
 
     def forget_replica(self, index: int) -> None:
         """Note that a replica has lost its cache."""
         for chunk in self._seen.pop(index, ()):
             self._drop_holder(chunk, index)
+
+    def correct(self, decision: Decision, share: float) -> None:
+        """A replica has found this share of a prompt in its cache.
+
+        If that is less than half of what it has seen of it, its cache is smaller than was thought: the older half of
+        what it has seen is forgotten. Prompts that it was computing meanwhile may have come too late to be found.
+        """
+        chosen, seen = decision.chosen, self._seen.get(decision.number)
+        if seen and not chosen.pending_chunks and 2 * share * decision.chunks < chosen.warm_chunks:
+            for _ in range(len(seen) // 2):
+                self._drop_holder(seen.popitem(last=False)[0], decision.number)
 
     def _warm_chunks(self, prefix: tuple[int, ...]) -> dict[int, int]:
         """How many leading chunks each replica has seen, of replicas that have seen the first one."""

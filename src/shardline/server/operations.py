@@ -86,6 +86,22 @@ def health_routes(service: Service) -> APIRouter:
             return ClusterStream(service.window)
         return Response(service.window.body(history=history), media_type="application/json")
 
+    @router.get(
+        "/get_load", responses=json_answers(list[dict[str, int]]), dependencies=[Depends(service.require_ready)]
+    )
+    async def get_load() -> Response:
+        """The requests of each replica, and the tokens whose keys and values it holds for them, as SGLang says it."""
+        loads = [
+            {
+                "dp_rank": index,
+                "num_reqs": stats.num_running + stats.num_waiting,
+                "num_waiting_reqs": stats.num_waiting,
+                "num_tokens": stats.kv_blocks_used * service.llm.model.block_size,
+            }
+            for index, stats in enumerate(service.llm.stats())
+        ]
+        return Response(msgspec.json.encode(loads), media_type="application/json")
+
     @router.get("/version", responses=json_answers(dict[str, str]))
     async def version() -> Response:
         """The version of Shardline."""

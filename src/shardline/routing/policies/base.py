@@ -30,7 +30,11 @@ class ReplicaLoad(NamedTuple):
     max_running: int
     """Requests that it runs at once; further ones wait."""
     warm_chunks: int = 0
-    """Leading chunks of the arriving prompt that it has seen lately."""
+    """Leading chunks of the arriving prompt that it has, by what it has seen lately or says itself."""
+    pending_chunks: int = 0
+    """Chunks of prompts that it has been given, probably has not cached, and has not begun to answer."""
+    num_seen: int = 0
+    """Chunks of all prompts that it has seen lately."""
 
 
 class Policy(Protocol):

@@ -1,9 +1,10 @@
 """The replica with the least work before the request's first token: its own prompt, and what others already ask for.
 
 A prompt that a replica has seen is no work there, so a conversation stays with its cache until waiting for the replica
-costs more than computing the prompt again elsewhere. Every request that a replica has counts as a chunk of a prompt:
-it takes its share of the steps while the new prompt is computed. One popular prefix therefore spreads over the replicas
-as its load grows, and prompts without a common prefix are spread by load alone.
+costs more than computing the prompt again elsewhere. What is ahead of it is the prompts that are not computed yet, and
+a chunk for every request that a replica has: it takes its share of the steps while the new prompt is computed. One
+popular prefix therefore spreads over the replicas as its load grows, and prompts without a common prefix are spread by
+load alone.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ USES_WARM_CHUNKS = True
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-    """See `Policy`. A request that would wait for a place counts as many times as requests wait before it."""
+    """See `Policy`. Of equal ones, that takes the request which has the lowest load, and then has seen least: so the
+    memory of all caches is used."""
+    chunks = len(arrival.prefix)
+    return min(
+        (expected_work(chunks, one), one.num_requests, one.num_tokens, one.num_seen, one.number) for one in replicas
+    )[-1]
 
-    def work(replica: ReplicaLoad) -> tuple[int, ReplicaLoad]:
-        waiting = max(0, replica.num_requests - replica.max_running + 1)
-        chunks = len(arrival.prefix) - replica.warm_chunks
-        return chunks + replica.num_requests + waiting * (1 + len(arrival.prefix)), replica
 
-    return min(map(work, replicas))[1].number
+def expected_work(chunks: int, replica: ReplicaLoad) -> int:
+    """What is computed at a replica before the first token of a prompt of so many chunks, in chunks.
+
+    A request that would wait for a place counts as many times as requests wait before it.
+    """
+    waiting = max(0, replica.num_requests - replica.max_running + 1)
+    return chunks - replica.warm_chunks + replica.pending_chunks + replica.num_requests + waiting * (1 + chunks)
