@@ -17,8 +17,10 @@ from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.pooling import Pooler
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
+from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.stats import EngineStats
 from shardline.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
@@ -40,8 +42,8 @@ class ReadyModel:
     """The longest prompt with its answer, in tokens."""
     block_size: int
     """Tokens in a block of the KV cache."""
-    fingerprint: str
-    """Equal fingerprints mean equal answers."""
+    contract: NumericContract
+    """Equal contracts mean equal answers."""
     report: list[str]
     """The lines of the engines about their start."""
     builder: RequestBuilder
@@ -50,6 +52,11 @@ class ReadyModel:
     """What becomes of prompts that are not continued; None: prompts are continued."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The contract's name."""
+        return self.contract.fingerprint
 
 
 class AsyncLLM:
@@ -116,7 +123,7 @@ class AsyncLLM:
             text.chat_template,
             max_model_len,
             ready[0].block_size,
-            ready[0].fingerprint,
+            ready[0].contract,
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),
@@ -139,10 +146,11 @@ class AsyncLLM:
         cache_salt: str = "",
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        so_far: PromptSoFar | None = None,
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
 
-        `shown_token_ids` and `grammar`: see `RequestBuilder.build_from_ids`.
+        `shown_token_ids`, `grammar` and `so_far`: see `RequestBuilder.build_from_ids`.
 
         If its replica fails, the choices go on at another replica, or when one has started again. If that is
         impossible, they end with the finish reason "error" and the message as `error`.
@@ -175,6 +183,7 @@ class AsyncLLM:
             shown_token_ids=shown_token_ids,
             grammar=grammar,
             embeds=embeds,
+            so_far=so_far,
         )
         return model.streams.open(request)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
 from shardline.api.requests import PreparedRequest
-from shardline.messages.request import FinishReason, SequenceOutput
+from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
+from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.sampling_params import SamplingParams
 from shardline.text.detokenizer import make_detokenizer
@@ -82,6 +83,20 @@ class ChoiceState:
         if step.finish_reason is not None:
             self._end_with_step(step)
         return False
+
+    def replay(self, so_far: ChoiceSoFar) -> None:
+        """Begin after an output that was reported elsewhere: what follows is as if it had been made here.
+
+        Raises:
+            ValueError: it has come to its end.
+        """
+        count, output = len(so_far.token_ids), self.output
+        known = SequenceOutput("", output.index, so_far.token_ids, [UNKNOWN_SCORE] * count, [""] * count)
+        self.add_output(known, 0.0)
+        if so_far.finished:
+            self._set_finished("stop", None)
+        elif output.finished():
+            raise ValueError("resume has a choice that has reached a stop string and is not finished")
 
     def _continues(self, timeline: EngineTimeline) -> bool:
         """Whether a timeline is of the engine that began the output; after a failover, another one goes on."""
@@ -166,7 +181,7 @@ class ChoiceState:
 class RequestState:
     """One running user request: its RequestOutput, and the choices that add to it."""
 
-    __slots__ = ("choices", "on_change", "output", "request")
+    __slots__ = ("choices", "is_counted", "on_change", "output", "request")
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
@@ -190,6 +205,12 @@ class RequestState:
             ],
         )
         self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
+        if request.so_far is not None:
+            self.output.num_cached_tokens = request.so_far.num_cached_tokens or 0
+            for choice, so_far in zip(self.choices, request.so_far.choices, strict=True):
+                choice.replay(so_far)
+        self.is_counted = request.so_far is not None and request.so_far.num_cached_tokens is not None
+        """Whether the usage has the number of cached tokens already."""
         self.on_change: Callable[[], None] = _ignore_change
         """What the owner of the processor calls when the output has changed."""
 
@@ -213,10 +234,10 @@ class RequestState:
             choices=choices,
         )
 
-    def unfinished_children(self) -> list[str]:
-        """Ids of the engine requests that still run."""
+    def unfinished_children(self) -> list[Request]:
+        """The engine requests that still run, or are to."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
-        return [child.request_id for child, output in pairs if not output.finished()]
+        return [child for child, output in pairs if not output.finished()]
 
 
 def _ignore_change() -> None:
@@ -249,9 +270,21 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def make_state(self, request: PreparedRequest) -> RequestState:
+        """The state of a request that is not tracked yet.
+
+        Raises:
+            ValueError: its output so far has come to its end.
+        """
+        return RequestState(request, self._tokenizer)
+
     def add_request(self, request: PreparedRequest) -> RequestState:
-        """Begin to track a request."""
-        state = RequestState(request, self._tokenizer)
+        """Begin to track a request that begins here."""
+        return self.track(self.make_state(request))
+
+    def track(self, state: RequestState) -> RequestState:
+        """Take the outputs of a request from now on."""
+        request = state.request
         self._requests[request.request_id] = state
         for child, choice in zip(request.children, state.choices, strict=True):
             self._by_child[child.request_id] = state, choice
@@ -283,8 +316,9 @@ class OutputProcessor:
                 output.embedding = step.embedding
             if step.prompt_logprobs is not None:
                 state.output.prompt_token_logprobs = step.prompt_logprobs
-            if step.num_cached_tokens and step.num_cached_tokens > state.output.num_cached_tokens:
-                state.output.num_cached_tokens = step.num_cached_tokens
+            cached = step.num_cached_tokens
+            if cached and cached > state.output.num_cached_tokens and not state.is_counted:
+                state.output.num_cached_tokens = cached
             if len(state.choices) == 1:
                 updated.append(state)
             elif state.request.request_id not in seen:
@@ -304,7 +338,7 @@ class OutputProcessor:
         state = self._requests.get(request_id)
         if state is None:
             return None
-        children = state.unfinished_children()
+        children = [child.request_id for child in state.unfinished_children()]
         for choice in state.choices:
             choice.abort()
         self._forget_request(state)

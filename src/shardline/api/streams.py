@@ -7,11 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from shardline.api.engines import EngineEvent
 from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
+from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar, PromptSoFar, digest_of
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -27,7 +30,7 @@ class RequestStream:
     Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
-    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output")
+    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output", "replayed")
 
     def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
         self.output = state.output
@@ -37,6 +40,8 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         state.on_change = self._wake_reader
+        self.replayed = None if state.request.so_far is None else _copy_replayed(state)
+        """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -81,10 +86,25 @@ class RequestStream:
         """Where the time has gone so far."""
         return self.output.metrics or self._state.metrics()
 
+    def origin(self) -> PromptSoFar:
+        """What another server needs to go on with the request, without the output so far."""
+        request = self._state.request
+        assert request.params.seed is not None
+        return PromptSoFar(request.params.seed, digest_of(request), [ChoiceSoFar() for _ in request.children])
+
     def _wake_reader(self) -> None:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _copy_replayed(state: RequestState) -> RequestOutput:
+    """The output so far, which stays as it is when the output grows."""
+    output = state.output
+    choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
+    has_scores = state.request.params.prompt_logprobs is not None
+    scores = [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1) if has_scores else None
+    return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
 
 
 class Streams:
@@ -106,9 +126,16 @@ class Streams:
 
         Raises:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
+            ValueError: its output so far has come to its end.
         """
-        self._replicas.add_requests(request.children)
-        return RequestStream(self._processor.add_request(request), self.abort)
+        state = self._processor.make_state(request)
+        stream = RequestStream(state, self.abort)
+        if children := state.unfinished_children():
+            self._replicas.add_requests(children)
+            self._processor.track(state)
+        else:
+            state.output.metrics = state.metrics()
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""

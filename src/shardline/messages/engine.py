@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
@@ -52,10 +53,14 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     num_kv_blocks: int
     block_size: int
-    fingerprint: str
-    """Weights, numerics version and kernel path: equal fingerprints give equal tokens."""
+    contract: NumericContract
     report: list[str]
     """The start-up log, line by line."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The contract's name."""
+        return self.contract.fingerprint
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True):

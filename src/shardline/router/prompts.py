@@ -21,6 +21,8 @@ class Prompt:
     text: bytes = b""
     """Equal beginnings of prompts have equal beginnings here."""
     namespace: str = ""
+    asks_for_stream: bool = False
+    """The body asks for a stream, and does not say itself with what it goes on."""
 
 
 def read_prompt(body: bytes) -> Prompt:
@@ -39,7 +41,8 @@ def read_prompt(body: bytes) -> Prompt:
             parts.append(_bytes_of(value))
     hints = [str(fields[name])[:512] for name in _HINT_FIELDS if isinstance(fields.get(name), str)]
     name = model if isinstance(model, str) else ""
-    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)))
+    asks_for_stream = fields.get("stream") is True and "resume" not in fields
+    return Prompt(name, b"\n".join(parts), "\0".join((name, *hints)), asks_for_stream)
 
 
 def _bytes_of(value: Any) -> bytes:

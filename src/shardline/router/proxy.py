@@ -1,7 +1,8 @@
 """Gives each request to a backend, and its answer to the client.
 
-Until the first byte of an answer has gone to the client, a request that fails is given to another backend. Refusals of
-what the client asks (4xx) are the client's; a backend that is full (429, 503) is left alone for as long as it asks.
+Until the first byte of an answer has gone to the client, a request that fails is given to another backend. A stream
+that breaks off goes on at a backend with an equal numeric contract. Refusals of what the client asks (4xx) are the
+client's; a backend that is full (429, 503) is left alone for as long as it asks.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, read_prompt
+from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
@@ -34,6 +37,7 @@ _OF_ONE_CONNECTION = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
+_RESUMABLE = ("/v1/chat/completions", "/v1/completions")
 _REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
 _NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
 
@@ -56,7 +60,7 @@ class RetryBudget:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A request as it goes to backends."""
 
@@ -67,6 +71,26 @@ class Job:
     prompt: Prompt
     explains: bool
     """The client asks which backend answered, and why."""
+    can_resume: bool = False
+    """It asks for a stream that another backend can go on with."""
+    has_begun: bool = False
+    """The client has got the head of the answer, which is a stream."""
+    transcript: Transcript = field(default_factory=Transcript)
+    """Of that stream."""
+
+    def body_for(self, backend: Backend) -> bytes:
+        """The body as a backend gets it: one that states a numeric contract sends marks, or goes on after them."""
+        if not (self.can_resume and backend.contract):
+            return self.body
+        resume = msgspec.json.encode(self.transcript.so_far or {})
+        return self.body.rstrip()[:-1] + b',"resume":' + resume + b"}"
+
+    def can_go_to(self, backend: Backend) -> bool:
+        """Whether a backend can answer, or go on with the answer."""
+        if not self.has_begun:
+            return True
+        so_far = self.transcript.so_far
+        return so_far is not None and so_far.contract == backend.contract
 
 
 @dataclass(frozen=True)
@@ -117,7 +141,8 @@ class Proxy:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         prompt = read_prompt(body) if scope["method"] == "POST" else Prompt()
-        return Job(scope["method"].encode(), target, headers, body, prompt, explains)
+        can_resume = prompt.asks_for_stream and scope["path"] in _RESUMABLE
+        return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
         """Give the request to one backend after another, until one answers."""
@@ -131,18 +156,27 @@ class Proxy:
         refusals: list[Refusal] = []
         while len(refusals) <= self._config.retries:
             tried = [refusal.backend for refusal in refusals]
-            candidates = self._fleet.candidates(model, tried)
-            if not candidates or (refusals and not self._budget.spend()):
+            candidates = [backend for backend in self._fleet.candidates(model, tried) if job.can_go_to(backend)]
+            if not candidates or (refusals and not job.has_begun and not self._budget.spend()):
                 break
             backend = self._fleet.choose(job.prompt.text, job.prompt.namespace, candidates)
-            if refusals:
+            if job.has_begun:
+                self._metrics.resumes.inc()
+            elif refusals:
                 self._metrics.retries.inc()
             else:
                 self._metrics.added.observe(time.monotonic() - began)
+            had_begun = job.has_begun
             refusal = await self._try(backend, job, scope, send, len(refusals) + 1)
             if refusal is None:
                 return
+            if job.has_begun and not had_begun:
+                refusals.clear()  # those that were full when it began may go on with it
             refusals.append(refusal)
+        if job.has_begun:
+            scope[STREAM_ERROR] = "backend_failed"
+            await send({"type": "http.response.body", "body": _end_of_cut(job, refusals), "more_body": False})
+            return
         self._metrics.unrouted.inc()
         await self._refuse(refusals, send)
 
@@ -163,21 +197,23 @@ class Proxy:
         with _running(backend, len(job.body)):
             try:
                 timeout = self._config.answer_timeout
-                answer = await backend.upstream.send(job.method, job.target, job.headers, job.body, timeout)
+                body = job.body_for(backend)
+                answer = await backend.upstream.send(job.method, job.target, job.headers, body, timeout)
             except UpstreamError as error:
                 return self._note_failure(backend, str(error))
             try:
-                if answer.status in (429, 503) or answer.status >= 500 or (answer.status == 404 and not passes_on_404):
+                passes = answer.status == 200 if job.has_begun else answer.status < 500 and answer.status != 429
+                if not passes or (answer.status == 404 and not passes_on_404):
                     return await self._read_refusal(backend, answer)
                 return await self._relay(backend, answer, job, scope, send, number)
             except UpstreamError as error:
-                return self._note_failure(backend, str(error))
+                return self._note_failure(backend, str(error), "cut" if job.has_begun else "failed")
             finally:
                 answer.close()
 
-    def _note_failure(self, backend: Backend, problem: str) -> Refusal:
+    def _note_failure(self, backend: Backend, problem: str, outcome: str = "failed") -> Refusal:
         backend.breaker.fail(time.monotonic())
-        self._metrics.outcomes.labels(backend.url, "failed").inc()
+        self._metrics.outcomes.labels(backend.url, outcome).inc()
         return Refusal(backend, problem)
 
     async def _read_refusal(self, backend: Backend, answer: Answer) -> Refusal:
@@ -205,34 +241,43 @@ class Proxy:
         """Send an answer on as it comes. The client gets nothing before the first byte of its body is there.
 
         Raises:
-            UpstreamError: the backend has failed, and the client has got nothing.
+            UpstreamError: the backend has failed; the client has got nothing, or the answer is a stream.
         """
         timeout = self._config.answer_timeout
         is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
+        has_marks = is_stream and job.can_resume and bool(backend.contract)
         if is_stream:
             part = await answer.read(timeout)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
-        headers = _passed_on(answer.headers)
-        if job.explains:
-            headers.append((b"x-shardline-route", self._explain(backend, number)))
         backend.breaker.succeed()
-        outcome = "ok" if answer.status < 400 else "refused"
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        if has_marks:
+            job.transcript.begin()
+        if not job.has_begun:
+            headers = _passed_on(answer.headers)
+            if job.explains:
+                headers.append((b"x-shardline-route", self._explain(backend, number)))
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            job.has_begun = is_stream
         try:
             while part:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                if ready := job.transcript.read(part) if has_marks else part:
+                    await send({"type": "http.response.body", "body": ready, "more_body": True})
+                if job.transcript.problem:
+                    raise UpstreamError(job.transcript.problem)
                 part = await answer.read(timeout)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamError as error:
-            outcome = "cut"
-            backend.breaker.fail(time.monotonic())
-            scope[STREAM_ERROR] = "backend_failed"
             if is_stream:
-                last = _cut(backend, error)
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            self._metrics.outcomes.labels(backend.url, outcome).inc()
+                raise
+            scope[STREAM_ERROR] = "backend_failed"
+            self._note_failure(backend, str(error), "cut")
+            return None  # the client's connection ends before the length that it was told
+        except BaseException:
+            self._metrics.outcomes.labels(backend.url, "left").inc()
+            raise
+        last = job.transcript.end() if has_marks else b""
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
         return None
 
     def _explain(self, backend: Backend, number: int) -> bytes:
@@ -301,7 +346,14 @@ def _seconds(retry_after: bytes) -> float | None:
     return float(text) if text.isdecimal() and len(text) < 6 else None
 
 
-def _cut(backend: Backend, error: UpstreamError) -> bytes:
-    """The end of a stream whose backend has failed."""
-    message = f"The backend {backend.url} failed in the middle of the answer: {error}."
+def _end_of_cut(job: Job, refusals: list[Refusal]) -> bytes:
+    """The end of a stream that cannot go on."""
+    why = ""
+    if job.transcript.so_far is not None:
+        why = " No other backend could go on with it: " + (
+            "; ".join(f"{refusal.backend.url}: {refusal.problem}" for refusal in refusals[1:])
+            or "none that is ready has the same numeric contract"
+        )
+    first = refusals[0]
+    message = f"The backend {first.backend.url} failed in the middle of the answer: {first.problem}.{why}"
     return make_event(ApiError(502, message, type=SERVER_ERROR, code="backend_failed").body) + DONE_EVENT
