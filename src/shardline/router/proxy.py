@@ -82,7 +82,7 @@ class Job:
         """The body as a backend gets it: one that states a numeric contract sends marks, or goes on after them."""
         if not (self.can_resume and backend.contract):
             return self.body
-        resume = msgspec.json.encode(self.transcript.so_far or {})
+        resume = msgspec.json.encode(self.transcript.so_far if self.has_begun else {})
         return self.body.rstrip()[:-1] + b',"resume":' + resume + b"}"
 
     def can_go_to(self, backend: Backend) -> bool:
@@ -173,22 +173,19 @@ class Proxy:
             if job.has_begun and not had_begun:
                 refusals.clear()  # those that were full when it began may go on with it
             refusals.append(refusal)
-        if job.has_begun:
-            scope[STREAM_ERROR] = "backend_failed"
-            await send({"type": "http.response.body", "body": _end_of_cut(job, refusals), "more_body": False})
-            return
-        self._metrics.unrouted.inc()
-        await self._refuse(refusals, send)
+        if not job.has_begun:
+            self._metrics.unrouted.inc()
+        await self._refuse(job, refusals, scope, send)
 
     async def _look_up(self, job: Job, scope: Scope, send: Send) -> None:
         """Ask all backends for what one of them may have, such as a stored response; the first that has it answers."""
         refusals: list[Refusal] = []
-        for backend in self._fleet.candidates("", ()):
+        for backend in filter(job.can_go_to, self._fleet.candidates("", ())):
             refusal = await self._try(backend, job, scope, send, len(refusals) + 1, passes_on_404=False)
             if refusal is None:
                 return
             refusals.append(refusal)
-        await self._refuse(refusals, send)
+        await self._refuse(job, refusals, scope, send)
 
     async def _try(
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
@@ -207,6 +204,7 @@ class Proxy:
                     return await self._read_refusal(backend, answer)
                 return await self._relay(backend, answer, job, scope, send, number)
             except UpstreamError as error:
+                job.transcript.cut()
                 return self._note_failure(backend, str(error), "cut" if job.has_begun else "failed")
             finally:
                 answer.close()
@@ -246,13 +244,15 @@ class Proxy:
         timeout = self._config.answer_timeout
         is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
         has_marks = is_stream and job.can_resume and bool(backend.contract)
-        if is_stream:
+        if not job.has_begun:
+            job.transcript = Transcript()
+        if has_marks:
+            part = await self._read_marked(answer, job)
+        elif is_stream:
             part = await answer.read(timeout)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
         backend.breaker.succeed()
-        if has_marks:
-            job.transcript.begin()
         if not job.has_begun:
             headers = _passed_on(answer.headers)
             if job.explains:
@@ -261,11 +261,8 @@ class Proxy:
             job.has_begun = is_stream
         try:
             while part:
-                if ready := job.transcript.read(part) if has_marks else part:
-                    await send({"type": "http.response.body", "body": ready, "more_body": True})
-                if job.transcript.problem:
-                    raise UpstreamError(job.transcript.problem)
-                part = await answer.read(timeout)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await (self._read_marked(answer, job) if has_marks else answer.read(timeout))
         except UpstreamError as error:
             if is_stream:
                 raise
@@ -275,21 +272,37 @@ class Proxy:
         except BaseException:
             self._metrics.outcomes.labels(backend.url, "left").inc()
             raise
-        last = job.transcript.end() if has_marks else b""
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
         return None
+
+    async def _read_marked(self, answer: Answer, job: Job) -> bytes:
+        """The next bytes for the client of a stream with marks; empty: it is whole.
+
+        Raises:
+            UpstreamError: the backend has failed, or says that it has.
+        """
+        while not job.transcript.problem and (data := await answer.read(self._config.answer_timeout)):
+            if ready := job.transcript.read(data):
+                return ready
+        if job.transcript.problem:
+            raise UpstreamError(job.transcript.problem)
+        return job.transcript.end()
 
     def _explain(self, backend: Backend, number: int) -> bytes:
         running = " ".join(f"{other.url}={other.num_requests}" for other in self._fleet.backends)
         return f"{backend.url}; policy={self._fleet.policy}; attempt={number}; running: {running}".encode("latin-1")
 
-    async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
-        """The best answer that there is when no backend has answered.
+    async def _refuse(self, job: Job, refusals: list[Refusal], scope: Scope, send: Send) -> None:
+        """The best answer that there is when no backend has answered, or the end of a stream that cannot go on.
 
         Raises:
             ApiError: that answer, where it is the router's own.
         """
+        if job.has_begun:
+            scope[STREAM_ERROR] = "backend_failed"
+            await send({"type": "http.response.body", "body": _end_of_cut(job, refusals), "more_body": False})
+            return
         if not refusals:
             states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
             raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)

@@ -17,7 +17,7 @@ Ask = Callable[[str, str | None], dict[str, Any]]
 """Has the router carry out an action on a backend; returns its status."""
 
 
-class RolloutFailed(Exception):
+class RolloutFailed(RuntimeError):
     """A backend could not be restarted; those after it are as they were. The message is for people."""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
-from shardline.router.upstream import UpstreamError
 from shardline.server.resume import MARK, Progress, Resume
 from shardline.server.sse import DONE_EVENT
 
@@ -36,12 +37,14 @@ class Transcript:
 
     def __init__(self) -> None:
         self._so_far: Resume | None = None
-        self.problem = ""
-        """Why the backend has ended the stream although it is not over; empty: it has not."""
         self._is_plain = False
         """It has no marks."""
-        self._is_torn = False
-        """The client has got a part of what comes before the next mark."""
+        self.problem = ""
+        """Why nothing more of this backend counts; empty: all is well."""
+        self._is_torn = True
+        """What the client has got is not what the marks say: a part of what comes before the next one, or no event."""
+        self._is_inside = False
+        """The client has got the beginning of an event whose end has not come."""
         self._rest = b""
         self._held: list[bytes] = []
         self._num_held = 0
@@ -51,16 +54,8 @@ class Transcript:
         """What to ask another backend with; None: none can go on with the stream."""
         return None if self._is_torn else self._so_far
 
-    def begin(self) -> None:
-        """A backend begins with the stream, or goes on with it."""
-        self._rest, self._held, self._num_held, self.problem = b"", [], 0, ""
-
     def read(self, data: bytes) -> bytes:
-        """What the client gets, now that these bytes have come.
-
-        Raises:
-            UpstreamError: its marks make no sense.
-        """
+        """What the client gets, now that these bytes have come."""
         data = self._rest + data
         if self._so_far is None and not MARK.startswith(data[: len(MARK)]):
             self._is_plain = True
@@ -71,44 +66,51 @@ class Transcript:
         *blocks, self._rest = data.split(b"\n\n")
         for block in blocks:
             event = block + b"\n\n"
-            if block.startswith(MARK):
-                self._note_mark(block[len(MARK) :])
-                ready += self._release()
-                self._is_torn = False
-            elif block.startswith(b":"):
-                ready.append(event)  # it keeps the connection alive
-            elif event == DONE_EVENT and self._find_problem():
-                break
-            else:
+            is_event = self._is_inside or not block.startswith(b":")
+            is_mark = not is_event and block.startswith(MARK)
+            self._is_inside = False
+            if is_event:
                 self._held.append(event)
                 self._num_held += len(event)
-                if event == DONE_EVENT:
-                    ready += self._release()
-                elif self._num_held > _HELD_BYTES:
-                    self._is_torn = True
-                    ready += self._release()
+            is_first = self._so_far is None
+            if is_mark:
+                self._note_mark(block[len(MARK) :])
+            elif event == DONE_EVENT:
+                self._check_end()
+            if self.problem:
+                break
+            if is_mark or event == DONE_EVENT:
+                ready += self._release()
+                self._is_torn = is_first
+            elif not is_event:
+                ready.append(event)  # it keeps the connection alive
+        if not self.problem and self._num_held + len(self._rest) > _HELD_BYTES:
+            self._is_torn, self._is_inside = True, bool(self._rest)
+            ready.append(self.end())
         return b"".join(ready)
 
     def end(self) -> bytes:
-        """What is left, since the stream is whole."""
-        return b"".join([*self._release(), self._rest])
+        """What is left of a stream that is whole."""
+        rest, self._rest = self._rest, b""
+        return b"".join([*self._release(), rest])
+
+    def cut(self) -> None:
+        """The backend has failed: forget what the client has not got. Another one may go on."""
+        self.end()
+        self.problem = ""
 
     def _release(self) -> list[bytes]:
         ready, self._held, self._num_held = self._held, [], 0
         return ready
 
-    def _find_problem(self) -> bool:
-        """Whether the last event says that the backend cannot go on, and another one can."""
-        last = self._held[-1] if self._held else b""
-        if not last.startswith(b'data: {"error":'):
-            return False
-        try:
-            error = _error_decoder.decode(last[len(b"data: ") :]).error
-        except msgspec.DecodeError:
-            return False
-        if error.code in _GOES_ON_AFTER:
-            self.problem = error.message
-        return bool(self.problem)
+    def _check_end(self) -> None:
+        """Look whether the last event says that the backend cannot go on, and another one can."""
+        last = self._held[-2] if len(self._held) > 1 else b""
+        if last.startswith(b'data: {"error":'):
+            with contextlib.suppress(msgspec.DecodeError):
+                error = _error_decoder.decode(last[len(b"data: ") :]).error
+                if error.code in _GOES_ON_AFTER:
+                    self.problem = error.message
 
     def _note_mark(self, data: bytes) -> None:
         if data == b"[]":
@@ -125,4 +127,4 @@ class Transcript:
                 choice.token_ids += token_ids
                 choice.finished = finished
         except (msgspec.DecodeError, IndexError):
-            raise UpstreamError("what it says of its tokens makes no sense") from None
+            self.problem = "what it says of its tokens makes no sense"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from typing import Any
 
 from shardline.cli.flags import add_flags, fields_from_flags
@@ -66,6 +65,7 @@ def _act(args: argparse.Namespace) -> int:
     Raises:
         ValueError: the router refuses it.
         OSError: there is no router.
+        RuntimeError: a rollout has stopped.
     """
     if (args.backend_url is None) != (args.action in _OF_ALL):
         needs_none = args.action in _OF_ALL
@@ -77,13 +77,9 @@ def _act(args: argparse.Namespace) -> int:
         return _ask(args, action, backend_url)
 
     if args.action == "rollout":
-        from shardline.router.rollout import RolloutFailed, roll_out
+        from shardline.router.rollout import roll_out
 
-        try:
-            roll_out(ask, args.restart, args.step_timeout, lambda line: print(line, flush=True))
-        except RolloutFailed as error:
-            print(f"the rollout has stopped: {error}", file=sys.stderr)
-            return 1
+        roll_out(ask, args.restart, args.step_timeout, lambda line: print(line, flush=True))
     status = ask("status" if args.action == "rollout" else args.action, args.backend_url)
     print(f"policy {status['policy']}")
     for backend in status["backends"]:
