@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 import msgspec
 
 from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
-from shardline.api.resume import PromptSoFar, RequestDiffers, request_digest
+from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
 from shardline.messages.request import Constraints, PromptEmbeds, Request
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
@@ -99,6 +99,14 @@ class PreparedRequest:
     """Special tokens that are part of the text even if others are skipped."""
     so_far: PromptSoFar | None = None
     """What has been reported elsewhere; None: it begins here."""
+
+    def origin(self) -> PromptSoFar:
+        """What another server needs to go on with it, without the output so far."""
+        first = self.children[0]
+        digest = request_digest(
+            self.prompt_token_ids, self.params, first.constraints, self.shown_token_ids, first.cache_salt
+        )
+        return PromptSoFar(first.sampling.seed or 0, digest, [ChoiceSoFar() for _ in self.children])
 
 
 @dataclass(frozen=True)

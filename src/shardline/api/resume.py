@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from shardline.messages.request import Constraints, TokenLogprobs
 from shardline.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from shardline.api.requests import PreparedRequest
 
 UNKNOWN_SCORE = TokenLogprobs(0.0, 1, [], [])
 """In place of the log probabilities of tokens that were reported elsewhere."""
@@ -70,10 +67,3 @@ def request_digest(
     own = msgspec.structs.replace(params, structured_outputs=None)  # the constraints have its grammar
     parts = (prompt_token_ids, own, constraints, sorted(shown_token_ids), cache_salt)
     return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
-
-
-def digest_of(request: PreparedRequest) -> str:
-    """The digest of a request that begins here."""
-    first = request.children[0]
-    shown = request.shown_token_ids
-    return request_digest(request.prompt_token_ids, request.params, first.constraints, shown, first.cache_salt)

@@ -14,7 +14,7 @@ from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar, PromptSoFar, digest_of
+from shardline.api.resume import UNKNOWN_SCORE, PromptSoFar
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -87,10 +87,8 @@ class RequestStream:
         return self.output.metrics or self._state.metrics()
 
     def origin(self) -> PromptSoFar:
-        """What another server needs to go on with the request, without the output so far."""
-        request = self._state.request
-        assert request.params.seed is not None
-        return PromptSoFar(request.params.seed, digest_of(request), [ChoiceSoFar() for _ in request.children])
+        """See `PreparedRequest.origin`."""
+        return self._state.request.origin()
 
     def _wake_reader(self) -> None:
         self._updated = True

@@ -54,6 +54,7 @@ class Backend:
             "requests": self.num_requests,
             "looks": self.num_looks,
             "models": list(self.models),
+            "numeric_contract": self.contract,
         }
 
     def state(self, now: float) -> str:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from shardline.api.resume import PromptSoFar
-
-if TYPE_CHECKING:
-    from shardline.api.streams import RequestStream
-    from shardline.server.sse import Events
+from shardline.api.streams import RequestStream
+from shardline.server.sse import Events
 
 MARK = b": resume "
 """How a mark begins. JSON comes next, and an empty line. No event begins so, and clients ignore comments."""
