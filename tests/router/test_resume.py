@@ -16,7 +16,7 @@ from shardline.config.server import ServerConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.router.transcript import Transcript
 from shardline.server.resume import Resume
-from tests.router.backends import Backend, Call, Site, open_site
+from tests.router.backends import Backend, Call, Site, open_site, say_name
 from tests.router.streams import joined
 from tests.server.conftest import Running, serve
 from tests.server.fake_engine import REPLY
@@ -86,11 +86,11 @@ def test_resume_goes_on_after_every_mark(servers: list[Running], name: str) -> N
 
 
 class Cutter:
-    """A way to a server that cuts the next stream after some bytes, if it is told to."""
+    """A way to a server. It cuts the next stream of any of them for each number in `places`, after so many bytes."""
 
-    def __init__(self, server: Running) -> None:
+    def __init__(self, server: Running, places: list[int]) -> None:
         self._port = server.port
-        self.cut_after: int | None = None
+        self._places = places
         self.url = ""
 
     async def serve(self) -> None:
@@ -109,8 +109,8 @@ class Cutter:
         left: int | None = None
         try:
             while data := await upstream.read(65536):
-                if left is None and self.cut_after is not None and b"text/event-stream" in data:
-                    left, self.cut_after = self.cut_after + data.index(b"\r\n\r\n") + 4, None
+                if left is None and self._places and b"text/event-stream" in data:
+                    left = self._places.pop() + data.index(b"\r\n\r\n") + 4
                 writer.write(data if left is None else data[:left])
                 if left is not None and (left := left - len(data)) <= 0:
                     await writer.drain()
@@ -124,15 +124,16 @@ class Cutter:
 
 
 @pytest.fixture(scope="module")
-def routed(servers: list[Running]) -> Iterator[tuple[Site, list[Cutter]]]:
+def routed(servers: list[Running]) -> Iterator[tuple[Site, list[int]]]:
+    """A router before the servers, and the places at which the next streams are cut."""
     with open_site() as site:
-        cutters = [Cutter(server) for server in servers]
-        for cutter in cutters:
+        places: list[int] = []
+        for server in servers:
+            cutter = Cutter(server, places)
             site.run(cutter.serve())
-            site.backends.append(Backend("cutter", None, url=cutter.url))  # type: ignore[arg-type]
+            site.backends.append(Backend("cutter", say_name, url=cutter.url))
         site.start_router(policy="round_robin")
-        site.wait_for(lambda: all(backend.contract for backend in site.fleet.backends))
-        yield site, cutters
+        yield site, places
 
 
 def through_router(site: Site, path: str, fields: dict[str, Any]) -> bytes:
@@ -142,21 +143,18 @@ def through_router(site: Site, path: str, fields: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["chat", "stop", "tools", "echo"])
-def test_resume_through_the_router(routed: tuple[Site, list[Cutter]], servers: list[Running], name: str) -> None:
-    site, cutters = routed
+def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list[Running], name: str) -> None:
+    site, places = routed
     path, reply, fields = REQUESTS[name]
     plain = answer(servers[0], path, reply, fields)
     servers[1].engine.reply = reply
     resumes = number(site, "resumes_total")
     for place in range(1, len(plain), len(plain) // 8):
-        for cutter in cutters:
-            cutter.cut_after = place
+        places.append(place)
         said = joined(through_router(site, path, fields))
-        assert all(cutter.cut_after is None for cutter in cutters) or said["ends"] == ["[DONE]"]
+        assert not places
         assert len(said["ids"]) == 1
         assert {**said, "ids": 0} == {**joined(plain), "ids": 0}, f"cut after {place} bytes"
-        for cutter in cutters:
-            cutter.cut_after = None
         for backend in site.fleet.backends:
             backend.breaker.succeed()
     assert number(site, "resumes_total") > resumes
@@ -169,7 +167,7 @@ def number(site: Site, name: str) -> float:
     return float(found[1])
 
 
-def test_a_client_sees_no_marks(routed: tuple[Site, list[Cutter]], servers: list[Running]) -> None:
+def test_a_client_sees_no_marks(routed: tuple[Site, list[int]], servers: list[Running]) -> None:
     site, _ = routed
     for server in servers:
         server.engine.reply = REPLY
@@ -179,21 +177,19 @@ def test_a_client_sees_no_marks(routed: tuple[Site, list[Cutter]], servers: list
     assert b"resume" not in through_router(site, CHAT, {"messages": HI, "resume": None})
 
 
-def test_resume_needs_an_equal_contract(routed: tuple[Site, list[Cutter]], servers: list[Running]) -> None:
-    site, cutters = routed
+def test_resume_needs_an_equal_contract(routed: tuple[Site, list[int]], servers: list[Running]) -> None:
+    site, places = routed
     was = servers[1].llm.model
     servers[1].llm._ready = dataclasses.replace(was, contract=NumericContract("other"))
     try:
         for states_it in (False, True):
             other = site.fleet.backends[1]
             other.contract = servers[1].llm.model.contract.sha256 if states_it else servers[0].llm.model.contract.sha256
-            for cutter in cutters:
-                cutter.cut_after = 700
+            places.append(700)
             said = joined(through_router(site, CHAT, {"messages": HI}))
             assert said["ends"] == ["backend_failed", "[DONE]"]
-            for backend, cutter in zip(site.fleet.backends, cutters, strict=True):
+            for backend in site.fleet.backends:
                 backend.breaker.succeed()
-                cutter.cut_after = None
     finally:
         servers[1].llm._ready = was
         site.fleet.backends[1].contract = was.contract.sha256
@@ -305,10 +301,8 @@ def mocks() -> Iterator[Site]:
 def start_mocks(site: Site, *behaviours: Any) -> None:
     """Backends with equal contracts; the first one gets the first request."""
     for behave in behaviours:
-        site.add_backend(behave)
+        site.add_backend(behave, contract="c")
     site.start_router(policy="round_robin")
-    for backend in site.fleet.backends:
-        backend.contract = "c"
 
 
 def mock_stream(*blocks: str) -> Any:
@@ -368,8 +362,8 @@ def test_no_resume_is_ever_a_guess(mocks: Site, blocks: list[str], text: str, en
 
 
 def test_resumes_are_bounded(mocks: Site) -> None:
-    breaks = mock_stream(ONE, ": resume [0,0,[[0,[7],false]]]", "cut")
-    start_mocks(mocks, mock_stream(FIRST, ONE, "cut"), *[breaks] * 5)
+    part = [ONE, ": resume [0,0,[[0,[7],false]]]", "cut"]
+    start_mocks(mocks, mock_stream(FIRST, *part), *[mock_stream(*part)] * 5)
     said = joined(through_router(mocks, COMPLETIONS, {"prompt": "hi"}))
     assert said["ends"] == ["backend_failed", "[DONE]"]
     assert sum(len(backend.calls) for backend in mocks.backends) == 3

@@ -41,8 +41,10 @@ class Transcript:
         """It has no marks."""
         self.problem = ""
         """Why nothing more of this backend counts; empty: all is well."""
-        self._is_torn = True
-        """What the client has got is not what the marks say: a part of what comes before the next one, or no event."""
+        self._has_begun = False
+        """The client has got events, and a mark has covered them."""
+        self._flows = False
+        """Too much has come since the last mark to be held back, so the client has got a part of it."""
         self._is_inside = False
         """The client has got the beginning of an event whose end has not come."""
         self._rest = b""
@@ -52,7 +54,7 @@ class Transcript:
     @property
     def so_far(self) -> Resume | None:
         """What to ask another backend with; None: none can go on with the stream."""
-        return None if self._is_torn else self._so_far
+        return self._so_far if self._has_begun and not self._flows else None
 
     def read(self, data: bytes) -> bytes:
         """What the client gets, now that these bytes have come."""
@@ -72,8 +74,8 @@ class Transcript:
             if is_event:
                 self._held.append(event)
                 self._num_held += len(event)
-            is_first = self._so_far is None
             if is_mark:
+                self._has_begun = self._so_far is not None
                 self._note_mark(block[len(MARK) :])
             elif event == DONE_EVENT:
                 self._check_end()
@@ -81,11 +83,12 @@ class Transcript:
                 break
             if is_mark or event == DONE_EVENT:
                 ready += self._release()
-                self._is_torn = is_first
+                self._flows = False
             elif not is_event:
                 ready.append(event)  # it keeps the connection alive
-        if not self.problem and self._num_held + len(self._rest) > _HELD_BYTES:
-            self._is_torn, self._is_inside = True, bool(self._rest)
+        self._flows = self._flows or self._num_held + len(self._rest) > _HELD_BYTES
+        if self._flows and not self.problem:
+            self._is_inside = bool(self._rest)
             ready.append(self.end())
         return b"".join(ready)
 
