@@ -7,8 +7,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -47,24 +49,31 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@dataclass
+class Server:
+    """A server over a fake engine, and a client of it."""
+
+    running: Running
+    http: httpx.Client
+
+
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[Running]]:
+def servers() -> Iterator[list[Server]]:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3", served_model_name=("m",))
-    with serve(config) as one, serve(config) as two:
-        yield [one, two]
+    with serve(config) as one, serve(config) as two, one.http() as first, two.http() as second:
+        yield [Server(one, first), Server(two, second)]
 
 
-def answer(server: Running, path: str, reply: str, fields: dict[str, Any]) -> bytes:
+def answer(server: Server, path: str, reply: str, fields: dict[str, Any]) -> bytes:
     """A whole stream."""
-    server.engine.reply = reply
-    with server.http() as http:
-        found = http.post(path, json={**fields, "stream": True})
+    server.running.engine.reply = reply
+    found = server.http.post(path, json={**fields, "stream": True})
     assert found.status_code == 200, found.text
     return found.content
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_resume_goes_on_after_every_mark(servers: list[Running], name: str) -> None:
+def test_resume_goes_on_after_every_mark(servers: list[Server], name: str) -> None:
     path, reply, fields = REQUESTS[name]
     plain = joined(answer(servers[0], path, reply, fields))
     raw = answer(servers[0], path, reply, {**fields, "resume": {}})
@@ -88,8 +97,8 @@ def test_resume_goes_on_after_every_mark(servers: list[Running], name: str) -> N
 class Cutter:
     """A way to a server. It cuts the next stream of any of them for each number in `places`, after so many bytes."""
 
-    def __init__(self, server: Running, places: list[int]) -> None:
-        self._port = server.port
+    def __init__(self, server: Server, places: list[int]) -> None:
+        self._port = server.running.port
         self._places = places
         self.url = ""
 
@@ -124,7 +133,7 @@ class Cutter:
 
 
 @pytest.fixture(scope="module")
-def routed(servers: list[Running]) -> Iterator[tuple[Site, list[int]]]:
+def routed(servers: list[Server]) -> Iterator[tuple[Site, list[int]]]:
     """A router before the servers, and the places at which the next streams are cut."""
     with open_site() as site:
         places: list[int] = []
@@ -143,11 +152,11 @@ def through_router(site: Site, path: str, fields: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["chat", "stop", "tools", "echo"])
-def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list[Running], name: str) -> None:
+def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list[Server], name: str) -> None:
     site, places = routed
     path, reply, fields = REQUESTS[name]
     plain = answer(servers[0], path, reply, fields)
-    servers[1].engine.reply = reply
+    servers[1].running.engine.reply = reply
     resumes = number(site, "resumes_total")
     for place in range(1, len(plain), len(plain) // 8):
         places.append(place)
@@ -167,35 +176,36 @@ def number(site: Site, name: str) -> float:
     return float(found[1])
 
 
-def test_a_client_sees_no_marks(routed: tuple[Site, list[int]], servers: list[Running]) -> None:
+def test_a_client_sees_no_marks(routed: tuple[Site, list[int]], servers: list[Server]) -> None:
     site, _ = routed
     for server in servers:
-        server.engine.reply = REPLY
+        server.running.engine.reply = REPLY
     assert b"resume" not in through_router(site, CHAT, {"messages": HI})
     own = through_router(site, CHAT, {"messages": HI, "resume": {}})
     assert own.count(b": resume ") > 3, "a client that asks for marks gets them"
     assert b"resume" not in through_router(site, CHAT, {"messages": HI, "resume": None})
 
 
-def test_resume_needs_an_equal_contract(routed: tuple[Site, list[int]], servers: list[Running]) -> None:
+def test_resume_needs_an_equal_contract(routed: tuple[Site, list[int]], servers: list[Server]) -> None:
     site, places = routed
-    was = servers[1].llm.model
-    servers[1].llm._ready = dataclasses.replace(was, contract=NumericContract("other"))
+    llms = [server.running.llm for server in servers]
+    was = llms[1].model
+    llms[1]._ready = dataclasses.replace(was, contract=NumericContract("other"))
     try:
         for states_it in (False, True):
             other = site.fleet.backends[1]
-            other.contract = servers[1].llm.model.contract.sha256 if states_it else servers[0].llm.model.contract.sha256
+            other.contract = llms[states_it].model.contract.sha256
             places.append(700)
             said = joined(through_router(site, CHAT, {"messages": HI}))
             assert said["ends"] == ["backend_failed", "[DONE]"]
             for backend in site.fleet.backends:
                 backend.breaker.succeed()
     finally:
-        servers[1].llm._ready = was
+        llms[1]._ready = was
         site.fleet.backends[1].contract = was.contract.sha256
 
 
-def first_mark(server: Running) -> dict[str, Any]:
+def first_mark(server: Server) -> dict[str, Any]:
     """What a chat's first mark says."""
     raw = answer(server, CHAT, REPLY, {"messages": HI, "resume": {}})
     mark = json.loads(raw.split(b"\n\n")[0].removeprefix(b": resume "))
@@ -228,45 +238,44 @@ def first_mark(server: Running) -> dict[str, Any]:
         ({"num_cached_tokens": -1}, 400),
     ],
 )
-def test_a_wrong_resume_is_refused(servers: list[Running], change: dict[str, Any], status: int) -> None:
+def test_a_wrong_resume_is_refused(servers: list[Server], change: dict[str, Any], status: int) -> None:
     resume = first_mark(servers[0])
     for name, value in change.items():
         if name in Resume.__struct_fields__ or name == "other":
             resume[name] = value
         else:
             resume["prompts"][0][name] = value
-    with servers[0].http() as http:
-        found = http.post(CHAT, json={"messages": HI, "stream": True, "resume": resume})
+    found = servers[0].http.post(CHAT, json={"messages": HI, "stream": True, "resume": resume})
     assert found.status_code == status, found.text
     if status != 200:
         assert found.json()["error"]["param"] in ("resume", "max_tokens")
         assert "resume" in found.json()["error"]["message"] or status == 409
 
 
-def test_a_resume_of_another_request_is_refused(servers: list[Running]) -> None:
+def test_a_resume_of_another_request_is_refused(servers: list[Server]) -> None:
     resume = first_mark(servers[0])
-    with servers[1].http() as http:
-        for fields in ({"max_tokens": 3}, {"temperature": 0.5}, {"stop": ["x"]}, {"cache_salt": "s"}):
-            found = http.post(CHAT, json={"messages": HI, "stream": True, "resume": resume, **fields})
-            assert (found.status_code, found.json()["error"]["code"]) == (409, "request_differs")
-        two = http.post(COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, "resume": resume})
-        assert (two.status_code, two.json()["error"]["param"]) == (400, "resume")
-        whole = http.post(CHAT, json={"messages": HI, "resume": {}})
-        assert (whole.status_code, whole.json()["error"]["param"]) == (400, "resume")
-        ends = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": {}}).content
-        transcript = Transcript()
-        transcript.read(ends)
-        assert transcript.so_far is not None
-        transcript.so_far.prompts[0].choices[0].finished = False
-        so_far = msgspec.to_builtins(transcript.so_far)
-        found = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": so_far})
-        assert (found.status_code, "stop string" in found.text) == (400, True)
+    http = servers[1].http
+    servers[1].running.engine.reply = REPLY
+    for fields in ({"max_tokens": 3}, {"temperature": 0.5}, {"stop": ["x"]}, {"cache_salt": "s"}):
+        found = http.post(CHAT, json={"messages": HI, "stream": True, "resume": resume, **fields})
+        assert (found.status_code, found.json()["error"]["code"]) == (409, "request_differs")
+    two = http.post(COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, "resume": resume})
+    assert (two.status_code, two.json()["error"]["param"]) == (400, "resume")
+    whole = http.post(CHAT, json={"messages": HI, "resume": {}})
+    assert (whole.status_code, whole.json()["error"]["param"]) == (400, "resume")
+    ends = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": {}}).content
+    transcript = Transcript()
+    transcript.read(ends)
+    assert transcript.so_far is not None
+    transcript.so_far.prompts[0].choices[0].finished = False
+    so_far = msgspec.to_builtins(transcript.so_far)
+    found = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": so_far})
+    assert (found.status_code, "stop string" in found.text) == (400, True)
 
 
-def test_server_info_states_the_contract(servers: list[Running]) -> None:
-    with servers[0].http() as http:
-        info = http.get("/server_info").json()["numeric_contract"]
-        [card] = http.get("/v1/models").json()["data"]
+def test_server_info_states_the_contract(servers: list[Server]) -> None:
+    info = servers[0].http.get("/server_info").json()["numeric_contract"]
+    [card] = servers[0].http.get("/v1/models").json()["data"]
     assert info["system_fingerprint"] == "sl-fake"
     assert set(info) == {*NumericContract.__struct_fields__, "sha256", "system_fingerprint"}
     assert card["numeric_contract"] == info["sha256"] == NumericContract("fake").sha256
