@@ -100,11 +100,9 @@ class Cutter:
     def __init__(self, server: Server, places: list[int]) -> None:
         self._port = server.running.port
         self._places = places
-        self.url = ""
 
-    async def serve(self) -> None:
-        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async def serve(self) -> asyncio.Server:
+        return await asyncio.start_server(self._connect, "127.0.0.1", 0)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream, sink = await asyncio.open_connection("127.0.0.1", self._port)
@@ -138,9 +136,9 @@ def routed(servers: list[Server]) -> Iterator[tuple[Site, list[int]]]:
     with open_site() as site:
         places: list[int] = []
         for server in servers:
-            cutter = Cutter(server, places)
-            site.run(cutter.serve())
-            site.backends.append(Backend("cutter", say_name, url=cutter.url))
+            cutter = site.run(Cutter(server, places).serve())
+            url = f"http://127.0.0.1:{cutter.sockets[0].getsockname()[1]}"
+            site.backends.append(Backend("cutter", say_name, url=url, server=cutter))
         site.start_router(policy="round_robin")
         yield site, places
 
@@ -171,7 +169,7 @@ def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list
 
 def number(site: Site, name: str) -> float:
     """The value of a counter of the router."""
-    found = re.search(rf"shardline_router:{name} (\S+)", site.client.get("/metrics").text)
+    found = re.search(rf"^shardline_router:{name} (\S+)$", site.client.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
