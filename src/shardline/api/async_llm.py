@@ -44,6 +44,8 @@ class ReadyModel:
     """Tokens in a block of the KV cache."""
     contract: NumericContract
     """Equal contracts mean equal answers."""
+    fingerprint: str
+    """The contract's name."""
     report: list[str]
     """The lines of the engines about their start."""
     builder: RequestBuilder
@@ -52,11 +54,6 @@ class ReadyModel:
     """What becomes of prompts that are not continued; None: prompts are continued."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The contract's name."""
-        return self.contract.fingerprint
 
 
 class AsyncLLM:
@@ -124,6 +121,7 @@ class AsyncLLM:
             max_model_len,
             ready[0].block_size,
             ready[0].contract,
+            ready[0].fingerprint,
             [line for replica in ready for line in replica.report],
             text.request_builder(self.config, max_model_len),
             Streams(self._replicas, text.tokenizer),

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
 from shardline.api.requests import PreparedRequest
 from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
@@ -214,6 +216,14 @@ class RequestState:
         self.on_change: Callable[[], None] = _ignore_change
         """What the owner of the processor calls when the output has changed."""
 
+    def copy_replayed(self) -> RequestOutput:
+        """The output so far, which was reported elsewhere, and stays as it is when the output grows."""
+        output = self.output
+        choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
+        has_scores = self.request.params.prompt_logprobs is not None
+        scores = [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1) if has_scores else None
+        return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
+
     def forget_reader(self) -> None:
         """Call nobody any more: the reader knows of the last change."""
         self.on_change = _ignore_change
@@ -270,17 +280,9 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def make_state(self, request: PreparedRequest) -> RequestState:
-        """The state of a request that is not tracked yet.
-
-        Raises:
-            ValueError: its output so far has come to its end.
-        """
-        return RequestState(request, self._tokenizer)
-
     def add_request(self, request: PreparedRequest) -> RequestState:
         """Begin to track a request that begins here."""
-        return self.track(self.make_state(request))
+        return self.track(RequestState(request, self._tokenizer))
 
     def track(self, state: RequestState) -> RequestState:
         """Take the outputs of a request from now on."""

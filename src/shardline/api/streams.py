@@ -7,14 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from shardline.api.engines import EngineEvent
 from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import UNKNOWN_SCORE, PromptSoFar
+from shardline.api.resume import PromptSoFar
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -40,7 +38,7 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         state.on_change = self._wake_reader
-        self.replayed = None if state.request.so_far is None else _copy_replayed(state)
+        self.replayed = None if state.request.so_far is None else state.copy_replayed()
         """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:
@@ -96,20 +94,12 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
-def _copy_replayed(state: RequestState) -> RequestOutput:
-    """The output so far, which stays as it is when the output grows."""
-    output = state.output
-    choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
-    has_scores = state.request.params.prompt_logprobs is not None
-    scores = [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1) if has_scores else None
-    return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
-
-
 class Streams:
     """The requests that run on the replicas, each with its stream. All methods belong on one event loop."""
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
+        self._tokenizer = tokenizer
         self._processor = OutputProcessor(tokenizer)
 
     def __len__(self) -> int:
@@ -126,7 +116,7 @@ class Streams:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
             ValueError: its output so far has come to its end.
         """
-        state = self._processor.make_state(request)
+        state = RequestState(request, self._tokenizer)
         stream = RequestStream(state, self.abort)
         if children := state.unfinished_children():
             self._replicas.add_requests(children)

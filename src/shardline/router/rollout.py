@@ -61,9 +61,8 @@ class _Restart:
 
     def _restart(self, command: str) -> None:
         parts = urlsplit(self._url)
-        values = {"host": parts.hostname or "", "port": str(parts.port or ""), "url": self._url}
-        for name, value in values.items():
-            command = command.replace("{" + name + "}", shlex.quote(value))
+        for name, value in (("{host}", parts.hostname or ""), ("{port}", str(parts.port or "")), ("{url}", self._url)):
+            command = command.replace(name, shlex.quote(value))
         self._tell(f"{self._url}: {command}")
         try:
             code = subprocess.run(command, shell=True, timeout=self._timeout, check=False).returncode
