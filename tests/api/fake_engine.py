@@ -10,6 +10,7 @@ from shardline.api.engines import EngineEvent
 from shardline.api.model_text import ModelText
 from shardline.api.pooling import Pooler
 from shardline.config.engine import EngineConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import EngineStats
@@ -74,7 +75,8 @@ class FakeEngineClient:
         if self._start_error is not None:
             raise self._start_error
         self._thread.start()
-        return EngineReady(MAX_MODEL_LEN, 100, 16, self.fingerprint, 25.0, [f"replica {self.replica} is up"])
+        contract = NumericContract(self.fingerprint)
+        return EngineReady(MAX_MODEL_LEN, 100, 16, contract, 25.0, [f"replica {self.replica} is up"])
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._changed:

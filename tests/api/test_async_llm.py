@@ -115,7 +115,7 @@ async def test_what_is_known_once_ready() -> None:
     await llm.wait_ready()
     await llm.wait_ready()
     assert llm.state() == "ready"
-    assert (llm.model.max_model_len, llm.model.fingerprint) == (MAX_MODEL_LEN, "fake")
+    assert (llm.model.max_model_len, llm.model.fingerprint) == (MAX_MODEL_LEN, "sl-fake")
     assert llm.model.report == ["replica 0 is up", "replica 1 is up"]
     assert llm.model.chat_template is not None
     await llm.close()

@@ -11,6 +11,7 @@ from shardline.api.engines import EngineEvent, EngineRestarted
 from shardline.api.replica import CLEARED_AFTER, ReplicaState, RestartLimit, RunningChoice, ran_at
 from shardline.api.replicas import Quarantine, Replicas
 from shardline.config.engine import EngineConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
@@ -34,7 +35,7 @@ class Engine:
         self.hangs = False
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        return EngineReady(64, 100, 16, "fake", 25.0, [])
+        return EngineReady(64, 100, 16, NumericContract("fake"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         self.inbox.append(("add", list(requests)))

@@ -83,6 +83,8 @@ class Backend:
     name: str
     behave: Behaviour
     models: list[str] = field(default_factory=lambda: ["m"])
+    contract: str = ""
+    """The numeric contract that it states."""
     ready: int = 200
     """What it says when it is asked whether it is ready."""
     calls: list[Call] = field(default_factory=list)
@@ -114,7 +116,8 @@ class Backend:
             await call.answer(self.ready, {})
             return True
         if path == "/v1/models":
-            await call.answer(200, {"data": [{"id": model, "object": "model"} for model in self.models]})
+            contract = {"numeric_contract": self.contract}
+            await call.answer(200, {"data": [{"id": model, "object": "model", **contract} for model in self.models]})
             return True
         self.calls.append(call)
         task = asyncio.ensure_future(self.behave(call))

@@ -15,6 +15,7 @@ from shardline.api.model_text import ModelText
 from shardline.api.pooling import Pooler
 from shardline.checkpoints.classifier import LabelConfig
 from shardline.config.engine import EngineConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import EngineStats
@@ -68,7 +69,8 @@ class FakeEngine:
             raise TimeoutError
         if self.start_error is not None:
             raise self.start_error
-        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, "fp_fake", 25.0, ["KV cache size: 1600 tokens"])
+        report = ["KV cache size: 1600 tokens"]
+        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, NumericContract("fake"), 25.0, report)
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._lock:

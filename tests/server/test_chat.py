@@ -28,7 +28,7 @@ def test_answers_a_conversation(client: openai.OpenAI) -> None:
     )
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
-    assert answer.system_fingerprint == "fp_fake"
+    assert answer.system_fingerprint == "sl-fake"
     [choice] = answer.choices
     assert choice.message.role == "assistant"
     assert choice.message.content == REPLY

@@ -34,7 +34,7 @@ def test_answers_a_prompt(client: openai.OpenAI) -> None:
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
     assert answer.model == MODEL
-    assert answer.system_fingerprint == "fp_fake"
+    assert answer.system_fingerprint == "sl-fake"
     assert answer.choices[0].text == REPLY
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].logprobs is None

@@ -34,6 +34,7 @@ def test_defaults_listen_on_this_machine_only() -> None:
         ({"structured_outputs_config": '{"front": "x"}'}, "unknown key 'front'"),
         ({"structured_outputs_config": "[1]"}, "structured_outputs_config must be"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout must be seconds"),
+        ({"shutdown_delay": float("nan")}, "shutdown_delay must be seconds"),
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, object], message: str) -> None:

@@ -105,6 +105,21 @@ def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
         assert "Traceback" not in err
 
 
+def test_new_requests_are_taken_during_the_shutdown_delay() -> None:
+    with process(config={"shutdown_delay": 60.0}) as server, client(server.url()) as http:
+        http.get("/ready").raise_for_status()
+        server.popen.terminate()
+        deadline = time.monotonic() + 5.0
+        while (ready := http.get("/ready")).status_code == 200:
+            assert time.monotonic() < deadline, "the signal is not noticed"
+            time.sleep(0.05)
+        assert (ready.status_code, ready.json()["status"]) == (503, "leaving")
+        assert http.get("/health").status_code == http.get("/live").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        server.popen.terminate()
+        assert server.end()[0] == 0
+
+
 def test_streams_that_take_too_long_are_told() -> None:
     options = {"seconds_per_token": 0.05, "config": {"shutdown_timeout": 0.3}}
     with process(**options) as server, client(server.url()) as http:

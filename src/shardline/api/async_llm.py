@@ -17,9 +17,11 @@ from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.pooling import Pooler
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
+from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.stats import EngineStats
 from shardline.messages.worker import RankReport
 from shardline.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -42,8 +44,10 @@ class ReadyModel:
     """The longest prompt with its answer, in tokens."""
     block_size: int
     """Tokens in a block of the KV cache."""
+    contract: NumericContract
+    """Equal contracts mean equal answers."""
     fingerprint: str
-    """Equal fingerprints mean equal answers."""
+    """The contract's name."""
     max_concurrency: float
     """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
     report: list[str]
@@ -120,6 +124,7 @@ class AsyncLLM:
             text.chat_template,
             max_model_len,
             ready[0].block_size,
+            ready[0].contract,
             ready[0].fingerprint,
             ready[0].max_concurrency,
             [line for replica in ready for line in replica.report],
@@ -144,10 +149,11 @@ class AsyncLLM:
         cache_salt: str = "",
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        so_far: PromptSoFar | None = None,
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
 
-        `shown_token_ids` and `grammar`: see `RequestBuilder.build_from_ids`.
+        `shown_token_ids`, `grammar` and `so_far`: see `RequestBuilder.build_from_ids`.
 
         If its replica fails, the choices go on at another replica, or when one has started again. If that is
         impossible, they end with the finish reason "error" and the message as `error`.
@@ -180,6 +186,7 @@ class AsyncLLM:
             shown_token_ids=shown_token_ids,
             grammar=grammar,
             embeds=embeds,
+            so_far=so_far,
         )
         return model.streams.open(request)
 

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
 from shardline.api.requests import PreparedRequest
-from shardline.messages.request import FinishReason, SequenceOutput
+from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
+from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.sampling_params import SamplingParams
 from shardline.text.detokenizer import make_detokenizer
@@ -82,6 +85,20 @@ class ChoiceState:
         if step.finish_reason is not None:
             self._end_with_step(step)
         return False
+
+    def replay(self, so_far: ChoiceSoFar) -> None:
+        """Begin after an output that was reported elsewhere: what follows is as if it had been made here.
+
+        Raises:
+            ValueError: it has come to its end.
+        """
+        count, output = len(so_far.token_ids), self.output
+        known = SequenceOutput("", output.index, so_far.token_ids, [UNKNOWN_SCORE] * count, [""] * count)
+        self.add_output(known, 0.0)
+        if so_far.finished:
+            self._set_finished("stop", None)
+        elif output.finished():
+            raise ValueError("resume has a choice that has reached a stop string and is not finished")
 
     def _continues(self, timeline: EngineTimeline) -> bool:
         """Whether a timeline is of the engine that began the output; after a failover, another one goes on."""
@@ -166,7 +183,7 @@ class ChoiceState:
 class RequestState:
     """One running user request: its RequestOutput, and the choices that add to it."""
 
-    __slots__ = ("choices", "on_change", "output", "request")
+    __slots__ = ("choices", "is_counted", "on_change", "output", "request")
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
@@ -190,8 +207,22 @@ class RequestState:
             ],
         )
         self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
+        if request.so_far is not None:
+            self.output.num_cached_tokens = request.so_far.num_cached_tokens or 0
+            for choice, so_far in zip(self.choices, request.so_far.choices, strict=True):
+                choice.replay(so_far)
+        self.is_counted = request.so_far is not None and request.so_far.num_cached_tokens is not None
+        """Whether the usage has the number of cached tokens already."""
         self.on_change: Callable[[], None] = _ignore_change
         """What the owner of the processor calls when the output has changed."""
+
+    def copy_replayed(self) -> RequestOutput:
+        """The output so far, which was reported elsewhere, and stays as it is when the output grows."""
+        output = self.output
+        choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
+        has_scores = self.request.params.prompt_logprobs is not None
+        scores = [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1) if has_scores else None
+        return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
 
     def forget_reader(self) -> None:
         """Call nobody any more: the reader knows of the last change."""
@@ -213,10 +244,10 @@ class RequestState:
             choices=choices,
         )
 
-    def unfinished_children(self) -> list[str]:
-        """Ids of the engine requests that still run."""
+    def unfinished_children(self) -> list[Request]:
+        """The engine requests that still run, or are to."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
-        return [child.request_id for child, output in pairs if not output.finished()]
+        return [child for child, output in pairs if not output.finished()]
 
 
 def _ignore_change() -> None:
@@ -250,8 +281,12 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add_request(self, request: PreparedRequest) -> RequestState:
-        """Begin to track a request."""
-        state = RequestState(request, self._tokenizer)
+        """Begin to track a request that begins here."""
+        return self.track(RequestState(request, self._tokenizer))
+
+    def track(self, state: RequestState) -> RequestState:
+        """Take the outputs of a request from now on."""
+        request = state.request
         self._requests[request.request_id] = state
         for child, choice in zip(request.children, state.choices, strict=True):
             self._by_child[child.request_id] = state, choice
@@ -283,8 +318,9 @@ class OutputProcessor:
                 output.embedding = step.embedding
             if step.prompt_logprobs is not None:
                 state.output.prompt_token_logprobs = step.prompt_logprobs
-            if step.num_cached_tokens and step.num_cached_tokens > state.output.num_cached_tokens:
-                state.output.num_cached_tokens = step.num_cached_tokens
+            cached = step.num_cached_tokens
+            if cached and cached > state.output.num_cached_tokens and not state.is_counted:
+                state.output.num_cached_tokens = cached
             if len(state.choices) == 1:
                 updated.append(state)
             elif state.request.request_id not in seen:
@@ -304,7 +340,7 @@ class OutputProcessor:
         state = self._requests.get(request_id)
         if state is None:
             return None
-        children = state.unfinished_children()
+        children = [child.request_id for child in state.unfinished_children()]
         for choice in state.choices:
             choice.abort()
         self._forget_request(state)

@@ -72,7 +72,7 @@ class Replicas:
         if bounded and self.num_waiting() >= limit:
             self.num_refused += 1
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
-        self._placement.place([RunningChoice(child) for child in children])
+        self._placement.place([RunningChoice(child, list(child.output_token_ids)) for child in children])
 
     def reset_prefix_cache(self) -> None:
         """Let later requests find nothing in the prefix caches that is there now."""

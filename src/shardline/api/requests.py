@@ -11,6 +11,7 @@ from typing import Any, TypedDict, cast
 import msgspec
 
 from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
+from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
 from shardline.messages.request import Constraints, PromptEmbeds, Request
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
@@ -96,6 +97,16 @@ class PreparedRequest:
     children: list[Request]
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that are part of the text even if others are skipped."""
+    so_far: PromptSoFar | None = None
+    """What has been reported elsewhere; None: it begins here."""
+
+    def origin(self) -> PromptSoFar:
+        """What another server needs to go on with it, without the output so far."""
+        first = self.children[0]
+        digest = request_digest(
+            self.prompt_token_ids, self.params, first.constraints, self.shown_token_ids, first.cache_salt
+        )
+        return PromptSoFar(first.sampling.seed or 0, digest, [ChoiceSoFar() for _ in self.children])
 
 
 @dataclass(frozen=True)
@@ -184,11 +195,17 @@ class RequestBuilder:
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
         embeds: PromptEmbeds | None = None,
+        so_far: PromptSoFar | None = None,
     ) -> PreparedRequest:
         """As `build_request`, for an encoded prompt; `text` is for display only, `embeds` are rows among the ids.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
-        output's, which `structured.checks` has written or taken; empty: there is none.
+        output's, which `structured.checks` has written or taken; empty: there is none. `so_far`: the output goes on
+        after this.
+
+        Raises:
+            RequestDiffers: where it began, it was another request.
+            ValueError: as `build_request`.
         """
         if embeds is not None and (params.prompt_logprobs, params.truncate_prompt_tokens) != (None, None):
             raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
@@ -208,9 +225,10 @@ class RequestBuilder:
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for {room} "
                 f"(the model's maximum length is {self.max_model_len})"
             )
+        seed = params.seed if so_far is None else so_far.seed
         params = msgspec.structs.replace(
             params,
-            seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=self.seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
@@ -218,13 +236,21 @@ class RequestBuilder:
         )
         sampling = _engine_params(params)
         constraints = self._make_constraints(params, grammar)
+        known: list[list[int]] = [[] for _ in range(params.n)]
+        if so_far is not None:
+            so_far.check(params, self.vocab_size)
+            if so_far.request != request_digest(ids, params, constraints, shown_token_ids, cache_salt):
+                raise RequestDiffers("resume is of another request: prompt, parameters or defaults are unlike here")
+            known = [choice.token_ids for choice in so_far.choices]
+        # All choices have the same prompt, so one of them reports its log probabilities: the first one without output.
+        scored = next((choice for choice, token_ids in enumerate(known) if not token_ids), None)
         arrival = time.monotonic()
         children = [
             Request(
                 request_id=f"{request_id}-{choice}",
                 prompt_token_ids=ids,
-                # All choices have the same prompt, so one of them reports its log probabilities.
-                sampling=msgspec.structs.replace(sampling, prompt_logprobs=None) if choice else sampling,
+                sampling=sampling if choice == scored else msgspec.structs.replace(sampling, prompt_logprobs=None),
+                output_token_ids=known[choice],
                 choice=choice,
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,
@@ -237,7 +263,7 @@ class RequestBuilder:
             )
             for choice in range(params.n)
         ]
-        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids)
+        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far)
 
     def _reports(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
         """The numbers of log probabilities at each token, without -1.

@@ -12,6 +12,7 @@ from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
+from shardline.api.resume import PromptSoFar
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ class RequestStream:
     Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
-    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output")
+    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output", "replayed")
 
     def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
         self.output = state.output
@@ -37,6 +38,8 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         state.on_change = self._wake_reader
+        self.replayed = None if state.request.so_far is None else state.copy_replayed()
+        """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -81,6 +84,10 @@ class RequestStream:
         """Where the time has gone so far."""
         return self.output.metrics or self._state.metrics()
 
+    def origin(self) -> PromptSoFar:
+        """See `PreparedRequest.origin`."""
+        return self._state.request.origin()
+
     def _wake_reader(self) -> None:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
@@ -92,6 +99,7 @@ class Streams:
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
+        self._tokenizer = tokenizer
         self._processor = OutputProcessor(tokenizer)
 
     def __len__(self) -> int:
@@ -106,9 +114,16 @@ class Streams:
 
         Raises:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
+            ValueError: its output so far has come to its end.
         """
-        self._replicas.add_requests(request.children)
-        return RequestStream(self._processor.add_request(request), self.abort)
+        state = RequestState(request, self._tokenizer)
+        stream = RequestStream(state, self.abort)
+        if children := state.unfinished_children():
+            self._replicas.add_requests(children)
+            self._processor.track(state)
+        else:
+            state.output.metrics = state.metrics()
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""

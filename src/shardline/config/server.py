@@ -72,7 +72,10 @@ class ServerConfig:
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
-    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM, SIGINT or SIGHUP")
+    shutdown_delay: float = option(
+        0.0, "seconds after SIGTERM, SIGINT or SIGHUP in which /ready says 503 and new requests are still taken"
+    )
+    shutdown_timeout: float = option(30.0, "seconds that running requests then get to finish")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
     trust_request_chat_template: bool = option(False, "a chat request may bring a template of its own (chat_template)")
     chat_template_content_format: str = option(
@@ -244,4 +247,6 @@ def _validate(config: ServerConfig) -> None:
         config.uvicorn_log_level in _LOG_LEVELS,
         f"uvicorn_log_level must be one of {', '.join(_LOG_LEVELS)}, got {config.uvicorn_log_level!r}",
     )
-    require(0.0 <= config.shutdown_timeout < 1e6, f"shutdown_timeout must be seconds, got {config.shutdown_timeout}")
+    for name in ("shutdown_delay", "shutdown_timeout"):
+        seconds = getattr(config, name)
+        require(0.0 <= seconds < 1e6, f"{name} must be seconds, got {seconds}")

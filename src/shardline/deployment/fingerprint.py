@@ -1,4 +1,4 @@
-"""A name for everything that a request's tokens depend on. It is the system_fingerprint, and replicas compare it."""
+"""The numeric contract: what a request's tokens depend on besides the request. The system_fingerprint is its name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from shardline.deployment.deployment import Deployment
 from shardline.models.parts import Part
 
 NUMERICS_VERSION = 8
-"""Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
+"""Part of the contract. It changes whenever a request may get other bits than in the version before."""
 
 _FIRST_FIELDS: Mapping[str, str] = {
     "GQA": "num_heads num_kv_heads head_dim scale rope window softcap qkv_bias output_bias qk_norm norms_all_heads"
@@ -34,8 +36,34 @@ _FIRST_FIELDS: Mapping[str, str] = {
 _SAMPLE_BYTES = 1 << 20
 
 
-def fingerprint(deployment: Deployment, kernel_path: str) -> str:
-    """The fingerprint of weights, spec, formats, numerics and `kernel_path`: equal fingerprints mean equal tokens.
+class NumericContract(msgspec.Struct, frozen=True):
+    """Engines with equal contracts give equal tokens to equal requests with equal seeds."""
+
+    weights: str
+    """Digest of the weights, and of the model's structure."""
+    dtype: str = ""
+    format: str = ""
+    """The weights' format, if it is not `dtype`."""
+    kv_dtype: str = ""
+    """The KV cache's dtype, if it is not `dtype`."""
+    numerics: str = ""
+    """The version of the numerics; if they are fast, the layout too."""
+    kernel_path: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """The system_fingerprint of answers: those of two contracts are equal if the contracts are."""
+        parts = (self.dtype, self.format, self.kv_dtype and f"kv-{self.kv_dtype}", self.numerics, self.kernel_path)
+        return "-".join(["sl", self.weights, *filter(None, parts)])
+
+    @property
+    def sha256(self) -> str:
+        """64 hex digits over all of it."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+
+def numeric_contract(deployment: Deployment, kernel_path: str) -> NumericContract:
+    """The contract of weights, spec, formats, numerics and `kernel_path`.
 
     This function reads samples of the weight files.
     """
@@ -46,10 +74,14 @@ def fingerprint(deployment: Deployment, kernel_path: str) -> str:
     # The spec has the rope frequencies, which may depend on max_model_len.
     digest.update(_describe(deployment.spec).encode())
     layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
-    numerics = f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}"
-    cache = "" if deployment.cache.dtype == deployment.dtype else f"-kv-{deployment.cache.dtype}"
-    label = deployment.weight_format.open_format().label
-    return f"sl-{digest.hexdigest()}-{deployment.dtype}{f'-{label}' if label else ''}{cache}-{numerics}-{kernel_path}"
+    return NumericContract(
+        weights=digest.hexdigest(),
+        dtype=deployment.dtype,
+        format=deployment.weight_format.open_format().label,
+        kv_dtype="" if deployment.cache.dtype == deployment.dtype else deployment.cache.dtype,
+        numerics=f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}",
+        kernel_path=kernel_path,
+    )
 
 
 def _describe(value: object) -> str:

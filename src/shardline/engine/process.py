@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from shardline.channel import Channel, readable
-from shardline.deployment.fingerprint import fingerprint
+from shardline.deployment.fingerprint import numeric_contract
 from shardline.deployment.kv_budget import max_concurrency
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
@@ -128,15 +128,16 @@ class EngineProcess:
             if len(isas) > 1 and deployment.numerics == "exact":
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
             check_known_answers(ranks)
-            name = fingerprint(deployment, "+".join(sorted(isas)))
-            self._engine = engine = Engine(deployment, executor, cache_namespace(name, start.secret), start.replica)
+            contract = numeric_contract(deployment, "+".join(sorted(isas)))
+            namespace = cache_namespace(contract.fingerprint, start.secret)
+            self._engine = engine = Engine(deployment, executor, namespace, start.replica)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
                     max_model_len=deployment.max_model_len,
                     num_kv_blocks=executor.allocation.num_blocks - 1,
                     block_size=deployment.cache.block_size,
-                    fingerprint=name,
+                    contract=contract,
                     max_concurrency=max_concurrency(deployment, executor.allocation),
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
                     ranks=ranks,

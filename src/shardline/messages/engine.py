@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
@@ -54,14 +55,18 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     num_kv_blocks: int
     block_size: int
-    fingerprint: str
-    """Weights, numerics version and kernel path: equal fingerprints give equal tokens."""
+    contract: NumericContract
     max_concurrency: float
     """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
     report: list[str]
     """The start-up log, line by line."""
     ranks: list[RankReport] = []
     """In their order."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The contract's name."""
+        return self.contract.fingerprint
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -43,7 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     """`seed` and `max_tokens` are never None here."""
     output_token_ids: list[int] = []
-    """Tokens that a replica generated before it failed; the output goes on after them."""
+    """Tokens that another replica, or another server, has generated before it failed; the output goes on after them."""
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0

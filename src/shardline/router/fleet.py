@@ -34,12 +34,16 @@ class Backend:
     is_ready: bool = False
     problem: str = "it has not been asked yet"
     """Why it is not ready."""
+    num_looks: int = 0
+    """How often it was looked at."""
     is_draining: bool = False
     """It gets no new requests."""
     models: tuple[str, ...] = ()
     """Names under which it serves; empty: not known yet."""
     model_entries: tuple[dict[str, Any], ...] = ()
     """What its /v1/models says of each."""
+    contract: str = ""
+    """The SHA-256 of its numeric contract: streams of backends with the same can go on here; empty: it states none."""
     busy_until: float = 0.0
     """It has refused a request for lack of room, and asked to be left alone until then, on the monotonic clock."""
     token_ways: list[bytes] = field(default_factory=lambda: [b"/render", b"/tokenize"])
@@ -58,7 +62,9 @@ class Backend:
             "problem": "" if self.is_ready else self.problem,
             "breaker": self.breaker.state(now),
             "requests": self.num_requests,
+            "looks": self.num_looks,
             "models": list(self.models),
+            "numeric_contract": self.contract,
         }
 
     def state(self, now: float) -> str:
@@ -153,6 +159,7 @@ class Fleet:
     def note_health(self, backend: Backend, problem: str) -> None:
         """The outcome of a look at a backend; empty: it is ready."""
         is_ready = not problem
+        backend.num_looks += 1
         if backend.is_ready and not is_ready:
             logger.warning("backend %s is not ready: %s", backend.url, problem)
             self._router.forget_replica(backend.number)  # what it has cached may be lost

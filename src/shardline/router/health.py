@@ -87,6 +87,7 @@ class HealthChecker:
         entries = _entries(body) if status == 200 else []
         backend.model_entries = tuple(entries)
         backend.models = tuple(str(entry["id"]) for entry in entries)
+        backend.contract = str(entries[0].get("numeric_contract", "")) if entries else ""
         return ""
 
     async def _get(self, backend: Backend, path: bytes) -> tuple[int, bytes]:

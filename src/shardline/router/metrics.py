@@ -30,6 +30,11 @@ class RouterMetrics:
         self.retries = Counter(
             "shardline_router:retries", "Requests that were given to a further backend.", registry=self.registry
         )
+        self.resumes = Counter(
+            "shardline_router:resumes",
+            "Streams that broke off and were given to another backend.",
+            registry=self.registry,
+        )
         self.unrouted = Counter(
             "shardline_router:unrouted", "Requests that no backend could take.", registry=self.registry
         )

@@ -32,6 +32,8 @@ class Prompt:
     """Requests with equal ones may share more than their beginnings say."""
     token_ids: Sequence[int] | None = None
     """The prompt, if the client sends it so."""
+    asks_for_stream: bool = False
+    """The body asks for a stream, and does not say itself with what it goes on."""
 
 
 def read_prompt(body: bytes, session: str = "") -> Prompt:
@@ -59,6 +61,7 @@ def read_prompt(body: bytes, session: str = "") -> Prompt:
         _short(fields.get("cache_salt")),
         next(filter(None, hints), ""),
         token_ids if are_ids else None,
+        fields.get("stream") is True and "resume" not in fields,
     )
 
 

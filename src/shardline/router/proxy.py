@@ -1,7 +1,8 @@
 """Gives each request to a backend, and its answer to the client.
 
-Until the first byte of an answer has gone to the client, a request that fails is given to another backend. Refusals of
-what the client asks (4xx) are the client's; a backend that is full (429, 503) is left alone for as long as it asks.
+Until the first byte of an answer has gone to the client, a request that fails is given to another backend. A stream
+that breaks off goes on at a backend with an equal numeric contract. Refusals of what the client asks (4xx) are the
+client's; a backend that is full (429, 503) is left alone for as long as it asks.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
@@ -20,6 +22,7 @@ from shardline.router.fleet import Backend, Choice, Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, cached_share, read_prompt
 from shardline.router.rendering import rendered_tokens
+from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
@@ -38,6 +41,7 @@ _OF_ONE_CONNECTION = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
+_RESUMABLE = ("/v1/chat/completions", "/v1/completions")
 _REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
 _NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
 
@@ -60,7 +64,7 @@ class RetryBudget:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A request as it goes to backends."""
 
@@ -73,6 +77,26 @@ class Job:
     """The client asks which backend answered, and why."""
     choice: Choice | None = None
     """The backend that it was given to; None: it is asked of all."""
+    can_resume: bool = False
+    """It asks for a stream that another backend can go on with."""
+    has_begun: bool = False
+    """The client has got the head of the answer, which is a stream."""
+    transcript: Transcript = field(default_factory=Transcript)
+    """Of that stream."""
+
+    def body_for(self, backend: Backend) -> bytes:
+        """The body as a backend gets it: one that states a numeric contract sends marks, or goes on after them."""
+        if not (self.can_resume and backend.contract):
+            return self.body
+        resume = msgspec.json.encode(self.transcript.so_far if self.has_begun else {})
+        return self.body.rstrip()[:-1] + b',"resume":' + resume + b"}"
+
+    def can_go_to(self, backend: Backend) -> bool:
+        """Whether a backend can answer, or go on with the answer."""
+        if not self.has_begun:
+            return True
+        so_far = self.transcript.so_far
+        return so_far is not None and so_far.contract == backend.contract
 
 
 @dataclass(frozen=True)
@@ -125,7 +149,8 @@ class Proxy:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         prompt = read_prompt(body, session) if scope["method"] == "POST" else Prompt()
-        return Job(scope["method"].encode(), target, headers, body, prompt, explains)
+        can_resume = prompt.asks_for_stream and scope["path"] in _RESUMABLE
+        return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
         """Give the request to one backend after another, until one answers."""
@@ -139,35 +164,40 @@ class Proxy:
         refusals: list[Refusal] = []
         while len(refusals) <= self._config.retries:
             tried = [refusal.backend for refusal in refusals]
-            candidates = self._fleet.candidates(model, tried)
-            if not candidates or (refusals and not self._budget.spend()):
+            candidates = [backend for backend in self._fleet.candidates(model, tried) if job.can_go_to(backend)]
+            if not candidates or (refusals and not job.has_begun and not self._budget.spend()):
                 break
             if self._config.policy == "kv_aware" and job.prompt.token_ids is None and not refusals:
                 token_ids = await rendered_tokens(job.target, job.headers, job.body, job.prompt.text, candidates)
-                job = dataclasses.replace(job, prompt=dataclasses.replace(job.prompt, token_ids=token_ids))
+                job.prompt = dataclasses.replace(job.prompt, token_ids=token_ids)
                 candidates = self._fleet.candidates(model, tried) or candidates
-            choice = self._fleet.choose(job.prompt, candidates)
-            if refusals:
+            choice = job.choice = self._fleet.choose(job.prompt, candidates)
+            if job.has_begun:
+                self._metrics.resumes.inc()
+            elif refusals:
                 self._metrics.retries.inc()
             else:
                 self._metrics.added.observe(time.monotonic() - began)
-            chosen = dataclasses.replace(job, choice=choice)
-            refusal = await self._try(choice.backend, chosen, scope, send, len(refusals) + 1)
+            had_begun = job.has_begun
+            refusal = await self._try(choice.backend, job, scope, send, len(refusals) + 1)
             if refusal is None:
                 return
+            if job.has_begun and not had_begun:
+                refusals.clear()  # those that were full when it began may go on with it
             refusals.append(refusal)
-        self._metrics.unrouted.inc()
-        await self._refuse(refusals, send)
+        if not job.has_begun:
+            self._metrics.unrouted.inc()
+        await self._refuse(job, refusals, scope, send)
 
     async def _look_up(self, job: Job, scope: Scope, send: Send) -> None:
         """Ask all backends for what one of them may have, such as a stored response; the first that has it answers."""
         refusals: list[Refusal] = []
-        for backend in self._fleet.candidates("", ()):
+        for backend in filter(job.can_go_to, self._fleet.candidates("", ())):
             refusal = await self._try(backend, job, scope, send, len(refusals) + 1, passes_on_404=False)
             if refusal is None:
                 return
             refusals.append(refusal)
-        await self._refuse(refusals, send)
+        await self._refuse(job, refusals, scope, send)
 
     async def _try(
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
@@ -176,21 +206,24 @@ class Proxy:
         with _running(backend, len(job.body), job.choice):
             try:
                 timeout = self._config.answer_timeout
-                answer = await backend.upstream.send(job.method, job.target, job.headers, job.body, timeout)
+                body = job.body_for(backend)
+                answer = await backend.upstream.send(job.method, job.target, job.headers, body, timeout)
             except UpstreamError as error:
                 return self._note_failure(backend, str(error))
             try:
-                if answer.status in (429, 503) or answer.status >= 500 or (answer.status == 404 and not passes_on_404):
+                passes = answer.status == 200 if job.has_begun else answer.status < 500 and answer.status != 429
+                if not passes or (answer.status == 404 and not passes_on_404):
                     return await self._read_refusal(backend, answer)
                 return await self._relay(backend, answer, job, scope, send, number)
             except UpstreamError as error:
-                return self._note_failure(backend, str(error))
+                job.transcript.cut()
+                return self._note_failure(backend, str(error), "cut" if job.has_begun else "failed")
             finally:
                 answer.close()
 
-    def _note_failure(self, backend: Backend, problem: str) -> Refusal:
+    def _note_failure(self, backend: Backend, problem: str, outcome: str = "failed") -> Refusal:
         backend.breaker.fail(time.monotonic())
-        self._metrics.outcomes.labels(backend.url, "failed").inc()
+        self._metrics.outcomes.labels(backend.url, outcome).inc()
         return Refusal(backend, problem)
 
     async def _read_refusal(self, backend: Backend, answer: Answer) -> Refusal:
@@ -218,39 +251,47 @@ class Proxy:
         """Send an answer on as it comes. The client gets nothing before the first byte of its body is there.
 
         Raises:
-            UpstreamError: the backend has failed, and the client has got nothing.
+            UpstreamError: the backend has failed; the client has got nothing, or the answer is a stream.
         """
         timeout = self._config.answer_timeout
         is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
-        if is_stream:
+        has_marks = is_stream and job.can_resume and bool(backend.contract)
+        if not job.has_begun:
+            job.transcript = Transcript()
+        if has_marks:
+            part = await self._read_marked(answer, job)
+        elif is_stream:
             part = await answer.read(timeout)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
         if job.choice is not None:
             job.choice.begin()
-        headers = _passed_on(answer.headers)
-        if job.explains:
-            headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
         backend.breaker.succeed()
-        outcome = "ok" if answer.status < 400 else "refused"
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        if not job.has_begun:
+            headers = _passed_on(answer.headers)
+            if job.explains:
+                headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            job.has_begun = is_stream
         try:
             tail = part
             while part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                if part := await answer.read(timeout):
+                part = await (self._read_marked(answer, job) if has_marks else answer.read(timeout))
+                if part:
                     tail = tail[-_USAGE_BYTES:] + part
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            self._note_cached(job.choice, tail)
         except UpstreamError as error:
-            outcome = "cut"
-            backend.breaker.fail(time.monotonic())
-            scope[STREAM_ERROR] = "backend_failed"
             if is_stream:
-                last = _cut(backend, error)
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            self._metrics.outcomes.labels(backend.url, outcome).inc()
+                raise
+            scope[STREAM_ERROR] = "backend_failed"
+            self._note_failure(backend, str(error), "cut")
+            return None  # the client's connection ends before the length that it was told
+        except BaseException:
+            self._metrics.outcomes.labels(backend.url, "left").inc()
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._note_cached(job.choice, tail)
+        self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
         return None
 
     def _note_cached(self, choice: Choice | None, tail: bytes) -> None:
@@ -267,12 +308,29 @@ class Proxy:
         work = "" if choice is None else f"; work: {choice.explain()}"
         return f"{backend.url}; policy={self._fleet.policy}; attempt={number}{work}".encode("latin-1", "replace")
 
-    async def _refuse(self, refusals: list[Refusal], send: Send) -> None:
-        """The best answer that there is when no backend has answered.
+    async def _read_marked(self, answer: Answer, job: Job) -> bytes:
+        """The next bytes for the client of a stream with marks; empty: it is whole.
+
+        Raises:
+            UpstreamError: the backend has failed, or says that it has.
+        """
+        while not job.transcript.problem and (data := await answer.read(self._config.answer_timeout)):
+            if ready := job.transcript.read(data):
+                return ready
+        if job.transcript.problem:
+            raise UpstreamError(job.transcript.problem)
+        return job.transcript.end()
+
+    async def _refuse(self, job: Job, refusals: list[Refusal], scope: Scope, send: Send) -> None:
+        """The best answer that there is when no backend has answered, or the end of a stream that cannot go on.
 
         Raises:
             ApiError: that answer, where it is the router's own.
         """
+        if job.has_begun:
+            scope[STREAM_ERROR] = "backend_failed"
+            await send({"type": "http.response.body", "body": _end_of_cut(job, refusals), "more_body": False})
+            return
         if not refusals:
             states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
             raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)
@@ -331,7 +389,14 @@ def _seconds(retry_after: bytes) -> float | None:
     return float(text) if text.isdecimal() and len(text) < 6 else None
 
 
-def _cut(backend: Backend, error: UpstreamError) -> bytes:
-    """The end of a stream whose backend has failed."""
-    message = f"The backend {backend.url} failed in the middle of the answer: {error}."
+def _end_of_cut(job: Job, refusals: list[Refusal]) -> bytes:
+    """The end of a stream that cannot go on."""
+    why = ""
+    if job.transcript.so_far is not None:
+        why = " No other backend could go on with it: " + (
+            "; ".join(f"{refusal.backend.url}: {refusal.problem}" for refusal in refusals[1:])
+            or "none that is ready has the same numeric contract"
+        )
+    first = refusals[0]
+    message = f"The backend {first.backend.url} failed in the middle of the answer: {first.problem}.{why}"
     return make_event(ApiError(502, message, type=SERVER_ERROR, code="backend_failed").body) + DONE_EVENT

@@ -260,6 +260,11 @@ async def _drain(llm: AsyncLLM, service: Service, stop: StopSignals) -> int:
     """Let running requests finish, then end those that have not; returns the exit code."""
     from shardline.server.errors import interrupted
 
+    service.leaving.set()
+    if delay := service.config.shutdown_delay:
+        logger.info("shutting down: /ready says 503, and requests are taken for %g s more", delay)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.second.wait(), delay)
     llm.drain()
     timeout = service.config.shutdown_timeout
     running = len(service.in_flight)

@@ -39,7 +39,9 @@ def health_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     def answer(healthy: bool) -> Response:
-        state = service.llm.state()
+        state: str = service.llm.state()
+        if state == "ready" and not healthy:
+            state = "leaving"
         alive = service.llm.replicas_alive()
         body = Health(
             state,
@@ -62,8 +64,8 @@ def health_routes(service: Service) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses=_PROBE_ANSWERS)
     async def ready() -> Response:
-        """Whether clients should send new requests here: 503 also while starting, recovering or draining."""
-        return answer(service.llm.state() == "ready")
+        """Whether clients should send new requests here: 503 also while starting, recovering, leaving or draining."""
+        return answer(service.llm.state() == "ready" and not service.leaving.is_set())
 
     @router.get("/ping", responses=_PROBE_ANSWERS)
     @router.post("/ping", responses=_PROBE_ANSWERS)
@@ -143,15 +145,22 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.get("/server_info", responses=json_answers(dict[str, Any]))
     async def server_info(config_format: str = "text") -> Response:
-        """What was asked for when the server started, without secrets; `vllm_config` is text or json."""
+        """What was asked for when the server started, without secrets, and what tokens depend on besides requests.
+
+        `vllm_config` is text or json.
+        """
         if config_format not in ("text", "json"):
             raise bad_request(f"config_format must be text or json, got {config_format!r:.80}.", "config_format")
         config = shown_config(service)
-        body = {
+        body: dict[str, Any] = {
             "vllm_config": config if config_format == "json" else repr(config),
             "vllm_env": {name: value for name, value in env.vllm_variables().items() if "KEY" not in name},
             "system_env": {"version": __version__, "python": sys.version.split()[0]},
         }
+        if service.llm.state() != "starting":
+            contract = service.llm.model.contract
+            own = {"sha256": contract.sha256, "system_fingerprint": contract.fingerprint}
+            body["numeric_contract"] = {**msgspec.structs.asdict(contract), **own}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     return router

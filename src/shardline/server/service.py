@@ -43,6 +43,8 @@ class Service:
     window: Window
     configured_template: ChatTemplate | None = None
     in_flight: InFlight = field(default_factory=InFlight)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server is about to end: it takes requests, and says that new ones should go elsewhere."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""`shardline router`: one address in front of many servers; `shardline router status | add | drain | remove`."""
+"""`shardline router`: one address in front of many servers; `shardline router ACTION` for one that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
 
 _PORT = 9000
-_ACTIONS = ("status", "add", "drain", "undrain", "remove")
+_ACTIONS = ("status", "add", "drain", "undrain", "remove", "rollout")
+_OF_ALL = ("status", "rollout")
+"""Actions that are for no single backend."""
 _OF_SERVER = frozenset(
     {
         "host", "port", "uds", "api_key", "api_key_file", "admin_api_key", "ssl_keyfile", "ssl_certfile",
@@ -32,6 +34,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("action", nargs="?", choices=_ACTIONS, help="ask the router at --url; without it, run one")
     parser.add_argument("backend_url", nargs="?", metavar="URL", help="the backend that an action is for")
     parser.add_argument("--url", default=f"http://127.0.0.1:{_PORT}", help="where the running router is")
+    parser.add_argument(
+        "--restart", metavar="COMMAND", help="rollout: restarts a backend; {host}, {port} and {url} are the backend's"
+    )
+    parser.add_argument(
+        "--step-timeout", type=float, default=600.0, help="rollout: seconds for each step with a backend"
+    )
     add_flags(parser, RouterConfig, "router")
     skip = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in _OF_SERVER]
     add_flags(parser, ServerConfig, "server", skip)
@@ -52,32 +60,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _act(args: argparse.Namespace) -> int:
-    """Carry out an action, and show the fleet.
+    """Carry out an action, and show the fleet; returns the exit code.
 
     Raises:
         ValueError: the router refuses it.
         OSError: there is no router.
+        RuntimeError: a rollout has stopped.
     """
-    if (args.backend_url is None) != (args.action == "status"):
-        raise ValueError("status takes no URL" if args.action == "status" else f"{args.action}: which backend's URL?")
-    import urllib.error
-    import urllib.request
+    if (args.backend_url is None) != (args.action in _OF_ALL):
+        needs_none = args.action in _OF_ALL
+        raise ValueError(f"{args.action} takes no URL" if needs_none else f"{args.action}: which backend's URL?")
+    if (args.restart is None) != (args.action != "rollout"):
+        raise ValueError("rollout needs --restart 'COMMAND {host}', and nothing else takes it")
 
-    body = None if args.backend_url is None else json.dumps({"url": args.backend_url}).encode()
-    request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{args.action}", body)
-    key = getattr(args, "admin_api_key", None)
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
-            status = json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise ValueError(json.load(error)["error"]["message"]) from None
-    except urllib.error.URLError as error:
-        raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None
+    def ask(action: str, backend_url: str | None) -> dict[str, Any]:
+        return _ask(args, action, backend_url)
+
+    if args.action == "rollout":
+        from shardline.router.rollout import roll_out
+
+        roll_out(ask, args.restart, args.step_timeout, lambda line: print(line, flush=True))
+    status = ask("status" if args.action == "rollout" else args.action, args.backend_url)
     print(f"policy {status['policy']}")
     for backend in status["backends"]:
         problem = f"  {backend['problem']}" if backend["problem"] else ""
         models = ", ".join(backend["models"]) or "-"
         print(f"{backend['state']:9s} {backend['requests']:4d} running  {backend['url']}  {models}{problem}")
     return 0
+
+
+def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict[str, Any]:
+    """Have the running router carry out an action; returns its status. Raises as `_act`."""
+    import urllib.error
+    import urllib.request
+
+    body = None if backend_url is None else json.dumps({"url": backend_url}).encode()
+    request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{action}", body)
+    key = getattr(args, "admin_api_key", None)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            status: dict[str, Any] = json.load(answer)
+            return status
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from None
+    except urllib.error.URLError as error:
+        raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None

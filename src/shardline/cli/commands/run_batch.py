@@ -11,7 +11,8 @@ from shardline.config.server import ServerConfig
 _CONNECTION_FIELDS = (
     "uds", "api_key", "api_key_file", "admin_api_key", "ssl_keyfile", "ssl_certfile", "allowed_origins",
     "allow_credentials", "allowed_methods", "allowed_headers", "batch_dir", "batch_dir_bytes",
-    "enable_request_id_headers", "disable_access_log", "root_path", "uvicorn_log_level", "shutdown_timeout",
+    "enable_request_id_headers", "disable_access_log", "root_path", "uvicorn_log_level", "shutdown_delay",
+    "shutdown_timeout",
 )  # fmt: skip
 """The fields of the server for which a batch has no use."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,8 +198,7 @@ class CompletionWriter:
     def __init__(self, service: Service, body: CompletionRequest, response_id: str, texts: Sequence[str]) -> None:
         self._body = body
         self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
-        self._id = response_id
-        self._created = int(time.time())
+        self._id, self._created = body.origin(response_id)
         self._model = service.model_names[0]
         self._fingerprint = service.llm.model.fingerprint
         self._choices_per_prompt = body.n or 1
@@ -487,9 +485,10 @@ def completion_routes(service: Service) -> APIRouter:
             prompt_param="prompt",
             **body.queueing,
             grammar=completion.grammar,
+            resume=body.resume,
         )
         if body.stream:
-            return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
+            return EventStream(generation.mark(writer.write_chunks(generation)), generation, body.ignored_headers)
         async with generation:
             outputs = await generation.wait_finished()
             if body.logprobs is None and body.num_prompt_logprobs is None:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
+from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
 from shardline.server.observer import ObservedRequest
 from shardline.server.openai.protocol import bad_parameter
+from shardline.server.resume import Resume, add_marks
 from shardline.server.service import Service
+from shardline.server.sse import Events
 
 if TYPE_CHECKING:
     from shardline.api.requests import Prompt
@@ -37,13 +40,14 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    __slots__ = ("_llm", "_observed", "_streams", "_timers")
+    __slots__ = ("_llm", "_observed", "_resume", "_streams", "_timers")
 
-    def __init__(self, service: Service, observed: ObservedRequest) -> None:
+    def __init__(self, service: Service, observed: ObservedRequest, resume: Resume | None) -> None:
         self._llm = service.llm
         self._observed = observed
         self._streams: list[RequestStream] = []
         self._timers = observed.timers
+        self._resume = resume
 
     @classmethod
     async def start(
@@ -58,16 +62,18 @@ class Generation:
         cache_salt: str = "",
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        resume: Resume | None = None,
     ) -> Generation:
         """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
 
         `params`: one for all prompts, or one for each.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
-        outputs; empty: there is none.
+        outputs; empty: there is none. `resume`: what another server has sent of the answer; None: `mark` adds none.
 
         Raises:
-            ApiError: 400, a prompt or a parameter is invalid; 429, the queue is full; 503, the engine accepts nothing.
+            ApiError: 400, a prompt or a parameter is invalid; 409, the other server gave other answers; 429, the queue
+                is full; 503, the engine accepts nothing.
         """
         own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         limit, first = service.llm.config.scheduler.max_num_waiting, own[0]
@@ -77,8 +83,12 @@ class Generation:
                 f"most {limit} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
+        so_far: Sequence[PromptSoFar | None] = [None] * len(prompts)
+        if resume is not None:
+            so_far = _check_resume(service, resume, len(prompts)) or so_far
+            resume.id = resume.id or request_id
         observed = service.observer.start(request_id, first)
-        generation = cls(service, observed)
+        generation = cls(service, observed, resume)
         try:
             for index, prompt in enumerate(prompts):
                 if index:
@@ -92,6 +102,7 @@ class Generation:
                     cache_salt=cache_salt,
                     shown_token_ids=shown_token_ids,
                     grammar=grammar,
+                    so_far=so_far[index],
                 )
                 generation._streams.append(stream)
         except BaseException as error:
@@ -102,6 +113,10 @@ class Generation:
             raise answer from error
         observed.admit(generation._streams)
         return generation
+
+    def mark(self, events: Events) -> Events:
+        """The events of the answer, with marks if the request asks for them."""
+        return events if self._resume is None else add_marks(events, self._streams, self._resume)
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -246,6 +261,27 @@ class SentChoice:
         )
 
 
+def _check_resume(service: Service, resume: Resume, num_prompts: int) -> Sequence[PromptSoFar]:
+    """The output so far for each prompt; empty: the answer begins here, and `resume` gets the contract.
+
+    Raises:
+        ApiError: 400, it is of another request; 409, this server would go on with other tokens.
+    """
+    own = service.llm.model.contract.sha256
+    resume.contract = resume.contract or own
+    if resume.contract != own:
+        raise ApiError(
+            409,
+            f"The answer has begun under the numeric contract {resume.contract!r}, and this server's is {own!r}: it "
+            "would go on with other tokens.",
+            param="resume",
+            code="contract_differs",
+        )
+    if len(resume.prompts) not in (0, num_prompts):
+        raise bad_request(f"'resume' has {len(resume.prompts)} prompts, and the request {num_prompts}.", "resume")
+    return resume.prompts
+
+
 def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
     """The answer to a request that was not admitted. None: the error is not meant for clients."""
     if isinstance(error, EngineDraining):
@@ -258,6 +294,8 @@ def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
         return ApiError(
             429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
         )
+    if isinstance(error, RequestDiffers):
+        return ApiError(409, str(error), param="resume", code="request_differs")
     if isinstance(error, ContextLengthExceeded):
         return bad_request(str(error), prompt_param, "context_length_exceeded")
     if isinstance(error, ValueError):

@@ -26,6 +26,8 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     root: str
     parent: None = None
     max_model_len: int
+    numeric_contract: str
+    """Its SHA-256: servers with equal ones give equal answers, see GET /server_info."""
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
@@ -42,7 +44,11 @@ def model_routes(service: Service) -> APIRouter:
     def card(name: str) -> ModelCard:
         llm = service.llm
         return ModelCard(
-            id=name, created=service.created, root=llm.config.model.model, max_model_len=llm.model.max_model_len
+            id=name,
+            created=service.created,
+            root=llm.config.model.model,
+            max_model_len=llm.model.max_model_len,
+            numeric_contract=llm.model.contract.sha256,
         )
 
     def answer(body: ModelCard | ModelList) -> Response:

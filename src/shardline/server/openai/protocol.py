@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
+from shardline.server.resume import Resume, read_resume
 
 T = TypeVar("T")
 
@@ -225,6 +227,8 @@ class SamplingFields(IgnoredFields):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     min_new_tokens: int | None = None
+    resume: Annotated[Any, BeforeValidator(read_resume)] = None
+    """What another server has sent of this stream, see `server.resume.Resume`; for routers."""
 
     def check_supported(self) -> None:
         """Refuse what would change the answer and is not supported.
@@ -236,6 +240,9 @@ class SamplingFields(IgnoredFields):
             self.prompt_logprobs is not None and bool(self.stream),
             "prompt_logprobs",
             "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
+        )
+        refuse_if(
+            self.resume is not None and not self.stream, "resume", "'resume' is for streams: set 'stream' to true."
         )
         if self.logprob_token_ids and not self.reports_logprobs:
             raise bad_request("When using 'logprob_token_ids', 'logprobs' must be set.", "logprob_token_ids")
@@ -299,6 +306,11 @@ class SamplingFields(IgnoredFields):
     def queueing(self) -> dict[str, Any]:
         """The priority and the cache salt, as `Generation.start` takes them."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
+
+    def origin(self, response_id: str) -> tuple[str, int]:
+        """The id of the answer, and when it was created: an answer that goes on has those that it had."""
+        resume: Resume | None = self.resume
+        return (response_id, int(time.time())) if resume is None else (resume.id or response_id, resume.created)
 
     def truncate_prompt(self, token_ids: list[T], most: int | None = None) -> list[T]:
         """The part of a prompt that `truncate_prompt_tokens` leaves.

@@ -13,6 +13,7 @@ from shardline.server.openai.answer_format import AnswerFormat, make_answer_gram
 from shardline.server.openai.chat.request import ChatRequest, EncodedChat
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import ResponseFormat, refuse_if
+from shardline.server.resume import Resume
 from shardline.server.service import Service
 from shardline.text.reasoning_parsers.base import ReasoningParser
 
@@ -46,7 +47,9 @@ class PreparedChat:
             return self.token_ids
         return {"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}
 
-    async def start(self, service: Service, request_id: str, *, priority: int, cache_salt: str) -> Generation:
+    async def start(
+        self, service: Service, request_id: str, *, priority: int, cache_salt: str, resume: Resume | None = None
+    ) -> Generation:
         """Admit the request.
 
         Raises:
@@ -62,6 +65,7 @@ class PreparedChat:
             cache_salt=cache_salt,
             shown_token_ids=self.answer_format.shown_token_ids,
             grammar=self.grammar,
+            resume=resume,
         )
 
 

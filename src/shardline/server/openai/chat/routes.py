@@ -38,9 +38,9 @@ def chat_routes(service: Service) -> APIRouter:
                 has_form=chat.has_form,
             )
             return Response(writer.write_whole(found), headers=body.ignored_headers, media_type="application/json")
-        generation = await chat.start(service, response_id, **body.queueing)
+        generation = await chat.start(service, response_id, **body.queueing, resume=body.resume)
         if body.stream:
-            return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
+            return EventStream(generation.mark(writer.write_chunks(generation)), generation, body.ignored_headers)
         async with generation:
             [output] = await generation.wait_finished()
             if body.logprobs:  # it may take long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from functools import cached_property
@@ -113,8 +112,7 @@ class ChatEnvelope:
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
         self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
-        self._id = response_id
-        self._created = int(time.time())
+        self._id, self._created = body.origin(response_id)
         self._model = service.model_names[0]
         self._fingerprint = service.llm.model.fingerprint
         self._with_ids = bool(body.return_token_ids)

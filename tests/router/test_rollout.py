@@ -1,0 +1,98 @@
+"""A rolling restart of the backends of a router."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.cli.main import main
+from shardline.router.rollout import RolloutFailed, roll_out
+from tests.router.backends import Backend, Site, open_site
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with open_site() as made:
+        yield made
+
+
+def ask(site: Site) -> Any:
+    """Carries out actions as the command does."""
+
+    def carry_out(action: str, url: str | None) -> Any:
+        path = f"/router/{action}"
+        answer = site.client.get(path) if url is None else site.client.post(path, json={"url": url})
+        return answer.raise_for_status().json()
+
+    return carry_out
+
+
+def states(site: Site) -> list[str]:
+    return [backend["state"] for backend in ask(site)("status", None)["backends"]]
+
+
+def test_a_rollout_restarts_one_after_the_other(site: Site, tmp_path: Path) -> None:
+    backends = [site.add_backend() for _ in range(3)]
+    site.start_router()
+    restarted, seen = tmp_path / "restarted", []
+
+    def tell(line: str) -> None:
+        if "echo" in line:  # the backend of this line is about to be restarted
+            seen.append(states(site))
+            backend = backends[len(seen) - 1]
+            backend.ready = 503
+            threading.Timer(0.3, setattr, (backend, "ready", 200)).start()
+
+    roll_out(ask(site), f"echo {{host}} {{port}} {{url}} >> {restarted}", 20.0, tell)
+    lines = [f"127.0.0.1 {backend.url.rpartition(':')[2]} {backend.url}" for backend in backends]
+    assert restarted.read_text().splitlines() == lines
+    assert seen == [[("draining" if index == number else "ready") for index in range(3)] for number in range(3)]
+    assert states(site) == ["ready"] * 3
+
+
+def test_a_rollout_waits_for_requests_in_flight(site: Site) -> None:
+    site.add_backend()
+    site.add_backend()
+    site.start_router()
+    site.fleet.backends[0].num_requests = 1
+    lines: list[str] = []
+    with pytest.raises(RolloutFailed, match="its requests have not ended"):
+        roll_out(ask(site), "true", 0.5, lines.append)
+    assert lines == [f"{site.backends[0].url} gets no new requests"], "it was not restarted"
+
+
+@pytest.mark.parametrize(("command", "problem"), [("exit 3", "exit code 3"), ("sleep 60", "more than 1 s")])
+def test_a_rollout_stops_at_the_first_failure(site: Site, command: str, problem: str) -> None:
+    for _ in range(3):
+        site.add_backend()
+    site.start_router()
+    with pytest.raises(RolloutFailed, match=f"{problem}.*undrain {site.backends[0].url}"):
+        roll_out(ask(site), command, 1.0, lambda line: None)
+    assert states(site) == ["draining", "ready", "ready"]
+
+
+def test_a_rollout_leaves_nobody_without_a_backend(site: Site) -> None:
+    site.add_backend()
+    site.start_router()
+    with pytest.raises(RolloutFailed, match="no other backend is ready"):
+        roll_out(ask(site), "true", 1.0, lambda line: None)
+    assert states(site) == ["ready"]
+
+
+def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    backends: list[Backend] = [site.add_backend(), site.add_backend()]
+    site.start_router()
+    url = f"--url={site.client.base_url}"
+    assert main(["router", "rollout", url, "--restart", "true {host}"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"{backend.url} is ready again" in output for backend in backends)
+    assert main(["router", "rollout", url, "--restart", "false"]) == 1
+    assert "exit code 1" in capsys.readouterr().err
+    assert main(["router", "rollout", url]) == 2
+    assert main(["router", "status", url, "--restart", "true"]) == 2
+    assert main(["router", "rollout", "http://a", url, "--restart", "true"]) == 2
+    assert "rollout takes no URL" in capsys.readouterr().err
