@@ -15,7 +15,7 @@ from typing import Any
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.openai.batch.chat import BatchedChatRequest
 from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.completions import CompletionRequest
+from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.embeddings import EmbeddingRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest

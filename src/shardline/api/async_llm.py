@@ -51,6 +51,11 @@ class ReadyModel:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What it can be asked for: to generate, or those of its pooler."""
+        return ("generate",) if self.pooler is None else self.pooler.tasks
+
 
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.

@@ -23,20 +23,24 @@ from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
 from shardline.server.keys import ApiKeys, AuthMiddleware
-from shardline.server.load_report import LoadReportMiddleware
-from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
+from shardline.server.middleware import (
+    AccessMiddleware,
+    BodyLimitMiddleware,
+    InFlightMiddleware,
+    LoadReportMiddleware,
+    SlashMiddleware,
+)
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
 from shardline.server.openai.chat.routes import chat_routes
-from shardline.server.openai.completions import completion_routes
+from shardline.server.openai.completions.routes import completion_routes
 from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.operations import admin_routes, health_routes
 from shardline.server.pooling.generative import generative_scoring_routes
-from shardline.server.pooling.request import RunnerChecks
 from shardline.server.pooling.routes import pooling_routes
 from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.generate import generate_routes
@@ -77,8 +81,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
-    ready, checks = Depends(service.require_ready), RunnerChecks(service)
-    generates, pools = [ready, Depends(checks.generates)], [ready, Depends(checks.pools)]
+    ready = Depends(service.require_ready)
+    generates, pools = [ready, Depends(service.require_generation)], [ready, Depends(service.refuse_generator)]
     app.include_router(model_routes(service), dependencies=[ready])
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:

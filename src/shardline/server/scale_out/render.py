@@ -16,9 +16,8 @@ from shardline.server.answer_schema import json_answers
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.prepare import PreparedChat, prepare_chat
-from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.completions import CompletionRequest, prepare_completion
+from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
+from shardline.server.openai.completions.request import CompletionRequest, prepare_completion
 from shardline.server.openai.protocol import SamplingFields, refuse_if
 from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.openai.responses.routes import prepare_response

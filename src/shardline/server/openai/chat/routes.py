@@ -10,8 +10,7 @@ from starlette.responses import Response
 from shardline.server.answer_schema import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.beams import search_beams
-from shardline.server.openai.chat.prepare import prepare_chat
-from shardline.server.openai.chat.request import ChatRequest
+from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream

@@ -10,16 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
-from shardline.server.openai.chat.request import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatMessage,
-    ConversationFields,
-    FunctionDefinition,
-    Tool,
-    read_effort,
+from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
+from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
+from shardline.server.openai.protocol import (
+    CHAT_AND_COMPLETION_FIELDS,
+    RequestModel,
+    ResponseFormat,
+    SamplingFields,
+    check_metadata,
+    refuse_if,
 )
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
 
 T = TypeVar("T")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -254,14 +254,7 @@ class ResponsesRequest(SamplingFields):
         self.check_supported()
         refuse_if(self.n not in (None, 1), "n", "A response has one answer: leave out 'n'.")
         refuse_if(self.response_format is not None, "response_format", "Use 'text.format' instead.")
-        for name in (
-            "return_token_ids",
-            "return_metrics",
-            "logits_digest",
-            "prompt_logprobs",
-            "logprob_token_ids",
-            "use_beam_search",
-        ):
+        for name in CHAT_AND_COMPLETION_FIELDS:
             refuse_if(
                 getattr(self, name) not in (None, False),
                 name,
