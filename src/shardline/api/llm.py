@@ -53,7 +53,7 @@ def _of_pooled(
     """A method of LLM that is one of its `PooledBatches`."""
 
     @functools.wraps(method)
-    def call(llm: LLM, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(llm: LLM, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         # Made for each call: kept, it would hold a reference to the LLM, and deleting that closes it.
         return method(PooledBatches(llm._text.pooler, llm._builder, llm._run_batch), *args, **kwargs)
 
