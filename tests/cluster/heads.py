@@ -6,9 +6,10 @@ import queue
 import selectors
 import threading
 
-from shardline.channel import FrameSocket, run_callbacks
 from shardline.cluster import wire
+from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.wire import HeadSocket
+from shardline.handshake import run_callbacks
 
 
 class FakeHead:

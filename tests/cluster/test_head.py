@@ -15,7 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from shardline import __version__
-from shardline.channel import Channel, FrameSocket
+from shardline.channel import Channel
+from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.head import Head
 from shardline.cluster.node import Node, UnreadableMessage, tell_head
 from shardline.cluster.wire import NodeSocket

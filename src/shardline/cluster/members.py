@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardline.channel import FrameSocket
+from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.wire import send
 from shardline.messages.node import Join, StartHead
 

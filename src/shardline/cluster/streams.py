@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from shardline.channel import FrameSocket
+from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.members import Member, Members
 from shardline.cluster.node_processes import last_words
 from shardline.deployment.deployment import Deployment

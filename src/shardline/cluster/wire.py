@@ -15,17 +15,10 @@ from pathlib import Path
 import msgspec
 
 from shardline import env
-from shardline.channel import (
-    MAX_FRAME_BYTES,
-    READ_BYTES,
-    Connection,
-    FrameSocket,
-    HandshakeRefused,
-    Listener,
-    connect,
-    run_callbacks,
-)
+from shardline.channel import MAX_FRAME_BYTES
+from shardline.cluster.frame_socket import READ_BYTES, FrameSocket
 from shardline.config.cluster import ClusterConfig
+from shardline.handshake import Connection, HandshakeRefused, Listener, connect, run_callbacks
 
 BEAT_SECONDS = 1.0
 """Seconds between two beats of a node or its head."""

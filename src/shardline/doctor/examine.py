@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shardline.channel import FrameSocket, HandshakeRefused, run_callbacks
+from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.links import answer
 from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
@@ -20,6 +20,7 @@ from shardline.doctor.checks import check_cluster, check_node
 from shardline.doctor.deployment import check_deployment
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
+from shardline.handshake import HandshakeRefused, run_callbacks
 from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
 
 _LINKS_SECONDS = 7.0
