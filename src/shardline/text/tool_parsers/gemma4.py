@@ -70,7 +70,7 @@ rest: function {rules.mark(_END)}
                 write("}")
                 return True
             key: list[str] = []
-            if not (yield from reader.take_literal(_QUOTE)):
+            if not (yield from reader.take_mark(_QUOTE)):
                 key.append((yield from read_word(reader, _BARE, _BARE)).strip())
             elif not (yield from reader.copy_until((_QUOTE,), key.append)):
                 return False
@@ -87,7 +87,7 @@ rest: function {rules.mark(_END)}
     def _copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        if (yield from reader.take_literal(_QUOTE)):
+        if (yield from reader.take_mark(_QUOTE)):
             write('"')
             end = yield from reader.copy_until((_QUOTE,), lambda text: write(as_json(text)[1:-1]))
             write('"' if end else "")

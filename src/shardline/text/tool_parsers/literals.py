@@ -174,6 +174,8 @@ def copy_list(
         if (yield from reader.take_literal(end)):
             write("]")
             return True
+        if not (yield from reader.peek()):
+            return False
         write(between)
         if not (yield from copy_value()):
             return False
@@ -191,6 +193,8 @@ def _copy_dict(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
         if (yield from reader.take_literal("}")):
             write("}")
             return True
+        if not (yield from reader.peek()):
+            return False
         write(between)
         key: list[str] = []
         if not (yield from copy_literal(reader, key.append)):
