@@ -7,8 +7,7 @@ import selectors
 import threading
 
 from shardline.cluster import wire
-from shardline.cluster.frame_socket import FrameSocket
-from shardline.cluster.wire import HeadSocket
+from shardline.cluster.wire import FrameSocket, HeadSocket
 from shardline.handshake import run_callbacks
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from shardline.cluster.frame_socket import FrameSocket
+from shardline.cluster.wire import FrameSocket
 from shardline.messages.node import Join, StartHead
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from shardline import handshake
 from shardline.cluster import wire
-from shardline.cluster.frame_socket import FrameSocket
-from shardline.cluster.wire import NodeSocket, connect_to_head
+from shardline.cluster.wire import FrameSocket, NodeSocket, connect_to_head
 from shardline.handshake import HandshakeRefused, connect
 from tests.cluster.heads import FakeHead
 

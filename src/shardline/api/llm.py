@@ -29,8 +29,8 @@ from shardline.api.pooled_batches import PooledBatches
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt, as_prompts
 from shardline.config.engine import EngineConfig
-from shardline.config.structured_outputs import read_structured_outputs_config
-from shardline.config.vllm_variables import note_variables, options_from_variables
+from shardline.config.server import read_structured_outputs_config
+from shardline.config.vllm import note_variables, options_from_variables
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shardline.cluster.frame_socket import FrameSocket
 from shardline.cluster.links import answer
-from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
+from shardline.cluster.wire import FrameSocket, HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.doctor.checks import check_cluster, check_node

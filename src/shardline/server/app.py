@@ -35,7 +35,6 @@ from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
 from shardline.server.openai.chat.routes import chat_routes
 from shardline.server.openai.completions.routes import completion_routes
-from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
@@ -92,7 +91,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ):  # fmt: skip
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
-        for routes in (embedding_routes, pooling_routes, score_routes):
+        for routes in (pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
     app.state.batches = None if config.tokens_only else start_batches(app, service)
     app.include_router(batch_routes(app.state.batches))

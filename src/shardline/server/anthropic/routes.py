@@ -11,9 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline.server.answer_schema import json_answers
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter, error_body
+from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import EncodedChat

@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shardline.sampling_params import SamplingParams
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt

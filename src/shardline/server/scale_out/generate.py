@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
 from shardline.messages.request import TokenLogprobs
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.middleware import REQUEST_ID

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from starlette.responses import Response, StreamingResponse
 
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import ChatMessage
