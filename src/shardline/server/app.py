@@ -33,11 +33,10 @@ from shardline.server.middleware import (
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
-from shardline.server.openai.chat.routes import chat_routes
-from shardline.server.openai.completions.routes import completion_routes
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
+from shardline.server.openai.routes import generating_routes
 from shardline.server.operations import admin_routes, health_routes
 from shardline.server.pooling.generative import generative_scoring_routes
 from shardline.server.pooling.routes import pooling_routes
@@ -86,9 +85,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
-        for routes in (
-            completion_routes, chat_routes, batched_chat_routes, response_routes, message_routes, render_routes,
-        ):  # fmt: skip
+        for routes in (generating_routes, batched_chat_routes, response_routes, message_routes, render_routes):
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
         for routes in (pooling_routes, score_routes):

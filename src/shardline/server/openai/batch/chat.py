@@ -73,10 +73,12 @@ def batched_chat_routes(service: Service) -> APIRouter:
             ]
             answers = []
             for chat, answer, generation in zip(chats, prepared, generations, strict=True):
-                [output] = await generation.wait_finished()
+                outputs = await generation.wait_finished()
                 writer = ChatWriter(service, chat, response_id, answer.answer_format)
                 answers.append(
-                    await asyncio.to_thread(writer.write_whole, output) if chat.logprobs else writer.write_whole(output)
+                    await asyncio.to_thread(writer.write_whole, outputs)
+                    if writer.takes_long
+                    else writer.write_whole(outputs)
                 )
         return Response(
             await asyncio.to_thread(_join, answers), headers=body.ignored_headers, media_type="application/json"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardline.api.requests import MixedPrompt
+from shardline.api.requests import Prompt
 from shardline.messages.request import PromptEmbeds
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
@@ -146,11 +146,11 @@ class PreparedChat:
         return bool(self.grammar)
 
     @property
-    def prompt(self) -> list[int] | MixedPrompt:
-        """The prompt as the engine takes it."""
+    def prompts(self) -> list[Prompt]:
+        """The one prompt as the engine takes it."""
         if self.embeds is None:
-            return self.token_ids
-        return {"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}
+            return [self.token_ids]
+        return [{"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}]
 
     async def start(self, service: Service, request_id: str, *, priority: int, cache_salt: str) -> Generation:
         """Admit the request.
@@ -160,7 +160,7 @@ class PreparedChat:
         """
         return await Generation.start(
             service,
-            [self.prompt],
+            self.prompts,
             self.params,
             request_id=request_id,
             prompt_param=self.param,

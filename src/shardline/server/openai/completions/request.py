@@ -11,10 +11,11 @@ import msgspec
 from pydantic import Field
 
 from shardline.api.prompt_embeds import join_parts
-from shardline.api.requests import MixedPrompt
+from shardline.api.requests import MixedPrompt, Prompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.text.tokenizer import Tokenizer
@@ -155,13 +156,37 @@ class PreparedCompletion:
     """A completion request as the engine takes it."""
 
     params: SamplingParams
-    prompts: list[list[int] | MixedPrompt]
+    prompts: list[Prompt]
     echoes: list[str]
     """For each prompt, the text to repeat before the output; empty without `echo`."""
     texts: list[str | None]
     """For each prompt, its text; None: it was given as token ids."""
     grammar: str
     """Of the outputs; empty: they may be any text."""
+    param = "prompt"
+    """The field of the request with the prompts."""
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the outputs cannot be any text."""
+        return bool(self.grammar)
+
+    async def start(self, service: Service, request_id: str, *, priority: int, cache_salt: str) -> Generation:
+        """Admit the request.
+
+        Raises:
+            ApiError: see `Generation.start`.
+        """
+        return await Generation.start(
+            service,
+            self.prompts,
+            self.params,
+            request_id=request_id,
+            prompt_param=self.param,
+            priority=priority,
+            cache_salt=cache_salt,
+            grammar=self.grammar,
+        )
 
 
 async def prepare_completion(service: Service, body: CompletionRequest) -> PreparedCompletion:
