@@ -11,8 +11,7 @@ from pathlib import Path
 
 from shardline.cli.flags import Parser, add_engine_flags, add_flags
 from shardline.config.server import ServerConfig
-from shardline.config.vllm_options import vllm_options
-from shardline.config.vllm_variables import variable_table
+from shardline.config.vllm import variable_table, vllm_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "from-vllm.md"

@@ -15,7 +15,7 @@ from huggingface_hub import errors
 
 from shardline.checkpoints import hub
 from shardline.checkpoints.hub import resolve_model, resolve_tokenizer
-from shardline.config.hub_access import HubAccess
+from shardline.config.engine import HubAccess
 from tests.models.checkpoints import make_checkpoint
 
 

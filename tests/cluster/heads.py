@@ -6,9 +6,9 @@ import queue
 import selectors
 import threading
 
-from shardline.channel import FrameSocket, run_callbacks
 from shardline.cluster import wire
-from shardline.cluster.wire import HeadSocket
+from shardline.cluster.wire import FrameSocket, HeadSocket
+from shardline.handshake import run_callbacks
 
 
 class FakeHead:

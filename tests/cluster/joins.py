@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from shardline.channel import FrameSocket
+from shardline.cluster.wire import FrameSocket
 from shardline.messages.node import Join, StartHead
 
 

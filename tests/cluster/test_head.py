@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from shardline import __version__
-from shardline.channel import Channel, FrameSocket
+from shardline.channel import Channel
 from shardline.cluster.head import Head
 from shardline.cluster.node import Node, UnreadableMessage, tell_head
-from shardline.cluster.wire import NodeSocket
+from shardline.cluster.wire import FrameSocket, NodeSocket
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Machine
 from shardline.messages.node import (

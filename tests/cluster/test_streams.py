@@ -9,8 +9,8 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.channel import run_callbacks
 from shardline.cluster.streams import Streams
+from shardline.handshake import run_callbacks
 from shardline.messages.node import Stream
 
 STREAM = Stream(0, 1, 7)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from shardline import channel
-from shardline.channel import FrameSocket, HandshakeRefused, connect
+from shardline import handshake
 from shardline.cluster import wire
-from shardline.cluster.wire import NodeSocket, connect_to_head
+from shardline.cluster.wire import FrameSocket, NodeSocket, connect_to_head
+from shardline.handshake import HandshakeRefused, connect
 from tests.cluster.heads import FakeHead
 
 TOKEN = "the-token-of-this-test-1"
@@ -115,7 +115,7 @@ def test_a_program_of_another_protocol_is_refused(port: int) -> None:
     def answer() -> None:
         for _ in range(wire._REFUSALS):
             connection, _ = other.accept()
-            assert connection.recv(16, socket.MSG_WAITALL) == channel._MAGIC
+            assert connection.recv(16, socket.MSG_WAITALL) == handshake._MAGIC
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             connections.append(connection)
 
@@ -139,7 +139,7 @@ def test_a_program_that_plays_the_head_learns_and_gets_nothing(port: int) -> Non
             nonlocal received
             connection, _ = other.accept()
             with connection:
-                connection.sendall(channel._MAGIC + secrets.token_bytes(32))
+                connection.sendall(handshake._MAGIC + secrets.token_bytes(32))
                 received = connection.recv(176, socket.MSG_WAITALL)
                 connection.sendall(received[-32:])
                 received += connection.recv(1 << 16)
@@ -164,7 +164,7 @@ def test_two_connections_have_two_keys(port: int) -> None:
     """Who hears both, and learns the token later, has neither."""
     seals = []
     selector = selectors.DefaultSelector()
-    listener = channel.Listener(
+    listener = handshake.Listener(
         selector, "127.0.0.1", port, b"s" * 16, {"x"}.__contains__, lambda _, got: seals.append(got)
     )
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_two_connections_have_two_keys(port: int) -> None:
         )
         thread.start()
         while thread.is_alive():
-            channel.run_callbacks(selector, 0.01)
+            handshake.run_callbacks(selector, 0.01)
         thread.join()
     listener.close()
     selector.close()
@@ -185,7 +185,7 @@ def test_two_connections_have_two_keys(port: int) -> None:
 
 def test_random_and_truncated_bytes_reach_nobody(head: FakeHead, port: int) -> None:
     rng = random.Random(5)
-    greeting = channel._MAGIC + b"node".ljust(96, b"\0")
+    greeting = handshake._MAGIC + b"node".ljust(96, b"\0")
     for number in range(200):
         source = (f"127.0.1.{1 + number % 250}", 0)  # one address has too few ports
         with socket.create_connection(("127.0.0.1", port), source_address=source) as client:

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from shardline.config.engine import EngineConfig, option_names
+from shardline.config.fields import format_bytes, parse_bytes, parse_count
 from shardline.config.topology import RankGrid
-from shardline.config.units import format_bytes, parse_bytes, parse_count
 
 
 def test_every_option_lands_where_it_belongs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from shardline.cli.flags import engine_config
 from shardline.cli.main import build_parser
 from shardline.config.engine import EngineConfig, _long_aliases, option_names
-from shardline.config.vllm_options import vllm_options
+from shardline.config.vllm import vllm_options
 
 SERVE_FLAGS: dict[str, str] = json.loads((Path(__file__).parent / "vllm_serve_flags.json").read_text())
 """Each flag of `vllm serve` of 0.32, and what follows it, as vLLM's parser says."""

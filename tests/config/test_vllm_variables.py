@@ -10,7 +10,7 @@ import pytest
 
 from shardline.cli.flags import engine_config
 from shardline.cli.main import build_parser
-from shardline.config.vllm_variables import find_variable, note_variables, options_from_variables, variable_table
+from shardline.config.vllm import find_variable, note_variables, options_from_variables, variable_table
 
 NAMES: list[str] = json.loads((Path(__file__).parent / "vllm_variables.json").read_text())
 """Every VLLM_* variable of 0.32, as vLLM's table of them says."""

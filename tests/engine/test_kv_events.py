@@ -34,6 +34,8 @@ def test_an_index_that_follows_the_events_knows_what_the_cache_has(groups, tier_
     kv = engine.scheduler.kv
     kv.log_events()
     index, hits = KVIndex(), 0
+    assert kv.events is not None
+    assert kv._hasher is not None
     starts = [[draw.randrange(9) for _ in range(24)] for _ in range(4)]
     for number in range(80):
         prompt = [*draw.choice(starts)[: draw.choice([8, 16, 24])], *(draw.randrange(9) for _ in range(9))]

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from shardline import channel
+from shardline import handshake
 from shardline.cluster import links
 from shardline.cluster.wire import NodeSocket
 from shardline.runtime.parallel.rendezvous import LocalStore, Meeting, connect_ranks
@@ -46,7 +46,7 @@ def handshake_frame(purpose: str, rng: random.Random) -> bytes:
     frame = rng.randbytes(rng.choice((0, 1, 31, 175, 176, 176, 176, 300)))
     if len(frame) < 176 or rng.randrange(10) == 0:
         return frame
-    greeting = channel._MAGIC + purpose.encode().ljust(96, b"\0")
+    greeting = handshake._MAGIC + purpose.encode().ljust(96, b"\0")
     return (greeting + frame[len(greeting) :])[: rng.choice((rng.randrange(1, 176), 176, 176, 176, 300))]
 
 
@@ -116,7 +116,7 @@ def serve_link() -> Iterator[tuple[int, Callable[[], bool]]]:
     port = links._listen("127.0.0.1", _KEY)
 
     def serves() -> bool:
-        sock, _ = channel.connect("127.0.0.1", port, _KEY, "link", 5.0)
+        sock, _ = handshake.connect("127.0.0.1", port, _KEY, "link", 5.0)
         with sock:
             sock.sendall(b"p")
             return sock.recv(1) == b"p"
@@ -183,7 +183,7 @@ def attack(port: int, make_frame: Callable[[random.Random], bytes], count: int, 
         with contextlib.suppress(OSError):
             answer = connection.recv(256)
             assert not answer.startswith(b"HTTP/1.1 2"), "a frame was accepted"
-            assert not answer.startswith(channel._MAGIC) or len(answer) <= 48, "a frame was answered with a proof"
+            assert not answer.startswith(handshake._MAGIC) or len(answer) <= 48, "a frame was answered with a proof"
         connection.close()
 
     for number in range(count):

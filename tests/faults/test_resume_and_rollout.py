@@ -201,7 +201,7 @@ def test_a_rollout_under_load_has_no_error(site: Site, undisturbed: list[dict[st
     is_over = threading.Event()
 
     def load(index: int) -> list[tuple[int, dict[str, Any]]]:
-        said = []
+        said: list[tuple[int, dict[str, Any]]] = []
         while not is_over.is_set():
             number = (index + len(said)) % len(REQUESTS)
             said.append((number, joined(site.stream(*REQUESTS[number]))))

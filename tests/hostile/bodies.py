@@ -17,12 +17,11 @@ from pydantic import BaseModel
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.openai.batch.chat import BatchedChatRequest
 from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.completions import CompletionRequest
-from shardline.server.openai.embeddings import EmbeddingRequest
+from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.pooling.generative import GenerativeScoringRequest
-from shardline.server.pooling.routes import ClassificationRequest, PoolingRequest
+from shardline.server.pooling.routes import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from shardline.server.pooling.scores import RerankRequest, ScoreRequest
 from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas

@@ -6,6 +6,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -118,7 +119,8 @@ def test_a_slow_replica_gets_less_and_not_more() -> None:
 
 def test_conversations_keep_their_homes_whoever_else_comes_and_goes() -> None:
     """Ties that rotate lose sessions (vllm#52463)."""
-    fleet, homes = Fleet("least_work", (0.001,) * 4), {}
+    fleet = Fleet("least_work", (0.001,) * 4)
+    homes: dict[int, int] = {}
     for turn in range(12):
         for name in range(10):
             home = fleet.send(1000.0 * turn + 50 * name, text(name, 3 + turn), 1.0)
@@ -127,7 +129,8 @@ def test_conversations_keep_their_homes_whoever_else_comes_and_goes() -> None:
 
 
 def test_short_prompts_of_a_session_stay_together() -> None:
-    router, homes = Router("least_work"), {}
+    router = Router("least_work")
+    homes: dict[Any, int] = {}
     for turn in range(5):
         for number in range(8):
             idle = [ReplicaLoad(0, 0, index, 8) for index in range(4)]
@@ -177,7 +180,8 @@ def test_what_a_cache_has_lost_is_forgotten_with_all_that_is_older() -> None:
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.tuples(*[st.integers(0, 12)] * 3)), max_size=25))
 def test_the_choice_equals_brute_force(arrivals) -> None:
-    router, sent = Router("least_work"), [set(), set(), set()]
+    router = Router("least_work")
+    sent: list[set[Any]] = [set(), set(), set()]
     for numbers, counts in arrivals:
         prompt = b"".join(text(number, 1) for number in numbers)
         loads = [ReplicaLoad(count, 10 * count, index, 6) for index, count in enumerate(counts)]

@@ -16,7 +16,7 @@ from scripts.from_vllm import PAGE, same_flags, with_tables
 
 from shardline.cli.flags import engine_config
 from shardline.cli.main import build_parser
-from shardline.config.vllm_options import vllm_options
+from shardline.config.vllm import vllm_options
 from tests.e2e.serving import serve
 
 TEXT = PAGE.read_text(encoding="utf-8")

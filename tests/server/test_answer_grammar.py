@@ -11,8 +11,9 @@ import tokenizers
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.server.errors import ApiError
-from shardline.server.openai.answer_format import AnswerFormat, make_answer_grammar
-from shardline.server.openai.chat.request import FunctionDefinition, ToolUse
+from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.chat.tools import FunctionDefinition, ToolUse
 from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
 from shardline.structured.compiler import GrammarCompiler

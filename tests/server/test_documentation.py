@@ -11,7 +11,7 @@ from openai.resources.completions import Completions
 from openai.resources.responses import Responses
 
 from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.completions import CompletionRequest
+from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.protocol import IgnoredFields
 from shardline.server.openai.responses.request import ResponsesRequest
 

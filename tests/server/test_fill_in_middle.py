@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardline.server.openai.fill_in_middle import middle_prompt
+from shardline.server.openai.completions.request import middle_prompt
 from tests.text.builders import byte_level_json, tokenizer
 
 

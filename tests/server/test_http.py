@@ -490,7 +490,7 @@ def test_a_crash_is_an_answer_with_a_name_and_keeps_the_connection(
 
     with serve() as running, running.http() as http:
         with monkeypatch.context() as patch:
-            patch.setattr("shardline.server.openai.completions.CompletionRequest.check", crash)
+            patch.setattr("shardline.server.openai.completions.request.CompletionRequest.check", crash)
             answer = http.post("/v1/completions", json={"prompt": "Hi"})
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

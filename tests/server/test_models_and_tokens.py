@@ -6,7 +6,8 @@ import pytest
 
 from shardline.config.server import ServerConfig
 from shardline.messages.request import TokenLogprobs
-from shardline.server.openai.answer_parts import CompletionLogprobsWriter, TokenPieces, chat_logprobs
+from shardline.server.openai.answer_parts import TokenPieces, chat_logprobs
+from shardline.server.openai.completions.writer import CompletionLogprobsWriter
 from tests.server.conftest import serve
 from tests.server.fake_engine import MAX_MODEL_LEN
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json, tokenizer

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
-from shardline.server.openai.chat.request import _warn_of_unknown_format
+from shardline.server.openai.chat.tools import _warn_of_unknown_format
 from tests.server.conftest import Running, serve
 
 TEMPLATE = (

@@ -70,6 +70,14 @@ def test_calls_are_read(name: str, write, data: st.DataObject) -> None:
     assert parse(text, name, most_places=40) == Answer(calls=calls)
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('<|tool_call>call:f{a:[<|"|>x<|"|>', '{"a": ["x"'), ('<|tool_call>call:f{a:1,<|"|', '{"a": 1')],
+)
+def test_what_is_cut_within_values_of_gemma_adds_nothing(text: str, arguments: str) -> None:
+    assert parse(text, "gemma4", cut=True) == Answer(calls=[("f", arguments)])
+
+
 @in_every_form
 @settings(deadline=None, max_examples=10)
 @given(data=st.data(), cut=st.integers(0, 200))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.detokenizer import WindowDetokenizer, make_detokenizer
+from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
+from shardline.text.window_detokenizer import WindowDetokenizer
 from tests.text import builders
 
 BYTE_LEVEL = builders.tokenizer(builders.byte_level_json())

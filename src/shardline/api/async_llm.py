@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardline.api.beam_search import BeamSearch, step_params
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
@@ -24,7 +22,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.stats import EngineStats
 from shardline.messages.worker import RankReport
-from shardline.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -58,6 +56,11 @@ class ReadyModel:
     """What becomes of prompts that are not continued; None: prompts are continued."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What it can be asked for: to generate, or those of its pooler."""
+        return ("generate",) if self.pooler is None else self.pooler.tasks
 
 
 class AsyncLLM:
@@ -163,19 +166,19 @@ class AsyncLLM:
             QueueFull: too many requests are waiting (429).
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
-        model = self._require_open()
+        model = self.require_open()
         text, ids, embeds = model.builder.split_prompt(prompt)
         if ids is None:
             assert text is not None
             ids = await model.builder.require_tokenizer().encode_text_async(text)
-            self._require_open()
+            self.require_open()
         if request_id is None:
             request_id = secrets.token_hex(12)
         if request_id in model.streams:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
         if params.structured_outputs is not None and not grammar:
             grammar = await self.grammars.write_grammar(params.structured_outputs)
-            self._require_open()
+            self.require_open()
         request = model.builder.build_from_ids(
             request_id,
             text,
@@ -211,55 +214,6 @@ class AsyncLLM:
                     yield deltas.take(output)
                 elif kind is RequestOutputKind.CUMULATIVE or output.finished:
                     yield output
-
-    async def beam_search(
-        self,
-        prompt: Prompt,
-        params: BeamSearchParams,
-        *,
-        request_id: str,
-        top_logprobs: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> RequestOutput:
-        """The likeliest outputs of a prompt as choices, best first; `top_logprobs`: see `BeamSearch.choices`.
-
-        Raises:
-            RuntimeError: a step has failed.
-            ValueError, QueueFull, EngineDead, EngineDraining, EngineRecovering: see `submit`.
-        """
-        model = self._require_open()
-        tokenizer = model.builder.require_tokenizer()
-        text, ids, embeds = model.builder.split_prompt(prompt)
-        if embeds is not None:
-            raise ValueError("prompt_embeds are not supported with beam search")
-        if ids is None:
-            assert text is not None
-            ids = await tokenizer.encode_text_async(text)
-        search = BeamSearch(ids, params, model.builder.eos_token_ids, model.max_model_len)
-        sampling = step_params(params, self.config.model.seed)
-        for step in itertools.count():
-            if step and search.is_over:
-                break
-            async with contextlib.AsyncExitStack() as stack:
-                streams = []
-                for index, beam in enumerate(search.prompts()):
-                    name = f"{request_id}-{step}-{index}"
-                    stream = await self.submit(
-                        beam, sampling, request_id=name, priority=priority, cache_salt=cache_salt
-                    )
-                    streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
-                for stream in streams:
-                    async for _ in stream:
-                        pass
-            search.advance([stream.output.outputs[0] for stream in streams])
-        return RequestOutput(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=ids,
-            outputs=search.choices(tokenizer, top_logprobs),
-            decode=tokenizer.token_text,
-        )
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
@@ -319,7 +273,12 @@ class AsyncLLM:
                 self._ready.chat_template.close()
         await asyncio.get_running_loop().run_in_executor(None, self._replicas.close)
 
-    def _require_open(self) -> ReadyModel:
+    def require_open(self) -> ReadyModel:
+        """What the engine serves.
+
+        Raises:
+            EngineDead, EngineDraining: it accepts no requests.
+        """
         if self.dead_reason:
             raise EngineDead(self.dead_reason)
         if self._draining:

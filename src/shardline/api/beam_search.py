@@ -1,20 +1,25 @@
 """Beam search: the likeliest outputs of a prompt, found a token at a time with the log probabilities of many tokens.
 
-Each beam is a request of one token, whose prompt is all tokens so far; the prefix cache has most of it. Nothing here
-runs requests: `LLM` and `AsyncLLM` do.
+Each beam is a request of one token, whose prompt is all tokens so far; the prefix cache has most of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from shardline.api.outputs import CompletionOutput, Logprob, logprobs_by_token
+from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
+from shardline.api.requests import Prompt
 from shardline.messages.request import TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from shardline.api.async_llm import AsyncLLM
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,54 @@ def run_searches(
         for search, own in zip(running, prompts, strict=True):
             search.advance(outputs[: len(own)])
             del outputs[: len(own)]
+
+
+async def search_async(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    params: BeamSearchParams,
+    *,
+    request_id: str,
+    top_logprobs: int | None = None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> RequestOutput:
+    """The likeliest outputs of a prompt as choices, best first; `top_logprobs`: see `BeamSearch.choices`.
+
+    Raises:
+        RuntimeError: a step has failed.
+        ValueError, QueueFull, EngineDead, EngineDraining, EngineRecovering: see `AsyncLLM.submit`.
+    """
+    model = llm.require_open()
+    tokenizer = model.builder.require_tokenizer()
+    text, ids, embeds = model.builder.split_prompt(prompt)
+    if embeds is not None:
+        raise ValueError("prompt_embeds are not supported with beam search")
+    if ids is None:
+        assert text is not None
+        ids = await tokenizer.encode_text_async(text)
+    search = BeamSearch(ids, params, model.builder.eos_token_ids, model.max_model_len)
+    sampling = step_params(params, llm.config.model.seed)
+    for step in itertools.count():
+        if step and search.is_over:
+            break
+        async with contextlib.AsyncExitStack() as stack:
+            streams = []
+            for index, beam in enumerate(search.prompts()):
+                name = f"{request_id}-{step}-{index}"
+                stream = await llm.submit(beam, sampling, request_id=name, priority=priority, cache_salt=cache_salt)
+                streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
+            for stream in streams:
+                async for _ in stream:
+                    pass
+        search.advance([stream.output.outputs[0] for stream in streams])
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=ids,
+        outputs=search.choices(tokenizer, top_logprobs),
+        decode=tokenizer.token_text,
+    )
 
 
 def step_params(params: BeamSearchParams, seed: int) -> SamplingParams:

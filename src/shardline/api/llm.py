@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import queue
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -24,12 +25,12 @@ from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import CompletionOutput, RequestOutput
-from shardline.api.pooled_batches import PoolingMethods
+from shardline.api.pooled_batches import PooledBatches
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt, as_prompts
 from shardline.config.engine import EngineConfig
-from shardline.config.structured_outputs import read_structured_outputs_config
-from shardline.config.vllm_variables import note_variables, options_from_variables
+from shardline.config.server import read_structured_outputs_config
+from shardline.config.vllm import note_variables, options_from_variables
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
@@ -42,7 +43,24 @@ from shardline.text.transformers_tokenizer import TransformersTokenizer
 logger = logging.getLogger(__name__)
 
 
-class LLM(PoolingMethods):
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _of_pooled(
+    method: Callable[Concatenate[PooledBatches, Arguments], Result],
+) -> Callable[Concatenate[LLM, Arguments], Result]:
+    """A method of LLM that is one of its `PooledBatches`."""
+
+    @functools.wraps(method)
+    def call(llm: LLM, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Made for each call: kept, it would hold a reference to the LLM, and deleting that closes it.
+        return method(PooledBatches(llm._text.pooler, llm._builder, llm._run_batch), *args, **kwargs)
+
+    return call
+
+
+class LLM:
     """An engine for batches of prompts.
 
     The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2, and
@@ -227,6 +245,11 @@ class LLM(PoolingMethods):
         for first in range(0, len(searches), each):
             run_searches(searches[first : first + each], run_step)
         return [search.output(self._builder.require_tokenizer()) for search in searches]
+
+    encode = _of_pooled(PooledBatches.encode)
+    embed = _of_pooled(PooledBatches.embed)
+    classify = _of_pooled(PooledBatches.classify)
+    score = _of_pooled(PooledBatches.score)
 
     def enqueue(
         self,

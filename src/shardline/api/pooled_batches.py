@@ -1,12 +1,12 @@
-"""The methods of LLM for models that embed or classify: encode, embed, classify and score."""
+"""Batches of prompts for models that embed or classify: encode, embed, classify and score."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardline.api.batch import MakeBar, RequestTimes
-from shardline.api.model_text import ModelText
 from shardline.api.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoringOutput
 from shardline.api.pooling import (
     Pooler,
@@ -18,33 +18,31 @@ from shardline.api.pooling import (
     pair_up,
     pooling_request,
 )
-from shardline.api.requests import Prompt, as_prompts, split_prompt
+from shardline.api.requests import Prompt, RequestBuilder, as_prompts, split_prompt
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
-from shardline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+RunBatch = Callable[
+    [Sequence[Prompt], Sequence[SamplingParams], bool | MakeBar, Sequence[int]],
+    tuple[list[RequestOutput], list[RequestTimes]],
+]
+"""Runs prompts, with the parameters and the priority of each."""
 _TRUNCATION = "truncate_prompt_tokens"
 
 
-class PoolingMethods:
-    """The part of LLM for `runner="pooling"` and for classifiers. Errors of all methods:
+@dataclass(frozen=True)
+class PooledBatches:
+    """Pools prompts, for `runner="pooling"` and for classifiers. Errors of all methods:
 
     Raises:
         ValueError: the model cannot do it, or a prompt or parameter is invalid; then no prompt was run.
         RuntimeError: a prompt could not be run, for example because it needs more KV cache than there is.
     """
 
-    _text: ModelText
-
-    def _run_batch(
-        self,
-        batch: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        use_tqdm: bool | MakeBar,
-        priorities: Sequence[int],
-    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
-        raise NotImplementedError
+    pooler: Pooler | None
+    builder: RequestBuilder
+    run_batch: RunBatch
 
     def encode(
         self,
@@ -68,7 +66,7 @@ class PoolingMethods:
         pooler.check_task(pooling_task)
         batch = self._truncated(as_prompts(prompts), tokenization_kwargs)
         params = _one_each(pooling_params, len(batch), pooling_task)
-        outputs, _ = self._run_batch(batch, [pooling_request(pooling_task)] * len(batch), use_tqdm, [0] * len(batch))
+        outputs, _ = self.run_batch(batch, [pooling_request(pooling_task)] * len(batch), use_tqdm, [0] * len(batch))
         for number, output in enumerate(outputs):
             if output.outputs[0].finish_reason == "error":
                 raise RuntimeError(f"prompt {number} could not be embedded: {output.outputs[0].error}")
@@ -160,11 +158,11 @@ class PoolingMethods:
         return [_replaced(one, ScoringOutput(float(one.outputs.data[0]))) for one in pooled]
 
     def _require_pooler(self) -> Pooler:
-        if self._text.pooler is None:
+        if self.pooler is None:
             raise ValueError(
                 "this LLM generates; start it with runner='pooling' to embed prompts (LLM.encode, embed and score)"
             )
-        return self._text.pooler
+        return self.pooler
 
     def _truncated(self, batch: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """The prompts as `tokenization_kwargs` asks for them."""
@@ -180,19 +178,14 @@ class PoolingMethods:
             text, ids = split_prompt(prompt)
             if ids is None:
                 assert text is not None
-                ids = self._require_tokenizer().encode_text(text)
+                ids = self.builder.require_tokenizer().encode_text(text)
             encoded.append(ids[-most:])
         return encoded
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self._text.tokenizer is None:
-            raise ValueError("the model has no tokenizer.json; give prompt_token_ids instead of text")
-        return self._text.tokenizer
 
     def _join_pairs(self, pairs: Sequence[tuple[str, str]], template_text: str | None) -> list[Prompt]:
         if template_text is None:
             return [query + document for query, document in pairs]
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.builder.require_tokenizer()
         template = ChatTemplate(template_text, tokenizer.special_tokens)
         try:
             return [

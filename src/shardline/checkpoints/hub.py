@@ -19,7 +19,7 @@ from shardline.checkpoints.lookup import family, language_model_type
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import BESIDE, with_quantization
 from shardline.checkpoints.wrapper import text_config
-from shardline.config.hub_access import USUAL_ACCESS, HubAccess
+from shardline.config.engine import USUAL_ACCESS, HubAccess
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 """The model "demo", which ships with the package."""

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 from shardline import env
 from shardline.cli.words import expand_words
 from shardline.config.engine import EngineConfig
-from shardline.config.units import parse_count
-from shardline.config.vllm_options import VllmOption, vllm_options
-from shardline.config.vllm_variables import options_from_variables
+from shardline.config.fields import parse_count
+from shardline.config.vllm import VllmOption, options_from_variables, vllm_options
 from shardline.log import configure_logging
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shardline
 from shardline import env
-from shardline.config.units import format_bytes
+from shardline.config.fields import format_bytes
 
 
 def version_lines() -> list[str]:

@@ -14,11 +14,12 @@ import time
 
 import msgspec
 
-from shardline.channel import Channel, FrameSocket, readable, run_callbacks
+from shardline.channel import Channel, readable
 from shardline.cluster.links import Survey
 from shardline.cluster.members import Member, Members, name_difference
 from shardline.cluster.streams import Relay
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, HeadSocket, send
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, UNANSWERED, FrameSocket, HeadSocket, send
+from shardline.handshake import run_callbacks
 from shardline.log import configure_logging
 from shardline.messages.node import (
     Accepted,

@@ -14,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from shardline.channel import connect
 from shardline.cluster.members import Member, Members
 from shardline.config.topology import COORDINATES, GROUPS, Axis
 from shardline.deployment.deployment import Deployment
+from shardline.handshake import connect
 from shardline.messages.node import Connect, LinkMeasured, Listen, Listening, Measured
 from shardline.models.communication import TRAFFIC
 from shardline.models.partition import Span

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardline.channel import FrameSocket
-from shardline.cluster.wire import send
+from shardline.cluster.wire import FrameSocket, send
 from shardline.messages.node import Join, StartHead
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import msgspec
 
 from shardline import __version__, env
-from shardline.channel import HandshakeRefused, run_callbacks
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.links import answer
 from shardline.cluster.node_processes import NodeProcesses, last_words
@@ -24,6 +23,7 @@ from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, connect_to
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
+from shardline.handshake import HandshakeRefused, run_callbacks
 from shardline.limits import describe_shortage, raise_file_limit
 from shardline.log import configure_logging
 from shardline.messages.node import (

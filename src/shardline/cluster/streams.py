@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from shardline.channel import FrameSocket
 from shardline.cluster.members import Member, Members
 from shardline.cluster.node_processes import last_words
+from shardline.cluster.wire import FrameSocket
 from shardline.deployment.deployment import Deployment
 from shardline.messages.node import ENGINE, StartStream, Stream, StreamData, StreamEnded
 

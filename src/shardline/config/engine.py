@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
-from shardline.config.fields import option
-from shardline.config.hub_access import HubAccess
+from shardline.config.fields import option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
-from shardline.config.units import parse_bytes, parse_count
-from shardline.config.vllm_options import take_keywords
+from shardline.config.vllm import take_keywords
 from shardline.weights.formats import format_names
 
 logger = logging.getLogger(__name__)
@@ -38,6 +36,21 @@ STORED_METHODS = (
 )
 """Ways in which a checkpoint may be quantized (the `quant_method` of its config.json), and the engine does not quantize
 itself."""
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How the hub is asked for models, and where its files go.
+
+    None: as huggingface_hub does by itself, with HF_TOKEN and HF_HUB_CACHE.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    folder: str | None = None
+    """The cache of downloaded files."""
+
+
+USUAL_ACCESS = HubAccess()
 
 
 @dataclass(frozen=True)

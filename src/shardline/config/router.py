@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shardline.config.fields import option
+from shardline.config.fields import option, parse_bytes
 from shardline.config.kv_events import check_endpoint, require_zmq
-from shardline.config.units import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardline import env
-from shardline.config.fields import option
-from shardline.config.structured_outputs import read_structured_outputs_config
-from shardline.config.units import parse_bytes
-from shardline.config.vllm_variables import note_variables
+from shardline.config.fields import option, parse_bytes
+from shardline.config.vllm import note_variables
 
 METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+_WHITESPACE = "disable_any_whitespace"
+_VLLM_KEYS = ("backend", "disable_fallback", "disable_additional_properties", "reasoning_parser", "enable_in_reasoning")
+"""Keys that set nothing here: there is one follower of grammars."""
 
 
 @dataclass(frozen=True)
@@ -250,3 +253,28 @@ def _validate(config: ServerConfig) -> None:
     for name in ("shutdown_delay", "shutdown_timeout"):
         seconds = getattr(config, name)
         require(0.0 <= seconds < 1e6, f"{name} must be seconds, got {seconds}")
+
+
+def read_structured_outputs_config(given: str | Mapping[str, Any] | None) -> bool | None:
+    """From vLLM's `structured_outputs_config`, an object or its JSON: the `disable_any_whitespace` of requests that do
+    not say it. None: answers with a schema are compact, and free objects are not.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if given is None:
+        return None
+    values: Any = given
+    if isinstance(given, str):
+        try:
+            values = json.loads(given)
+        except ValueError:
+            values = None
+    if not isinstance(values, Mapping) or not isinstance(values.get(_WHITESPACE), bool | None):
+        raise ValueError(
+            f"""structured_outputs_config must be '{{"{_WHITESPACE}": true}}' or the same with false, got {given!r}"""
+        )
+    if unknown := sorted(set(values) - {_WHITESPACE, *_VLLM_KEYS}):
+        raise ValueError(f"structured_outputs_config has the unknown key {unknown[0]!r}; known: {_WHITESPACE}")
+    disabled: bool | None = values.get(_WHITESPACE)
+    return disabled

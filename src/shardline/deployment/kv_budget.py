@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.config.units import format_bytes, parse_bytes
+from shardline.config.fields import format_bytes, parse_bytes
 from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation, MeasuredPool, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Device, Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
-from shardline.config.units import format_bytes
+from shardline.config.fields import format_bytes
 from shardline.deployment.cache import BLOCK_TOKENS
 from shardline.deployment.deployment import Deployment, MeasuredPool
 from shardline.deployment.formats import general_rule, has_e4m3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from shardline.config.units import format_bytes
+from shardline.config.fields import format_bytes
 from shardline.doctor.facts import UNLIMITED, Finding, Link, NodeFacts, Verdict
 
 _LEAST_SHM = 1 << 30

@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shardline.channel import FrameSocket, HandshakeRefused, run_callbacks
 from shardline.cluster.links import answer
-from shardline.cluster.wire import HeadSocket, connect_to_head, find_token, send
+from shardline.cluster.wire import FrameSocket, HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.doctor.checks import check_cluster, check_node
 from shardline.doctor.deployment import check_deployment
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
+from shardline.handshake import HandshakeRefused, run_callbacks
 from shardline.messages.node import Connect, Listen, Listening, Measured, Refused, Rejoin
 
 _LINKS_SECONDS = 7.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from shardline.config.units import format_bytes
+from shardline.config.fields import format_bytes
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import explain, max_concurrency
 from shardline.messages.worker import RankReport

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from shardline.config.units import parse_bytes
+from shardline.config.fields import parse_bytes
 from shardline.models.parts import DType
 from shardline.planner.planned_model import PlannedModel
 

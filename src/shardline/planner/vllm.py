@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardline.config.fields import parse_bytes
 from shardline.config.topology import RankGrid, RankPlace
-from shardline.config.units import parse_bytes
 from shardline.models.attention import cached_token_bytes
 from shardline.models.communication import count_layers
 from shardline.models.partition import Span

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardline.config.fields import parse_bytes
 from shardline.config.router import BackendSpec, RouterConfig, check_backend_url
-from shardline.config.units import parse_bytes
 from shardline.router.breaker import Breaker
 from shardline.router.prompts import Prompt
 from shardline.router.upstream import Upstream

@@ -150,7 +150,7 @@ class Proxy:
             target += b"?" + scope["query_string"]
         prompt = read_prompt(body, session) if scope["method"] == "POST" else Prompt()
         can_resume = prompt.asks_for_stream and scope["path"] in _RESUMABLE
-        return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume)
+        return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume=can_resume)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
         """Give the request to one backend after another, until one answers."""

@@ -23,21 +23,23 @@ from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
 from shardline.server.keys import ApiKeys, AuthMiddleware
-from shardline.server.load_report import LoadReportMiddleware
-from shardline.server.middleware import AccessMiddleware, BodyLimitMiddleware, InFlightMiddleware, SlashMiddleware
+from shardline.server.middleware import (
+    AccessMiddleware,
+    BodyLimitMiddleware,
+    InFlightMiddleware,
+    LoadReportMiddleware,
+    SlashMiddleware,
+)
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
-from shardline.server.openai.chat.routes import chat_routes
-from shardline.server.openai.completions import completion_routes
-from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
+from shardline.server.openai.routes import generating_routes
 from shardline.server.operations import admin_routes, health_routes
 from shardline.server.pooling.cohere import cohere_routes
 from shardline.server.pooling.generative import generative_scoring_routes
-from shardline.server.pooling.request import RunnerChecks
 from shardline.server.pooling.routes import pooling_routes
 from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.generate import generate_routes
@@ -83,18 +85,16 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(admin_routes(service))
     if not config.disable_ui:
         app.include_router(page_routes())
-    ready, checks = Depends(service.require_ready), RunnerChecks(service)
-    generates, pools = [ready, Depends(checks.generates)], [ready, Depends(checks.pools)]
+    ready = Depends(service.require_ready)
+    generates, pools = [ready, Depends(service.require_generation)], [ready, Depends(service.refuse_generator)]
     app.include_router(model_routes(service), dependencies=[ready])
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
-        for routes in (
-            completion_routes, chat_routes, batched_chat_routes, response_routes, message_routes, render_routes,
-        ):  # fmt: skip
+        for routes in (generating_routes, batched_chat_routes, response_routes, message_routes, render_routes):
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
-        for routes in (embedding_routes, cohere_routes, pooling_routes, score_routes):
+        for routes in (cohere_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
     app.state.batches = None if config.tokens_only else start_batches(app, service)
     app.include_router(batch_routes(app.state.batches))

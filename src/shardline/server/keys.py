@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.config.server import ServerConfig
 from shardline.server.errors import ApiError
+from shardline.server.middleware import INSIDE, OPEN_PATHS, route_path
 
 logger = logging.getLogger(__name__)
 
@@ -81,19 +82,11 @@ def _read_keys(path: str) -> list[bytes]:
     return _digests(keys)
 
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
-"""Paths that need no key: probes and Prometheus read them."""
-
 PAGE_PREFIX = "/ui/"
 """Where the page's files are."""
 
-
 ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 """Paths of administration."""
-
-
-INSIDE = "shardline.inside"
-"""Where the scope of a request says that the server itself has made it: it needs no key, and no line in the log."""
 
 
 class AuthMiddleware:
@@ -136,9 +129,3 @@ class AuthMiddleware:
         if not self._keys.is_valid(key.strip(), admin=admin):
             return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return None
-
-
-def route_path(scope: Scope) -> str:
-    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))

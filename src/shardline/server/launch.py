@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shardline import __version__, env
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.config.vllm_variables import note_variables
+from shardline.config.vllm import note_variables
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 from shardline.server.tls import check_tls, refresh_tls

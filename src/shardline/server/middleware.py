@@ -1,4 +1,5 @@
-"""What every request passes before and behind its handler: the access log, bounds of bodies, and an early end.
+"""What every request passes before and behind its handler: the access log, bounds of bodies, the load of the
+engine, and an early end.
 
 This is plain ASGI, so that streams are not buffered.
 """
@@ -11,21 +12,33 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shardline.messages.stats import EngineStats
 from shardline.server.errors import ApiError, internal_error
-from shardline.server.keys import INSIDE, OPEN_PATHS, route_path
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
 
 MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
 access_logger = logging.getLogger("shardline.access")
+INSIDE = "shardline.inside"
+"""Where the scope of a request says that the server itself has made it: it needs no key, and no line in the log."""
 REQUEST_ID = "shardline.request_id"
 """Where a request's scope has its id."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LOAD_REPORT_HEADER = "endpoint-load-metrics-format"
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
+"""Paths that need no key: probes and Prometheus read them."""
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class AccessMiddleware:
@@ -187,6 +200,43 @@ class BodyLimitMiddleware:
             f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
             code="request_too_large",
         )
+
+
+class LoadReportMiddleware:
+    """Adds the load of the engine, for balancers that ask for ORCA's report, to answers whose request has
+    LOAD_REPORT_HEADER."""
+
+    def __init__(self, app: ASGIApp, stats: Callable[[], Sequence[EngineStats]]) -> None:
+        self._app = app
+        self._stats = stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        asked = Headers(scope=scope).get(LOAD_REPORT_HEADER) if scope["type"] == "http" else None
+        if not asked:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_report(message: Message) -> None:
+            if message["type"] == "http.response.start" and (report := _load_report(asked, self._stats())) is not None:
+                message["headers"] = [*message.get("headers", ()), (b"endpoint-load-metrics", report.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_report)
+
+
+def _load_report(report_format: str, stats: Sequence[EngineStats]) -> str | None:
+    """The value of the header `endpoint-load-metrics`; None: the format is neither TEXT nor JSON."""
+    total = sum(one.kv_blocks_total for one in stats)
+    named = {
+        "kv_cache_usage_perc": sum(one.kv_blocks_used for one in stats) / total if total else 0.0,
+        "num_requests_waiting": float(sum(one.num_waiting for one in stats)),
+    }
+    if report_format.lower() == "text":
+        return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+    if report_format.lower() == "json":
+        return "JSON " + msgspec.json.encode({"named_metrics": named}).decode()
+    return None
 
 
 class InFlightMiddleware:

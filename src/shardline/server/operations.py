@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline import __version__, env
-from shardline.server.answer_schema import Responses, json_answers
+from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.observer import MAX_REQUESTS
 from shardline.server.service import RETRY_STARTING_SECONDS, Service

@@ -83,6 +83,33 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
+    async def require_generation(self) -> None:
+        """Refuse a request for text if the model embeds or classifies.
+
+        Raises:
+            ApiError: 400.
+        """
+        tasks = self.llm.model.tasks
+        if "generate" not in tasks:
+            paths = "/v1/embeddings, /pooling" if "embed" in tasks else "/classify, /pooling"
+            raise bad_request(
+                f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
+                code="unsupported_parameter",
+            )
+
+    async def refuse_generator(self) -> None:
+        """Refuse a request for embeddings or scores if the model generates.
+
+        Raises:
+            ApiError: 400.
+        """
+        if "generate" in self.llm.model.tasks:
+            raise bad_request(
+                "This server generates text: start one with --runner pooling for embeddings, or with a classifier "
+                "(ForSequenceClassification) for its scores.",
+                code="unsupported_parameter",
+            )
+
     @cached_property
     def _takes_any_name(self) -> bool:
         return env.takes_any_model_name()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardline import channel
+from shardline import handshake
 from shardline.runtime.parallel.rendezvous import LocalStore, Meeting, Store, connect_ranks
 
 NONCE = secrets.token_bytes(32)
@@ -102,7 +102,7 @@ class Meet:
 
 
 def test_silent_and_truncated_hellos_are_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
     meet = Meet()
     strangers = [socket.create_connection(meet.address, timeout=5.0) for _ in range(2)]
     strangers[1].sendall(secrets.token_bytes(100))
@@ -129,10 +129,10 @@ def test_a_proof_is_good_for_one_connection_only() -> None:
     """A stranger that heard the proof of a rank cannot use it on a connection of its own."""
     meet = Meet()
     purpose, key = b"tensor: 1 to 0".ljust(96, b"\0"), secrets.token_bytes(32)
-    greeting = channel._GREETING.pack(channel._MAGIC, purpose, key)
+    greeting = handshake._GREETING.pack(handshake._MAGIC, purpose, key)
     with socket.create_connection(meet.address, timeout=5.0) as first:
         theirs = first.recv(48, socket.MSG_WAITALL)[16:]
-    proof = channel._Handshake(NONCE, purpose, key, theirs).proof(b"connect")
+    proof = handshake._Handshake(NONCE, purpose, key, theirs).proof(b"connect")
     with socket.create_connection(meet.address, timeout=5.0) as second:
         assert second.recv(48, socket.MSG_WAITALL)[16:] != theirs
         second.sendall(greeting + proof)
@@ -153,7 +153,7 @@ def test_random_frames_are_refused_and_take_no_memory() -> None:
             source = (f"127.0.1.{1 + number % 250}", 0)  # one address has too few ports
             frame = rng.randbytes(rng.choice((0, 1, 31, 175, 176, 176, 176, 300)))
             if len(frame) >= 176:
-                frame = channel._MAGIC + b"tensor: 1 to 0".ljust(96, b"\0") + frame[112:]
+                frame = handshake._MAGIC + b"tensor: 1 to 0".ljust(96, b"\0") + frame[112:]
             with contextlib.suppress(OSError), socket.create_connection(meet.address, 5.0, source) as stranger:
                 stranger.sendall(frame)
 

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Download, and print the model's folder."""
     from shardline.checkpoints.hub import HubUnreachable, resolve_model, resolve_tokenizer
-    from shardline.config.units import format_bytes
+    from shardline.config.fields import format_bytes
     from shardline.log import configure_logging
 
     configure_logging()

@@ -213,7 +213,7 @@ class Watch:
 
 
 def _rows(seen: dict[str, Any]) -> Iterator[Row]:
-    from shardline.config.units import format_bytes
+    from shardline.config.fields import format_bytes
 
     hosts = seen.get("hosts", [])
     for replica in seen.get("replicas", []):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardline.channel import Connection, HandshakeRefused, Listener, connect, run_callbacks
+from shardline.handshake import Connection, HandshakeRefused, Listener, connect, run_callbacks
 
 _MAX_NAME_BYTES = 64
 _RETRY_SECONDS = 0.1

@@ -9,16 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from shardline.server.errors import bad_request
-from shardline.server.openai.chat.request import (
+from shardline.server.openai.chat.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     ChatMessage,
     ConversationFields,
-    FunctionDefinition,
-    Tool,
     read_effort,
 )
+from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, Seed, refuse_if
 
 _BILLING = "x-anthropic-billing-header"

@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline.server.answer_schema import json_answers
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter, error_body
+from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
-from shardline.server.openai.chat.request import EncodedChat
+from shardline.server.openai.chat.conversation import EncodedChat
+from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 

@@ -10,7 +10,7 @@ from shardline.api.outputs import RequestOutput
 from shardline.messages.request import TokenLogprobs
 from shardline.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0
+LOWEST_LOGPROB = -9999.0
 """OpenAI's value for minus infinity, which JSON does not have."""
 
 
@@ -83,69 +83,11 @@ def chat_logprobs(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Seque
     for token_id, chosen in zip(token_ids, logprobs, strict=True):
         piece = pieces[token_id]
         top = [
-            TopLogprob(pieces[i].text, max(value, _LOWEST), pieces[i].bytes)
+            TopLogprob(pieces[i].text, max(value, LOWEST_LOGPROB), pieces[i].bytes)
             for i, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True)
         ]
-        content.append(ChatLogprob(piece.text, max(chosen.logprob, _LOWEST), piece.bytes, top))
+        content.append(ChatLogprob(piece.text, max(chosen.logprob, LOWEST_LOGPROB), piece.bytes, top))
     return ChatLogprobs(content)
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The `logprobs` of a completion choice: four lists with one entry for each token. The prompt's first token has no
-    log probability."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionLogprobsWriter:
-    """Writes the logprobs of one choice in several parts.
-
-    Args:
-        offset: number of characters before the first token: the length of an echoed prompt.
-    """
-
-    def __init__(self, pieces: TokenPieces, offset: int = 0) -> None:
-        self._pieces = pieces
-        self._offset = offset
-
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The logprobs of the next tokens. The chosen token is the first of the top ones."""
-        written = CompletionLogprobs([], [], [], [])
-        for token_id, chosen in zip(token_ids, logprobs, strict=True):
-            piece = self._pieces[token_id]
-            continues = bool(piece.bytes) and piece.bytes[0] & 0xC0 == 0x80
-            written.text_offset.append(max(0, self._offset - continues))
-            written.tokens.append(piece.text)
-            written.token_logprobs.append(None if chosen is None else max(chosen.logprob, _LOWEST))
-            written.top_logprobs.append(None if chosen is None else self._top(piece, chosen))
-            self._offset += piece.num_chars
-        return written
-
-    def write_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """The logprobs of an echoed prompt, before all others; `logprobs` begins with its second token."""
-        # Tokens that the text does not show, such as the first one of many models, lie before it.
-        self._offset -= sum(self._pieces[token_id].num_chars for token_id in token_ids)
-        return self.write(token_ids, [None, *logprobs])
-
-    def _top(self, piece: TokenPiece, chosen: TokenLogprobs) -> dict[str, float]:
-        top = {piece.text: max(chosen.logprob, _LOWEST)}
-        for token_id, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True):
-            # Two ids may have the same text; the chosen one keeps it, else the more likely one.
-            top.setdefault(self._pieces[token_id].text, max(value, _LOWEST))
-        return top
-
-
-def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """The logprobs of two parts of a choice."""
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        first.top_logprobs + second.top_logprobs,
-    )
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardline.api.beam_search import search_async
 from shardline.api.outputs import RequestOutput
 from shardline.api.requests import Prompt
 from shardline.sampling_params import BeamSearchParams, SamplingParams
@@ -51,8 +52,13 @@ async def search_beams(
     for index, prompt in enumerate(prompts):
         try:
             outputs.append(
-                await service.llm.beam_search(
-                    prompt, search, request_id=f"{request_id}-{index}", top_logprobs=params.logprobs, **body.queueing
+                await search_async(
+                    service.llm,
+                    prompt,
+                    search,
+                    request_id=f"{request_id}-{index}",
+                    top_logprobs=params.logprobs,
+                    **body.queueing,
                 )
             )
         except Exception as error:

@@ -8,10 +8,10 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.request import ConversationFields, Messages
+from shardline.server.openai.chat.conversation import ConversationFields, Messages
 from shardline.server.openai.protocol import RequestModel, TokenIds
 from shardline.server.service import Service
 

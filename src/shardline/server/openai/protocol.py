@@ -230,14 +230,14 @@ class SamplingFields(IgnoredFields):
     resume: Annotated[Any, BeforeValidator(read_resume)] = None
     """What another server has sent of this stream, see `server.resume.Resume`; for routers."""
 
-    def check_supported(self) -> None:
-        """Refuse what would change the answer and is not supported.
+    def check_supported(self, *, streams: bool = False) -> None:
+        """Refuse what would change the answer and is not supported; `streams`: the request says elsewhere that it does.
 
         Raises:
             ApiError: 400.
         """
         refuse_if(
-            self.prompt_logprobs is not None and bool(self.stream),
+            self.prompt_logprobs is not None and (streams or bool(self.stream)),
             "prompt_logprobs",
             "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
         )
@@ -375,6 +375,11 @@ def truncate_prompt(token_ids: list[T], count: int | None, side: Literal["left",
         raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
     return token_ids[-count:] if side == "left" else token_ids[:count]
 
+
+CHAT_AND_COMPLETION_FIELDS = (
+    "return_token_ids", "return_metrics", "logits_digest", "prompt_logprobs", "logprob_token_ids", "use_beam_search",
+)  # fmt: skip
+"""Fields whose results only the answers of these two endpoints can show."""
 
 _FORM_NAMES = {
     "regex": "regex",

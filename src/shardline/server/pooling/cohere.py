@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from shardline.api.pooling import Values
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.request import MAX_PARTS, ChatMessage, ContentPart
-from shardline.server.openai.completions import MAX_PROMPTS
+from shardline.server.openai.chat.conversation import MAX_PARTS, ChatMessage, ContentPart
+from shardline.server.openai.completions.request import MAX_PROMPTS
 from shardline.server.openai.protocol import RequestModel, refuse_if
 from shardline.server.pooling.request import PromptFields, pool_prompts, require_task
 from shardline.server.service import Service, new_id

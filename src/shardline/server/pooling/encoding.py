@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from shardline.api.pooling import Values
-from shardline.server.answer_schema import Responses, json_answers
+from shardline.server.documentation import Responses, json_answers
 from shardline.server.openai.protocol import RequestModel
 
 _BYTES = "application/octet-stream"

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from shardline.api.outputs import RequestOutput
 from shardline.api.requests import MAX_NAMED_LOGPROBS
 from shardline.sampling_params import SamplingParams
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.completions import MAX_PROMPTS, TokenIdLists, encode_prompt
+from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import IgnoredFields, TokenIds
 from shardline.server.pooling.request import PoolingUsage, check_tokens

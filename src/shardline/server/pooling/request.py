@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from shardline.api.pooling import Pooler, PoolingParams, PoolingTask, Values, pooling_request
 from shardline.server.errors import bad_request
-from shardline.server.openai.chat.request import ConversationFields, Messages
-from shardline.server.openai.completions import PromptValue, encode_prompt, list_prompts
+from shardline.server.openai.chat.conversation import ConversationFields, Messages
+from shardline.server.openai.completions.request import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import IgnoredFields, refuse_if, truncate_prompt
 from shardline.server.service import Service
@@ -93,41 +92,6 @@ class PromptFields(PoolingFields, ConversationFields):
         fields = self.model_copy(update={"add_generation_prompt": self.add_generation_prompt or False})
         chat = await fields.encode_messages(service, self.messages, bool(self.add_special_tokens))
         return [self.truncate(service, chat.token_ids)]
-
-
-@dataclass(frozen=True)
-class RunnerChecks:
-    """What the routes depend on: whether the model can do what they are for."""
-
-    service: Service
-
-    async def generates(self) -> None:
-        """Refuse a request for text if the model embeds or classifies.
-
-        Raises:
-            ApiError: 400.
-        """
-        pooler = self.service.llm.model.pooler
-        if pooler is None:
-            return
-        paths = "/v1/embeddings, /pooling" if pooler.labels is None else "/classify, /pooling"
-        raise bad_request(
-            f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
-            code="unsupported_parameter",
-        )
-
-    async def pools(self) -> None:
-        """Refuse a request for embeddings or scores if the model generates.
-
-        Raises:
-            ApiError: 400.
-        """
-        if self.service.llm.model.pooler is None:
-            raise bad_request(
-                "This server generates text: start one with --runner pooling for embeddings, or with a classifier "
-                "(ForSequenceClassification) for its scores.",
-                code="unsupported_parameter",
-            )
 
 
 def require_task(service: Service, task: PoolingTask) -> Pooler:

@@ -1,17 +1,17 @@
-"""POST /pooling and POST /classify."""
+"""POST /v1/embeddings, POST /pooling and POST /classify: what the model makes of texts, token ids or a conversation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from shardline.api.pooling import PoolingTask
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.pooling.encoding import EncodingFields, encoded_answers
@@ -24,6 +24,23 @@ from shardline.server.pooling.request import (
     require_task,
 )
 from shardline.server.service import Service, new_id
+
+Item = TypeVar("Item")
+
+
+class EmbeddingRequest(PromptFields, EncodingFields):
+    """The body of POST /v1/embeddings."""
+
+    dimensions: int | None = None
+    """Keep only so many of a vector's first numbers; None: all."""
+
+
+class EmbeddingItem(msgspec.Struct, kw_only=True, frozen=True):
+    """The vector of one input: numbers, or the base64 of their bytes."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[Any] | str
 
 
 class PoolingRequest(PromptFields, EncodingFields):
@@ -43,17 +60,6 @@ class PoolingItem(msgspec.Struct, kw_only=True, frozen=True):
     data: list[Any] | str
 
 
-class PoolingResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The numbers of each prompt, in their order."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: Sequence[PoolingItem]
-    usage: PoolingUsage
-
-
 class ClassificationRequest(PromptFields):
     """The body of POST /classify."""
 
@@ -67,14 +73,14 @@ class ClassificationItem(msgspec.Struct, kw_only=True, frozen=True):
     num_classes: int
 
 
-class ClassificationResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The scores for each prompt, in their order."""
+class PooledResponse(msgspec.Struct, Generic[Item], kw_only=True, frozen=True):
+    """What each prompt was pooled to, in their order."""
 
     id: str
     object: str = "list"
-    created: int
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
     model: str
-    data: Sequence[ClassificationItem]
+    data: Sequence[Item]
     usage: PoolingUsage
 
 
@@ -82,7 +88,27 @@ def pooling_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/pooling", responses=encoded_answers(PoolingResponse))
+    @router.post("/v1/embeddings", responses=encoded_answers(PooledResponse[EmbeddingItem]))
+    async def create_embeddings(body: EmbeddingRequest) -> Response:
+        """The vectors of one or several inputs."""
+        service.require_model(body.model)
+        require_task(service, "embed")
+        prompts = await body.encode_prompts(service)
+        request_id = new_id("embd-")
+        vectors = await pool_prompts(
+            service, body, prompts, "embed", request_id=request_id, param="input", dimensions=body.dimensions
+        )
+        answer = PooledResponse(
+            id=request_id,
+            data=[]
+            if body.sends_bytes
+            else [EmbeddingItem(index=index, embedding=body.encode(vector)) for index, vector in enumerate(vectors)],
+            model=service.model_names[0],
+            usage=pooling_usage(prompts),
+        )
+        return body.write_answer(answer, vectors, body.ignored_headers)
+
+    @router.post("/pooling", responses=encoded_answers(PooledResponse[PoolingItem]))
     async def create_pooling(body: PoolingRequest) -> Response:
         """What the model makes of prompts: vectors or the scores of labels, of each prompt or of each token."""
         service.require_model(body.model)
@@ -99,9 +125,8 @@ def pooling_routes(service: Service) -> APIRouter:
         values = await pool_prompts(
             service, body, prompts, task, request_id=request_id, param="input", dimensions=body.dimensions
         )
-        answer = PoolingResponse(
+        answer = PooledResponse(
             id=request_id,
-            created=int(time.time()),
             model=service.model_names[0],
             data=[]
             if body.sends_bytes
@@ -110,7 +135,7 @@ def pooling_routes(service: Service) -> APIRouter:
         )
         return body.write_answer(answer, values, body.ignored_headers)
 
-    @router.post("/classify", responses=json_answers(ClassificationResponse))
+    @router.post("/classify", responses=json_answers(PooledResponse[ClassificationItem]))
     async def create_classification(body: ClassificationRequest) -> Response:
         """The scores of the model's labels for each prompt."""
         service.require_model(body.model)
@@ -120,9 +145,8 @@ def pooling_routes(service: Service) -> APIRouter:
         scores = await pool_prompts(service, body, prompts, "classify", request_id=request_id, param="input")
         assert pooler.labels is not None
         labels = pooler.labels.labels
-        answer = ClassificationResponse(
+        answer = PooledResponse(
             id=request_id,
-            created=int(time.time()),
             model=service.model_names[0],
             data=[
                 ClassificationItem(

@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
 from shardline.messages.request import TokenLogprobs
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
-from shardline.server.openai.chat.prepare import prepare_answer
-from shardline.server.openai.chat.request import EncodedChat
+from shardline.server.openai.chat.conversation import EncodedChat
+from shardline.server.openai.chat.request import prepare_answer
 from shardline.server.openai.generation import Generation, SentChoice
 from shardline.server.openai.protocol import (
     MAX_ID_CHARS,
@@ -85,18 +85,13 @@ class GenerateRequest(RequestModel):
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         sampling = self.sampling_params
-        sampling.check_supported()
+        sampling.check_supported(streams=bool(self.stream))
         refuse_if(bool(sampling.use_beam_search), "use_beam_search", "Beam search needs a prompt of /v1/completions.")
         skips_text = sampling.detokenize is False
         if skips_text and sampling.stop:
             raise bad_request("stop strings are found in the text, so 'detokenize' must not be false.", "stop")
         if skips_text and self.output_mode == "text":
             raise bad_request("output_mode='text' needs 'detokenize' to be true.", "output_mode")
-        refuse_if(
-            sampling.prompt_logprobs is not None and bool(self.stream),
-            "prompt_logprobs",
-            "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
-        )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline.sampling_params import SamplingParams
-from shardline.server.answer_schema import json_answers
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
+from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.prepare import PreparedChat, prepare_chat
-from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.completions import CompletionRequest, prepare_completion
+from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
+from shardline.server.openai.completions.request import CompletionRequest, prepare_completion
 from shardline.server.openai.generation import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if
 from shardline.server.openai.responses.request import ResponsesRequest

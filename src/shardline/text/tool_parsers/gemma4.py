@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
-from shardline.text.tool_parsers.literals import CONSTANTS, NUMBER, ordered_arguments, read_word
-from shardline.text.tool_parsers.tagged import ParameterSchemas
+from shardline.text.tool_parsers.literals import copy_list, copy_word, ordered_arguments, read_word
+from shardline.text.tool_parsers.tagged import ParameterSchemas, as_json
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _BARE = re.compile(r"[^,:\[\]{}<]+")
@@ -74,31 +74,14 @@ rest: function {rules.mark(cls.end)}
                 write("}")
                 return True
             key: list[str] = []
-            if not (yield from reader.take_literal(self.quote)):
+            if not (yield from reader.take_mark(self.quote)):
                 key.append((yield from read_word(reader, _BARE, _BARE)).strip())
             elif not (yield from reader.copy_until((self.quote,), key.append)):
                 return False
             yield from reader.skip_space()
             if not (yield from reader.take_literal(":")):
                 return False
-            write(f"{between}{_quote(''.join(key))}: ")
-            if not (yield from self._copy_value(write)):
-                return False
-            yield from reader.skip_space()
-            yield from reader.take_literal(",")
-            between = ", "
-
-    def _copy_list(self, write: Callable[[str], None]) -> Steps[bool]:
-        reader = self._reader
-        reader.take(1)
-        write("[")
-        between = ""
-        while True:
-            yield from reader.skip_space()
-            if (yield from reader.take_literal("]")):
-                write("]")
-                return True
-            write(between)
+            write(f"{between}{as_json(''.join(key))}: ")
             if not (yield from self._copy_value(write)):
                 return False
             yield from reader.skip_space()
@@ -108,19 +91,20 @@ rest: function {rules.mark(cls.end)}
     def _copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        if (yield from reader.take_literal(self.quote)):
+        if (yield from reader.take_mark(self.quote)):
             write('"')
-            end = yield from reader.copy_until((self.quote,), lambda text: write(_quote(text)[1:-1]))
+            end = yield from reader.copy_until((self.quote,), lambda text: write(as_json(text)[1:-1]))
             write('"' if end else "")
             return bool(end)
         first = yield from reader.peek()
         if first in ("{", "["):
-            return (yield from (self._copy_object(write) if first == "{" else self._copy_list(write)))
-        word = (yield from read_word(reader, _BARE, _BARE)).strip()
-        if not word or reader.is_at_end:
-            return False
-        write(CONSTANTS.get(word) or (word if NUMBER.fullmatch(word) else _quote(word)))
-        return True
+            copied = (
+                self._copy_object(write)
+                if first == "{"
+                else copy_list(reader, write, partial(self._copy_value, write), "]")
+            )
+            return (yield from copied)
+        return (yield from copy_word(reader, write, _BARE))
 
 
 class _ValueRules:
@@ -175,7 +159,7 @@ class _ValueRules:
             spelled = [
                 f"{quote} {self._rules.text(value)} {quote}"
                 if isinstance(value, str)
-                else self._rules.text(_quote(value))
+                else self._rules.text(as_json(value))
                 for value in schema["enum"]
             ]
             return f"({' | '.join(spelled)})"
@@ -200,7 +184,3 @@ class _ValueRules:
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _quote(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from shardline.text.text_reader import Steps, TextReader
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
-from shardline.text.tool_parsers.tagged import ParameterSchemas
+from shardline.text.tool_parsers.tagged import ParameterSchemas, as_json
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KEY = re.compile(r"\w+")
 _WORD = re.compile(r"[-+.\w]+")
-NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
-CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 """The number of hexadecimal digits behind an escape."""
@@ -125,7 +125,7 @@ CONTENT: /(.|\\n)*/ & ~/[ \\n]*\\[({names})\\((.|\\n)*/
                 if key or (yield from reader.peek()) != ")":
                     return False
                 continue
-            self._write_arguments(f"{', ' if self._has_arguments else '{'}{_quote(key)}: ")
+            self._write_arguments(f"{', ' if self._has_arguments else '{'}{as_json(key)}: ")
             if not (yield from copy_literal(reader, self._write_arguments)):
                 return False
 
@@ -147,21 +147,32 @@ def copy_literal(reader: TextReader, write: Callable[[str], None]) -> Steps[bool
     first = yield from reader.peek()
     if first in ("'", '"'):
         write('"')
-        whole = yield from _copy_string(reader, lambda text: write(_quote(text)[1:-1]))
+        whole = yield from _copy_string(reader, lambda text: write(as_json(text)[1:-1]))
         write('"' if whole else "")
         return whole
     if first in ("[", "("):
-        return (yield from _copy_list(reader, write, "]" if first == "[" else ")"))
+        return (yield from copy_list(reader, write, partial(copy_literal, reader, write), "]" if first == "[" else ")"))
     if first == "{":
         return (yield from _copy_dict(reader, write))
-    word = yield from read_word(reader, _WORD)
+    return (yield from copy_word(reader, write, _WORD))
+
+
+def copy_word(reader: TextReader, write: Callable[[str], None], pattern: re.Pattern[str]) -> Steps[bool]:
+    """Write a number, a constant, or another word as a string; returns whether it is whole."""
+    word = (yield from read_word(reader, pattern, pattern)).strip()
     if not word or reader.is_at_end:
         return False
-    write(CONSTANTS.get(word) or (word if NUMBER.fullmatch(word) else _quote(word)))
+    write(_CONSTANTS.get(word) or (word if _NUMBER.fullmatch(word) else as_json(word)))
     return True
 
 
-def _copy_list(reader: TextReader, write: Callable[[str], None], end: str) -> Steps[bool]:
+def copy_list(
+    reader: TextReader,
+    write: Callable[[str], None],
+    copy_value: Callable[[], Steps[bool]],
+    end: str,
+) -> Steps[bool]:
+    """Write a list up to its bracket `end` as JSON; returns whether it is whole."""
     reader.take(1)
     write("[")
     between = ""
@@ -170,8 +181,10 @@ def _copy_list(reader: TextReader, write: Callable[[str], None], end: str) -> St
         if (yield from reader.take_literal(end)):
             write("]")
             return True
+        if not (yield from reader.peek()):
+            return False
         write(between)
-        if not (yield from copy_literal(reader, write)):
+        if not (yield from copy_value()):
             return False
         yield from reader.skip_space()
         yield from reader.take_literal(",")
@@ -187,6 +200,8 @@ def _copy_dict(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
         if (yield from reader.take_literal("}")):
             write("}")
             return True
+        if not (yield from reader.peek()):
+            return False
         write(between)
         key: list[str] = []
         if not (yield from copy_literal(reader, key.append)):
@@ -195,7 +210,7 @@ def _copy_dict(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
         yield from reader.skip_space()
         if not (yield from reader.take_literal(":")):
             return False
-        write(f"{text if text.startswith(chr(34)) else _quote(text)}: ")
+        write(f"{text if text.startswith(chr(34)) else as_json(text)}: ")
         if not (yield from copy_literal(reader, write)):
             return False
         yield from reader.skip_space()
@@ -292,7 +307,3 @@ def ordered_arguments(uses: Sequence[tuple[str, bool]], comma: str) -> str:
         rest = f"({comma} {use}){'' if required else '?'} {rest}"
     choices = choices if any(required for _, required in uses) else [*choices, '""']
     return f"({' | '.join(choices)})"
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -62,14 +62,14 @@ class ParameterSchemas:
         if json_type in types and json_type != "string":
             return word
         if "string" in types:
-            return json.dumps(text, ensure_ascii=False)
+            return as_json(text)
         # Some models spell these words as Python does.
         for spelled, kind in (("true", "boolean"), ("false", "boolean"), ("null", "null")):
             if kind in types and word.lower() == spelled:
                 return spelled
         if word == "None" and "null" in types:
             return "null"
-        return word if json_type else json.dumps(text, ensure_ascii=False)
+        return word if json_type else as_json(text)
 
     def _types(self, schema: Any, depth: int) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
@@ -154,10 +154,10 @@ class TaggedParser(ToolParser):
 
     def _read_value(self, key: str, ends: tuple[str, ...], *, is_text: bool = False) -> Steps[bool]:
         """Read the argument `key` up to one of `ends`; returns whether it is whole. `is_text`: the format says so."""
-        self._write_arguments(f"{', ' if self._has_arguments else '{'}{_quote(key)}: ")
+        self._write_arguments(f"{', ' if self._has_arguments else '{'}{as_json(key)}: ")
         if is_text or self._schemas.types_of(key) == {"string"}:
             self._write_arguments('"')
-            end = yield from self._reader.copy_until(ends, lambda text: self._write_arguments(_quote(text)[1:-1]))
+            end = yield from self._reader.copy_until(ends, lambda text: self._write_arguments(as_json(text)[1:-1]))
             if end:
                 self._write_arguments('"')
             return bool(end)
@@ -239,7 +239,7 @@ class TaggedRules:
         types = schemas.types_of(name)
         end = self._rules.mark(self._tags.after_value[0])
         if isinstance(schema.get("enum"), list | tuple) and schema["enum"]:
-            texts = [value if isinstance(value, str) else _quote(value) for value in schema["enum"]]
+            texts = [value if isinstance(value, str) else as_json(value) for value in schema["enum"]]
             return f"({' | '.join(lark_text(text) for text in texts)}) {end}"
         if "string" not in types:
             return f"{lark_json(schema)} {end}"
@@ -289,5 +289,6 @@ def _escape(text: str) -> str:
     return re.escape(text).replace("/", "\\/")
 
 
-def _quote(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """A value as JSON."""
     return json.dumps(value, ensure_ascii=False)

@@ -12,11 +12,11 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.prepare import prepare_chat
-from shardline.server.openai.chat.request import ChatRequest, Messages
+from shardline.server.openai.chat.conversation import Messages
+from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service, new_id
@@ -73,10 +73,12 @@ def batched_chat_routes(service: Service) -> APIRouter:
             ]
             answers = []
             for chat, answer, generation in zip(chats, prepared, generations, strict=True):
-                [output] = await generation.wait_finished()
+                outputs = await generation.wait_finished()
                 writer = ChatWriter(service, chat, response_id, answer.answer_format)
                 answers.append(
-                    await asyncio.to_thread(writer.write_whole, output) if chat.logprobs else writer.write_whole(output)
+                    await asyncio.to_thread(writer.write_whole, outputs)
+                    if writer.takes_long
+                    else writer.write_whole(outputs)
                 )
         return Response(
             await asyncio.to_thread(_join, answers), headers=body.ignored_headers, media_type="application/json"

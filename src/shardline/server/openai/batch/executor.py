@@ -15,7 +15,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Scope
 
 from shardline.server.errors import ApiError, internal_error
-from shardline.server.keys import INSIDE
+from shardline.server.middleware import INSIDE
 from shardline.server.openai.batch.lines import Answer, Line, NoRequest, parse_request
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from shardline.server.answer_schema import Responses, json_answers
+from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.batch.executor import BatchExecutor

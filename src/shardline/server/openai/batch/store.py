@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from shardline.config.units import format_bytes
+from shardline.config.fields import format_bytes
 from shardline.server.errors import ApiError, bad_request
 
 MAX_ENTRIES = 10_000

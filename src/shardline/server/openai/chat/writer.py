@@ -217,6 +217,8 @@ class ChatWriter:
         hides_tokens = not self._with_reasoning and answer_format.reasoning is not None
         self._with_ids = bool(body.return_token_ids) and not hides_tokens
         self._with_logprobs = bool(body.logprobs) and not hides_tokens
+        self.takes_long = bool(body.logprobs)
+        """Whether a whole answer must not be written on the event loop."""
         self._tokens_matter = self._with_ids or self._with_logprobs or bool(body.logits_digest)
         asked = body.return_tokens_as_token_ids
         self._tokens_as_ids = service.config.return_tokens_as_token_ids if asked is None else asked
@@ -230,8 +232,9 @@ class ChatWriter:
     def _pieces(self) -> TokenPieces:
         return TokenPieces(self._tokenizer, as_ids=self._tokens_as_ids)
 
-    def write_whole(self, output: RequestOutput) -> bytes:
-        """The JSON of the whole answer."""
+    def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The JSON of the whole answer, of the output of the one prompt."""
+        [output] = outputs
         choices = []
         for choice in output.outputs:
             delta = SentChoice().take_delta(choice, tokens_matter=True)

@@ -10,16 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
 from shardline.server.openai.chat.custom_tools import as_function
-from shardline.server.openai.chat.request import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatMessage,
-    ConversationFields,
-    Tool,
-    read_effort,
+from shardline.server.openai.chat.tools import MAX_TOOLS, Tool
+from shardline.server.openai.protocol import (
+    CHAT_AND_COMPLETION_FIELDS,
+    RequestModel,
+    ResponseFormat,
+    SamplingFields,
+    check_metadata,
+    refuse_if,
 )
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, check_metadata, refuse_if
 from shardline.text.custom_input import write_input
 
 T = TypeVar("T")
@@ -260,14 +261,7 @@ class ResponsesRequest(SamplingFields):
         self.check_supported()
         refuse_if(self.n not in (None, 1), "n", "A response has one answer: leave out 'n'.")
         refuse_if(self.response_format is not None, "response_format", "Use 'text.format' instead.")
-        for name in (
-            "return_token_ids",
-            "return_metrics",
-            "logits_digest",
-            "prompt_logprobs",
-            "logprob_token_ids",
-            "use_beam_search",
-        ):
+        for name in CHAT_AND_COMPLETION_FIELDS:
             refuse_if(
                 getattr(self, name) not in (None, False),
                 name,

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from starlette.responses import Response, StreamingResponse
 
-from shardline.server.answer_schema import json_answers
+from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.prepare import PreparedChat, prepare_answer
-from shardline.server.openai.chat.request import ChatMessage
+from shardline.server.openai.chat.conversation import ChatMessage
+from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.store import ResponseStore
