@@ -16,7 +16,7 @@ from tests.hostile import draws, folders, lark, library, regexes, run, schemas, 
 from tests.hostile.bodies import drawn_case, named_cases
 
 REQUESTS = 240
-LOADED_CASES = 80
+LOADED_CASES = 40
 BUSY = 10.0
 """How many times longer than on a quiet machine the victim's pauses may be: the suite shares the cores."""
 

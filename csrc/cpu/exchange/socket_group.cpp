@@ -107,13 +107,10 @@ WaitStatus SocketGroup::all_to_all_rows(const void* local, const int64_t* counts
   begin();
   const char* from = static_cast<const char*>(local);
   char* to = static_cast<char*>(out);
-  const char* own = nullptr;
-  char* own_place = nullptr;
   for (int r = 0; r < size_; ++r) {
     const int64_t leaving = counts[rank_ * size_ + r] * row_bytes, arriving = counts[r * size_ + rank_] * row_bytes;
     if (r == rank_) {
-      own = from;
-      own_place = to;
+      if (leaving > 0) std::memcpy(to, from, static_cast<size_t>(leaving));
     } else {
       peers_[static_cast<size_t>(r)]->start_send(epoch_, from, leaving);
       peers_[static_cast<size_t>(r)]->start_receive(epoch_, whole(arriving), to);
@@ -121,8 +118,6 @@ WaitStatus SocketGroup::all_to_all_rows(const void* local, const int64_t* counts
     from += leaving;
     to += arriving;
   }
-  const auto own_bytes = static_cast<size_t>(counts[rank_ * size_ + rank_] * row_bytes);
-  if (own_bytes > 0) std::memcpy(own_place, own, own_bytes);
   return finish(limits(timeout_s, interrupted));
 }
 
