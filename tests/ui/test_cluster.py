@@ -68,7 +68,7 @@ def test_a_router_shows_the_page_of_a_backend_with_all_of_them(browser: Browser,
 def answers(url: str) -> bool:
     try:
         return httpx.get(url).status_code == 200
-    except httpx.ConnectError:
+    except httpx.TransportError:
         return False
 
 
