@@ -71,13 +71,16 @@ def test_equal_layers_and_experts_counted_once_give_the_sum_over_all(
             math.prod(shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts)))
             for name, shape in named
         )
-        if embeds and last and spec.tied_embeddings and not held.is_dense("lm_head"):
+        apart = not held.is_dense("lm_head") and not held.packs_embedding
+        if embeds and last and spec.tied_embeddings and apart:
             named.append(("lm_head.weight", (spec.vocab_size, spec.hidden_size)))
         total = 0
         for name, shape in named:
             local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
             if is_linear(name):
                 total += held.num_bytes(local[0], local[1], 2, _role(name))
+            elif name == "embed.weight" and held.packs_embedding:
+                total += held.num_bytes(local[0], local[1], 2, "lm_head")
             else:
                 total += math.prod(local) * (4 if is_kept_in_float32(name) else 2)
         choice = FormatChoice(format_name)
