@@ -74,7 +74,7 @@ rest: function {rules.mark(cls.end)}
                 write("}")
                 return True
             key: list[str] = []
-            if not (yield from reader.take_literal(self.quote)):
+            if not (yield from reader.take_mark(self.quote)):
                 key.append((yield from read_word(reader, _BARE, _BARE)).strip())
             elif not (yield from reader.copy_until((self.quote,), key.append)):
                 return False
@@ -98,7 +98,7 @@ rest: function {rules.mark(cls.end)}
             if (yield from reader.take_literal("]")):
                 write("]")
                 return True
-            write(between)
+            write(between if reader.first else "")
             if not (yield from self._copy_value(write)):
                 return False
             yield from reader.skip_space()
@@ -108,7 +108,7 @@ rest: function {rules.mark(cls.end)}
     def _copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        if (yield from reader.take_literal(self.quote)):
+        if (yield from reader.take_mark(self.quote)):
             write('"')
             end = yield from reader.copy_until((self.quote,), lambda text: write(_quote(text)[1:-1]))
             write('"' if end else "")

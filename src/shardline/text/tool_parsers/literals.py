@@ -170,7 +170,7 @@ def _copy_list(reader: TextReader, write: Callable[[str], None], end: str) -> St
         if (yield from reader.take_literal(end)):
             write("]")
             return True
-        write(between)
+        write(between if reader.first else "")
         if not (yield from copy_literal(reader, write)):
             return False
         yield from reader.skip_space()
@@ -187,7 +187,7 @@ def _copy_dict(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
         if (yield from reader.take_literal("}")):
             write("}")
             return True
-        write(between)
+        write(between if reader.first else "")
         key: list[str] = []
         if not (yield from copy_literal(reader, key.append)):
             return False
