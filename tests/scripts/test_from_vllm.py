@@ -69,7 +69,8 @@ def test_the_clients_run() -> None:
     with serve("demo", "--max-num-seqs", "64") as server:
         for line in lines:
             words = shlex.split(line.replace("http://localhost:8000", server.url), comments=True)
-            words += ["--base-url", server.url] if words[0] == "bench" else []
+            if words[0] == "bench":
+                words += ["--base-url", server.url, "--random-input-len", "16", "--random-output-len", "4"]
             ran = subprocess.run(
                 [sys.executable, "-m", "shardline", *words], capture_output=True, text=True, timeout=120
             )

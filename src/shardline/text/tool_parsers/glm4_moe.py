@@ -53,6 +53,8 @@ call: {rules.mark(cls.begin)} function {rules.mark(cls.end)}
         reader = self._reader
         marks = (self.begin, self.end, *self.outer)
         while mark := (yield from reader.copy_until(marks, self._write_content)):
+            if mark in self.outer[:1]:
+                yield from reader.skip_space()
             while mark == self.begin:
                 mark = yield from self._read_tagged_call()
 
