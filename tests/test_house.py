@@ -23,7 +23,7 @@ MACHINE_PLACES = {"shardline/cluster/ray/placing.py": 1, "shardline/engine/execu
 LIBRARY_LINES = 5
 """Lines outside the back ends that use a machine's own library."""
 
-FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 2}
+FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 2, "int8_w8a16": 1, "int4_w4a16": 0}
 """Files besides its own that know a weight format; fp8 is also a name of a checkpoint's `quant_method`."""
 
 NAMED_BY_OTHERS = ("shardline/checkpoints/gguf/", "shardline/text/reasoning_parsers/", "shardline/text/tool_parsers/")
@@ -171,11 +171,13 @@ def test_formats_are_found_in_names_and_strings_but_not_as_other_things(tmp_path
             "b.py": "class Int4Linear: ...\nif scheme == 'fp8_128': ...",
             "c.py": "'use int8 or fp8'\nx = torch.int8\ny = torch.uint8\nuint8 = 1\nkv_dtype = 'fp8'",
             "weights/formats/int8.py": "name = 'int8'",
+            "d.py": "open('int8_w8a16')",
             "kernels/host/pack.py": "def pack_int8(): ...",
         },
     )
-    found = format_mentions(source)
-    assert found == {"int8": ["shardline/a.py"], "int4": ["shardline/b.py"], "fp8": ["shardline/b.py"]}
+    found = {name: files for name, files in format_mentions(source).items() if files}
+    a, b, d = ["shardline/a.py"], ["shardline/b.py"], ["shardline/d.py"]
+    assert found == {"int8": a, "int4": b, "fp8": b, "int8_w8a16": d}
 
 
 def test_sizes_count_lines_and_own_methods(tmp_path):

@@ -20,7 +20,8 @@ from pathlib import Path
 from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 from scripts.house.machine import PROTOCOLS
 
-FORMATS = ("int8", "int4", "fp8")
+FORMATS = ("int8_w8a16", "int4_w4a16", "int8", "int4", "fp8")
+"""Names that begin with those of others come first."""
 _KERNELS = (f"{PACKAGE}.kernels", f"{PACKAGE}.runtime.machines")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
 _PLANNED_ROOM = f"{PACKAGE}.planner.models"
@@ -49,7 +50,8 @@ def _formats_in(node: ast.AST, function: str) -> Iterator[str]:
     if "kv" in function.lower():
         return
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
-        yield from (name for name in FORMATS if node.value == name or node.value.startswith(f"{name}_"))
+        named = [name for name in FORMATS if node.value == name or node.value.startswith(f"{name}_")]
+        yield from named[:1]
     for field in ("id", "attr", "arg", "name", "asname", "module"):
         value = getattr(node, field, None)
         if isinstance(value, str) and not _is_array_dtype(node):
@@ -63,7 +65,11 @@ def _is_array_dtype(node: ast.AST) -> bool:
 
 
 def _in_identifier(name: str) -> list[str]:
-    return [one for one in FORMATS if re.search(rf"(?<!u){one}(?!\d)", name.lower())]
+    found, rest = [], name.lower()
+    for one in FORMATS:
+        rest, count = re.subn(rf"(?<!u){one}(?!\d)", " ", rest)
+        found += [one] * (count > 0)
+    return found
 
 
 def model_files(source: Path = SOURCE) -> dict[str, Path]:

@@ -8,7 +8,7 @@ have two levels, as in GGUF's Q4_K: a byte for each group, times a number in flo
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from shardline.weights.base import PackedLinear, Role
 from shardline.weights.formats import int8_w8a16
@@ -26,8 +26,6 @@ _OUTER_GROUPS = 8
 
 class Format(int8_w8a16.Format):
     """See `base.WeightFormat`."""
-
-    alternatives: ClassVar[str] = "int4"
 
     @property
     def label(self) -> str:

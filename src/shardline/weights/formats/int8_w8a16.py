@@ -26,7 +26,6 @@ class Format(packed.Format):
 
     is_for_gpus: ClassVar[bool] = False
     packs_embedding: ClassVar[bool] = True
-    alternatives: ClassVar[str] = "int8"
 
     @property
     def reads_packed(self) -> bool:
