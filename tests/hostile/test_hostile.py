@@ -15,7 +15,7 @@ import pytest
 from tests.hostile import draws, folders, lark, library, regexes, run, schemas, site, templates
 from tests.hostile.bodies import drawn_case, named_cases
 
-REQUESTS = 240
+REQUESTS = 300
 LOADED_CASES = 40
 BUSY = 10.0
 """How many times longer than on a quiet machine the victim's pauses may be: the suite shares the cores."""
