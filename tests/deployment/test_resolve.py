@@ -68,7 +68,7 @@ def leaves(value: object) -> Iterator[object]:
 def test_drafts() -> None:
     asked = {"method": "ngram", "num_speculative_tokens": 7}
     deployment = resolve_on(machine(), speculative_config=asked, max_num_seqs=4)
-    assert (deployment.max_in_flight, deployment.limits.max_samples) == (1, 8)
+    assert (deployment.max_in_flight, deployment.limits.max_samples) == (2, 8)
     assert resolve_on(machine(), speculative_config=asked, pipeline_parallel_size=2).max_in_flight == 2
     assert not resolve_on(machine()).limits.drafts
     with pytest.raises(ValueError, match="speculative_config works on CPUs only so far"):

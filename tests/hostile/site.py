@@ -222,7 +222,7 @@ def _is_error(answer: Any) -> bool:
 def open_site() -> Iterator[Site]:
     """A server of two replicas with little memory, which has answered some usual requests, and its victim.
 
-    By itself, a step of 256 prompt tokens takes a slow core less than the pause that the victim may see. Responses
+    By itself, a step of 128 tokens takes a slow core less than the pause that the victim may see. Responses
     that clients ask the server to keep are no leak, so it keeps few of them.
     """
     options = (
@@ -233,7 +233,7 @@ def open_site() -> Iterator[Site]:
         "--cpu-threads",
         "1",
         "--max-num-batched-tokens",
-        "256",
+        "128",
         "--response-store-bytes",
         "1MiB",
         "--device",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -20,6 +20,8 @@ from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service, new_id
+
+T = TypeVar("T")
 
 MAX_CONVERSATIONS = 2048
 """The most conversations of one request, as there may be prompts in a completion."""
@@ -64,15 +66,15 @@ def batched_chat_routes(service: Service) -> APIRouter:
     async def create_batched_chat_completion(body: BatchedChatRequest) -> Response:
         """Answer several conversations. With `n` choices each, the first n are of the first one, and so on."""
         chats = body.chats(service.llm.config.scheduler.max_num_waiting)
-        prepared = [await prepare_chat(service, chat) for chat in chats]
+        prepared = [await prepare_chat(service, chat) async for chat in _in_turn(chats)]
         response_id = new_id("chatcmpl-")
         async with AsyncExitStack() as stack:
             generations = [
                 await stack.enter_async_context(await answer.start(service, f"{response_id}_{index}", **chat.queueing))
-                for index, (chat, answer) in enumerate(zip(chats, prepared, strict=True))
+                async for index, (chat, answer) in _in_turn(enumerate(zip(chats, prepared, strict=True)))
             ]
             answers = []
-            for chat, answer, generation in zip(chats, prepared, generations, strict=True):
+            async for chat, answer, generation in _in_turn(zip(chats, prepared, generations, strict=True)):
                 outputs = await generation.wait_finished()
                 writer = ChatWriter(service, chat, response_id, answer.answer_format)
                 answers.append(
@@ -85,6 +87,13 @@ def batched_chat_routes(service: Service) -> APIRouter:
         )
 
     return router
+
+
+async def _in_turn(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, with a turn of the event loop between them: many must not keep other streams waiting."""
+    for item in items:
+        yield item
+        await asyncio.sleep(0)
 
 
 def _join(answers: Sequence[bytes]) -> bytes:
