@@ -19,7 +19,7 @@ from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
 from shardline.router.app import create_app
 from shardline.router.fleet import Fleet
-from shardline.router.watch import watch_fleet
+from shardline.router.launch import watch_fleet
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import bind_listener, make_http_server
 from shardline.server.middleware import InFlight

@@ -13,8 +13,10 @@ from shardline.config.server import ServerConfig
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 from shardline.router.app import create_app
+from shardline.router.discovery import Discovery
 from shardline.router.fleet import Fleet
-from shardline.router.watch import watch_fleet
+from shardline.router.health import HealthChecker, watch_backends
+from shardline.router.kv_follower import KVFollower
 from shardline.server.errors import interrupted
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import (
@@ -78,3 +80,16 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
             server.should_exit = True
             await asyncio.gather(serving, watching, refreshing, return_exceptions=True)
             fleet.close()
+
+
+async def watch_fleet(fleet: Fleet, config: RouterConfig) -> None:
+    """Find backends, check them, and follow their caches, until cancelled."""
+    follower = KVFollower(fleet.kv, config) if config.policy == "kv_aware" else None
+    jobs = [HealthChecker(fleet, config).run(), Discovery(fleet, config).run()]
+    if follower is not None:
+        jobs.append(watch_backends(fleet, follower.follow, config.health_interval / 4))
+    try:
+        await asyncio.gather(*jobs)
+    finally:
+        if follower is not None:
+            follower.close()
