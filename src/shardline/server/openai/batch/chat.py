@@ -23,8 +23,8 @@ from shardline.server.service import Service, new_id
 
 T = TypeVar("T")
 
-MAX_CONVERSATIONS = 2048
-"""The most conversations of one request, as there may be prompts in a completion."""
+MAX_CONVERSATIONS = 1024
+"""The most conversations of one request: more would keep other streams waiting for longer than they may."""
 
 
 class BatchedChatRequest(ChatRequest):
