@@ -23,8 +23,9 @@ from perf.format_models import FORMATS, checkpoint
 from shardline.benchmark.workload import WORKLOADS
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from compare import Engine, check_idle, measure, prompts_of, start
 from report import ratio
+
+from compare import Engine, check_idle, measure, prompts_of, start
 
 _LLAMA = "llama.cpp "
 _TORCH_BYTES = 0.25e9
