@@ -44,8 +44,6 @@ class PlanBuilder:
         self.step_id, self.now = step_id, now
         self.budget = self._max_tokens
         """Tokens that the plan may still take."""
-        self.num_tokens = 0
-        """Tokens of the plan in the making."""
         self.draft_budget = 0
         """Draft tokens that the plan may still take."""
         self.starts: list[SequenceStart] = []
@@ -103,7 +101,6 @@ class PlanBuilder:
         self.steps.append(step)
         self.sequences.append(sequence)
         self.budget -= step.num_tokens
-        self.num_tokens += step.num_tokens
         sequence.num_scheduled = end
         sequence.num_pending += step.sample
         sequence.num_in_flight += 1
