@@ -85,7 +85,8 @@ class HttpClient:
         Raises:
             OSError: the server cannot be reached.
         """
-        connection = await asyncio.wait_for(self._connect(), _CONNECT_SECONDS)
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            connection = await self._connect()
         self._idle.append(connection)
 
     async def fetch(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, bytes]:
@@ -121,8 +122,9 @@ class HttpClient:
     async def _connect_and_start(self, exchange: Exchange) -> None:
         exchange.on_sent(time.perf_counter())  # a server that is slow to accept must not look fast
         try:
-            connection = await asyncio.wait_for(self._connect(), _CONNECT_SECONDS)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                connection = await self._connect()
+        except TimeoutError:
             exchange.on_failure("connect timeout", f"no connection within {_CONNECT_SECONDS} s", time.perf_counter())
         except ConnectionRefusedError as error:
             exchange.on_failure("connection refused", str(error), time.perf_counter())

@@ -242,7 +242,8 @@ DraftCounts = Counter[str]
 async def fetch_drafts(client: HttpClient, headers: Mapping[str, str]) -> DraftCounts:
     """The counters of a server; empty: it makes no drafts, or shows no metrics."""
     with contextlib.suppress(OSError, TimeoutError):
-        status, body = await asyncio.wait_for(client.fetch("GET", "/metrics", dict(headers)), _SECONDS)
+        async with asyncio.timeout(_SECONDS):
+            status, body = await client.fetch("GET", "/metrics", dict(headers))
         if status == 200:
             return read_drafts(body.decode(errors="replace"))
     return Counter()

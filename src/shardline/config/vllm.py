@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,10 +11,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _PROTECTIVE_WORDS = re.compile(
     r"_(AUTH|AUTHORIZATION|CERT|CERTFILE|KEY|KEYS|KEYFILE|PASSWORD|SECRET|SSL|TLS|ALLOWLIST|DENYLIST)(_|$)"

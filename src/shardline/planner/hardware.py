@@ -5,17 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 GIB = 1 << 30
 GB = 1e9

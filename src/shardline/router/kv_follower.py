@@ -103,8 +103,9 @@ class KVFollower:
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while True:
                 try:
-                    frames = await asyncio.wait_for(socket.recv_multipart(), _REPLAY_SECONDS)
-                except asyncio.TimeoutError:
+                    async with asyncio.timeout(_REPLAY_SECONDS):
+                        frames = await socket.recv_multipart()
+                except TimeoutError:
                     logger.warning("%s sends no past batches", source.replay)
                     return
                 if len(frames) < 3 or frames[-2] == END_OF_REPLAY:  # some send no topic here

@@ -141,8 +141,9 @@ class Upstream:
         loop = asyncio.get_running_loop()
         opening = loop.create_connection(lambda: _Connection(self), self._host, self._port, ssl=self._tls)
         try:
-            _, connection = await asyncio.wait_for(opening, self._connect_timeout)
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await opening
+        except TimeoutError:
             raise UpstreamError(f"no connection in {self._connect_timeout:g} s") from None
         except OSError as error:
             raise UpstreamError(f"no connection ({error.strerror or error})") from None

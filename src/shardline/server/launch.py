@@ -263,8 +263,9 @@ async def _drain(llm: AsyncLLM, service: Service, stop: StopSignals) -> int:
     service.leaving.set()
     if delay := service.config.shutdown_delay:
         logger.info("shutting down: /ready says 503, and requests are taken for %g s more", delay)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.second.wait(), delay)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await stop.second.wait()
     llm.drain()
     timeout = service.config.shutdown_timeout
     running = len(service.in_flight)

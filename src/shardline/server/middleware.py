@@ -279,8 +279,9 @@ class InFlight:
 
     async def wait_empty(self, timeout: float) -> bool:
         """Wait until nothing is in flight. False: something still was after `timeout` seconds."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
         return not self._exchanges
 
     def interrupt(self, error: ApiError) -> int:

@@ -211,7 +211,7 @@ class ClusterStream(Response):
                 await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
                     await sending
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 scope[CUT]()
                 await leaving
             finally:
@@ -225,7 +225,8 @@ class ClusterStream(Response):
         while goes_on:
             body, num_seen = make_event(window.body(history=is_first)), window.num_samples
             message = {"type": "http.response.body", "body": body, "more_body": True}
-            await asyncio.wait_for(send(message), STUCK_SECONDS)
+            async with asyncio.timeout(STUCK_SECONDS):
+                await send(message)
             is_first, goes_on = False, await window.wait_sample(num_seen)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

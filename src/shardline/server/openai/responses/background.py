@@ -59,8 +59,9 @@ class BackgroundRun:
                 return
             else:
                 try:
-                    await asyncio.wait_for(changed.wait(), COMMENT_SECONDS)
-                except asyncio.TimeoutError:
+                    async with asyncio.timeout(COMMENT_SECONDS):
+                        await changed.wait()
+                except TimeoutError:
                     yield COMMENT
 
     async def _run(self) -> None:
