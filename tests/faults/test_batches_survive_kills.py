@@ -14,7 +14,7 @@ from tests.e2e.serving import serve
 
 pytestmark = pytest.mark.slow
 
-COUNT = 200
+COUNT = 60
 BODY = {"prompt": "a", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 IDS = [f"r{index}" for index in range(COUNT)]
 

