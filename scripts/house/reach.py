@@ -7,8 +7,8 @@ a capability if a part of an identifier, or of a string without spaces, is one o
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,16 +44,17 @@ def mentioning_files(capability: Capability, source: Path = SOURCE) -> list[str]
     found = []
     for path in module_files(source).values():
         name = path.relative_to(source / PACKAGE).as_posix()
-        if not name.startswith(capability.own) and any(map(pattern.search, _words(parse_file(path)))):
+        if not name.startswith(capability.own) and any(map(pattern.search, _words(path))):
             found.append(name)
     return found
 
 
-def _words(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname", "module"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                yield value
+@functools.cache
+def _words(path: Path) -> set[str]:
+    words: set[str] = set()
+    for node in ast.walk(parse_file(path)):
+        values = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname", "module")]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
-            yield node.value
+            values.append(node.value)
+        words.update(value for value in values if isinstance(value, str))
+    return words
