@@ -185,7 +185,8 @@ def _shape_of(query: Tensor, key_cache: Tensor, window: int | None, chunked: boo
 
 
 class _Sequence(NamedTuple):
-    index: int
+    place: int
+    """Its row in the tables."""
     first_row: int
     num_rows: int
     first_key: int
@@ -216,7 +217,7 @@ def _plan(
                 _Sequence(index, starts[index], num_rows, first, num_keys, num_tiles, _key_tiles(first, num_keys))
             )
     batches = []
-    for kind, group in groupby(sorted(sequences, key=lambda one: (one.kind, one.index)), key=lambda one: one.kind):
+    for kind, group in groupby(sorted(sequences, key=lambda one: (one.kind, one.place)), key=lambda one: one.kind):
         members = list(group)
         elements = shape.num_kv_heads * kind[1] * KEYS * max(shape.dim, kind[0] * ROWS)
         each = max(1, _MOST_ELEMENTS // elements)
@@ -262,7 +263,7 @@ def _batch(
     if splits != (0, 1):  # blocks of other splits are not read
         is_own = (keys // SPLIT - splits[0]) % splits[1] == 0
         seen = torch.where(is_own & (keys // SPLIT >= splits[0]), seen, -1)
-    rows = torch.tensor([one.index for one in sequences])[:, None]
+    rows = torch.tensor([one.place for one in sequences])[:, None]
     blocks = block_tables[rows.to(device), (seen.clamp(min=0) // shape.block_size).to(device)].long()
     blocks = torch.where(seen.to(device) < 0, 0, blocks)
     return _Batch(
@@ -414,8 +415,9 @@ def _merged(sums: _Sums, sinks: Tensor | None) -> Tensor:
 def _of_tokens(part: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
     """Rows [B * Hk, t * ROWS, ..] as [B, n, Hq, ..]."""
     count, most = batch.tokens.shape
-    own = part[:, : most * shape.heads_each].unflatten(1, (most, shape.heads_each))
-    return own.unflatten(0, (count, shape.num_kv_heads)).transpose(1, 2).flatten(2, 3)
+    own = part[:, : most * shape.heads_each]
+    own = own.reshape(count, shape.num_kv_heads, most, shape.heads_each, *part.shape[2:])
+    return own.transpose(1, 2).flatten(2, 3)
 
 
 def _put_rows(rows: Tensor, out: Tensor, batch: _Batch) -> None:

@@ -100,7 +100,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
         inner = x * (x * x * 0.044715 + 1)
         return x / (1 + torch.exp(inner * (-2 * math.sqrt(2 / math.pi))))
     assert name == "gelu"
-    return x * (torch.special.erfc(x * -math.sqrt(0.5)) * 0.5)
+    half: Tensor = torch.special.erfc(x * -math.sqrt(0.5)) * 0.5
+    return x * half
 
 
 def _added(x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:

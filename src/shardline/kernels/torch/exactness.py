@@ -82,7 +82,7 @@ def _many_rows_agree(kernels: TorchKernels, numbers: Callable[..., Tensor], dtyp
         x, tiles, bias = numbers(3 * MANY_ROWS, depth), numbers(2, COLUMNS, depth), numbers(2 * COLUMNS)
         for out_dtype in {dtype, torch.float32}:
             for own_bias in (None, bias):
-                parts = [kernels.multiply(part, tiles, own_bias, out_dtype) for part in x.split(ROWS)]
+                parts = [kernels.multiply(part, tiles, own_bias, out_dtype) for part in torch.split(x, ROWS)]
                 if not torch.equal(_bits(kernels.multiply(x, tiles, own_bias, out_dtype)), _bits(torch.cat(parts))):
                     return False
     return True

@@ -15,6 +15,9 @@ from torch import Tensor
 from shardline.kernels.torch.elementwise import activation, sigmoid
 from shardline.kernels.torch.formats import FormatKernels
 
+Scales = Tensor | tuple[object, ...] | None
+"""See `contract.Kernels`; there are none of groups."""
+
 
 class _Slots(NamedTuple):
     """The slots of the experts of a rank, sorted by expert and then by token."""
@@ -35,7 +38,7 @@ class ExpertKernels(FormatKernels):
         first_expert: int,
         compact: bool,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Scales,
         name: str,
         gated: bool,
         out: Tensor,
@@ -56,7 +59,7 @@ class ExpertKernels(FormatKernels):
         weights: Tensor,
         first_expert: int,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Scales,
         shared: Tensor | None,
         shared_scale: Tensor | None,
         out: Tensor,
@@ -73,7 +76,7 @@ class ExpertKernels(FormatKernels):
         ids: Tensor,
         first_expert: int,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Scales,
         out: Tensor,
         bias: Tensor | None,
     ) -> None:
@@ -86,13 +89,14 @@ class ExpertKernels(FormatKernels):
         rows: Tensor,
         slots: _Slots,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Scales,
         bias: Tensor | None,
         width: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Rows sorted by expert [num_slots, K], each times its expert's weight: [num_slots, width] of `dtype` (default:
         that of the rows)."""
+        assert not isinstance(scales, tuple), "no experts are kept in groups"
         out = rows.new_empty(len(rows), width, dtype=dtype)
         first = 0
         for expert, count in enumerate(slots.counts):
