@@ -20,7 +20,7 @@ from torch import Tensor
 from shardline.kernels.tensors import LatentCache
 from shardline.kernels.torch.kv_cache import CacheKernels
 
-SPLIT, KEYS, ROWS = 512, 128, 16
+SPLIT, KEYS, ROWS = 512, 128, 8
 _TILES = SPLIT // KEYS
 _MOST_ELEMENTS = 8 << 20
 """Elements of scores, and of keys, that are held at a time."""

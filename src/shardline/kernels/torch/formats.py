@@ -103,7 +103,7 @@ class FormatKernels(DenseKernels):
         on_host = PanelKernels.int4_empty(*weight.shape)
         PanelKernels.pack_int4(weight.cpu(), *on_host)
         values, group_scales, column_scales = PanelKernels.unpack_int4(*on_host, len(weight))
-        low, high = (values + 8).to(torch.uint8).view(len(weight), -1, 2, GROUP_SIZE // 2).unbind(2)
+        low, high = (values + 8).to(torch.uint8).view(*group_scales.shape, 2, GROUP_SIZE // 2).unbind(2)
         rows = torch.cat([low | high << 4, group_scales[..., None].contiguous().view(torch.uint8)], -1)
         place_rows(panels, len(weight), first, half).copy_(rows)
         place_rows(scales, len(weight), first, half).copy_(column_scales)

@@ -79,8 +79,9 @@ class DenseKernels:
 
     def multiply(self, x: Tensor, tiles: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """x [M, K] times the transpose of tiles [num_tiles, COLUMNS, K], plus bias: [M, num_tiles * COLUMNS] of
-        `dtype`. If that is wider than x, all of it is computed in it."""
+        the wider of `dtype` and x's, in which all of it is computed."""
         num_tiles, _, depth = tiles.shape
+        dtype = torch.promote_types(x.dtype, dtype)
         if bias is not None:
             bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
         if not self.is_exact and tiles.dtype == dtype:
