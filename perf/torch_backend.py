@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.only is not None:
         name, folder, dtype = arguments.only
-        found = run_transformers(folder, dtype) if name == _TRANSFORMERS else run_shardline(folder, dtype, name)
-        print(json.dumps(found))
+        run = run_transformers if name == _TRANSFORMERS else partial(run_shardline, name=name)
+        print(json.dumps(run(folder, dtype)))
         return
     names = [*_OPTIONS, _TRANSFORMERS]
     with tempfile.TemporaryDirectory() as folder:

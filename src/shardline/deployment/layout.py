@@ -132,6 +132,11 @@ def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
 
 def _choose_device(parallel: ParallelConfig, machine: Machine) -> tuple[DeviceKind, list[str]]:
     """The kind of device, and the warnings about this choice."""
+    if parallel.device in ("xpu", "mps"):
+        kind = cast(DeviceKind, parallel.device)
+        if lacking := [host for host in machine.hosts if not host.of_kind(kind)]:
+            raise ValueError(f"device {kind}: torch finds none on {lacking[0].name}; use --device cpu")
+        return kind, []
     with_gpus = [host for host in machine.hosts if host.of_kind("cuda")]
     without = [host for host in machine.hosts if not host.of_kind("cuda")]
     host = (without or with_gpus)[0]
