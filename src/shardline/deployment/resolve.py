@@ -52,7 +52,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
     if layout.device == "cuda" and layout.kernels == "own" and (refusal := gpu_refusal(spec)):
-        raise ValueError(refusal)
+        raise ValueError(f"{refusal}; --kernels torch runs it there too, more slowly")
     check_length(asked_length, spec)
     embeds = _embeds(config, spec)
     if model.checkpoint is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.kernels.torch.exactness import check_exactness
-from shardline.kernels.torch.linear import COLUMNS, MANY_ROWS
+from shardline.kernels.torch.linear import COLUMNS
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
@@ -35,7 +35,7 @@ def nudged(x: Tensor) -> Tensor:
 def test_exact_numerics_hold_here(dtype: torch.dtype) -> None:
     own = kernels(dtype)
     check_exactness(own, dtype)
-    assert own.uses_many_rows, "large tiles have the bits of small ones on x86"
+    assert own.whole == {(dtype, 1, 77), (torch.float32, 1, 77)}, "on x86, tiles have the bits of the whole"
 
 
 def _few_rows(product: Callable[..., Tensor], x: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -109,17 +109,12 @@ def test_so_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         check_exactness(own, torch.float32)
 
 
-def test_large_tiles_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_products_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: nudged(linear(x, *rest)))
     own = kernels()
-    bmm = torch.bmm
-
-    def fault(x: Tensor, y: Tensor, **more: Any) -> Tensor:
-        product = bmm(x, y, **more)
-        return nudged(product) if x.shape[1] == MANY_ROWS else product
-
-    monkeypatch.setattr(torch, "bmm", fault)
     check_exactness(own, torch.float32)
-    assert not own.uses_many_rows
+    assert not own.whole
     x, tiles = torch.ones(100, 77), torch.ones(1, COLUMNS, 77)
     assert torch.equal(own.multiply(x, tiles, None, torch.float32), torch.full((100, COLUMNS), 77.0))
 

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.kernels.torch.linear import COLUMNS, MANY_ROWS, ROWS
+from shardline.kernels.torch.linear import COLUMNS, ROWS, SIZES, multiply_tiles, tiles_at_once
 from shardline.kernels.torch.torch_kernels import TorchKernels
 
 _NUM_ROWS = 2 * ROWS + 5
@@ -41,20 +42,27 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
     def numbers(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*sizes, generator=rng).to(kernels.device, dtype)
 
-    kernels.uses_many_rows = False
-    for depth in sorted(kernels.depths):
+    shapes = sorted(kernels.shapes)
+    kernels.whole.clear()
+    for depth in sorted({depth for _, depth in shapes}):
         x, weight, bias = numbers(_NUM_ROWS, depth), numbers(_NUM_COLUMNS, depth), numbers(_NUM_COLUMNS)
         for out_dtype in {dtype, torch.float32}:
             _check_product(kernels, x, weight, bias, out_dtype)
         _check_rows(f"norms of {depth} elements", partial(_norms, kernels, numbers(depth)), x)
-    kernels.uses_many_rows = _many_rows_agree(kernels, numbers, dtype)
+    for num_tiles, depth in shapes:
+        _try_whole(kernels, numbers, num_tiles, depth, dtype)
     _check_rows("attention", partial(_attention, kernels, numbers(2 * 300, 2, 64)), numbers(_NUM_ROWS, 6, 64))
     curves = numbers(4099, dtype=torch.float32)
     for function in (torch.exp, torch.tanh, torch.special.erfc):
         whole = function(curves)
         for begin, end in ((1, 4099), (3, 4000), (7, 29), (500, 517)):
             _compare(f"torch.{function.__name__}", function(curves[begin:end].clone()), whole[begin:end])
-    _log.info("rows have the same bits alone and among others (%.2f s)", time.perf_counter() - started)
+    _log.info(
+        "rows have the same bits alone and among others; %d of %d weights' shapes are multiplied whole (%.2f s)",
+        sum((dtype, *shape) in kernels.whole for shape in shapes),
+        len(shapes),
+        time.perf_counter() - started,
+    )
 
 
 def _check_product(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype) -> None:
@@ -75,17 +83,24 @@ def _check_product(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tenso
     _compare(what, multiply(x.repeat(_MANY, 1), all_columns), whole.repeat(_MANY, 1))
 
 
-def _many_rows_agree(kernels: TorchKernels, numbers: Callable[..., Tensor], dtype: torch.dtype) -> bool:
-    """Whether large tiles of rows have the bits of small ones."""
-    kernels.uses_many_rows = True
-    for depth in sorted(kernels.depths):
-        x, tiles, bias = numbers(3 * MANY_ROWS, depth), numbers(2, COLUMNS, depth), numbers(2 * COLUMNS)
-        for out_dtype in {dtype, torch.float32}:
-            for own_bias in (None, bias):
-                parts = [kernels.multiply(part, tiles, own_bias, out_dtype) for part in torch.split(x, ROWS)]
-                if not torch.equal(_bits(kernels.multiply(x, tiles, own_bias, out_dtype)), _bits(torch.cat(parts))):
-                    return False
-    return True
+def _try_whole(
+    kernels: TorchKernels, numbers: Callable[..., Tensor], num_tiles: int, depth: int, dtype: torch.dtype
+) -> None:
+    """Note which products with the whole of a weight, in `dtype` and float32, have the bits of tiles."""
+    for own in {dtype, torch.float32}:
+        each = tiles_at_once(num_tiles, depth, own if own != dtype else None)
+        for count in {each, num_tiles % each} - {0}:
+            x, bias = numbers(SIZES[-1], depth, dtype=own), numbers(2 * COLUMNS, dtype=own)
+            # Two tiles, again and again.
+            tiles = numbers(2, COLUMNS, depth, dtype=own).repeat(-(-count // 2), 1, 1)[:count]
+            biases = bias.repeat(-(-count // 2))[: count * COLUMNS]
+            pairs = (
+                (F.linear(x[:size], tiles.view(-1, depth), own_bias), multiply_tiles(x[:size], tiles, own_bias))
+                for size in SIZES
+                for own_bias in (None, biases)
+            )
+            if all(torch.equal(_bits(whole), _bits(of_tiles)) for whole, of_tiles in pairs):
+                kernels.whole.add((own, count, depth))
 
 
 def _check_rows(what: str, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 A library's product changes its bits with the numbers of rows and columns. So exact numerics call it only with tiles of
 `ROWS` rows and `COLUMNS` columns, padded with zeros. `exactness.py` checks that the library gives a row and a column of
-such a tile the same bits wherever they are. If tiles of `MANY_ROWS` rows have them too, more rows use these.
+such a tile the same bits wherever they are. Whole weights are multiplied, by `SIZES` of rows, where this gives the bits
+of tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from shardline.kernels.memory import mapped_empty
 from shardline.kernels.torch.elementwise import activation
 from shardline.kernels.torch.sampling import greedy_argmax, mask_tokens
 
-ROWS, COLUMNS, MANY_ROWS = 8, 128, 64
+ROWS, COLUMNS = 8, 128
+SIZES = (8, 16, 32, 64)
+"""Numbers of rows with which whole weights are multiplied."""
 _WIDENED_BYTES = 4 << 20
 """Bytes of a weight that are converted to a wider dtype at a time."""
 
@@ -28,10 +31,11 @@ class DenseKernels:
         self.device = device
         self.is_exact = True
         """Whether products are cut into tiles, so that rows are padded too."""
-        self.uses_many_rows = False
-        """Whether larger tiles of rows give the same bits."""
-        self.depths: set[int] = set()
-        """Numbers of columns of the weights that have been allocated."""
+        self.shapes: set[tuple[int, int]] = set()
+        """Number of tiles and of columns of the weights that have been allocated."""
+        self.whole: set[tuple[torch.dtype, int, int]] = set()
+        """Dtype and shape of the weights, or parts of them, for which products with all of it give the same bits."""
+        self._scratch = torch.empty(0, device=device)
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=self.device)
@@ -45,8 +49,8 @@ class DenseKernels:
         gated: bool = False,
         num_matrices: int | None = None,
     ) -> Tensor:
-        self.depths.add(in_features)
         leading, num_tiles = () if num_matrices is None else (num_matrices,), -(-out_features // COLUMNS)
+        self.shapes.add((2 * num_tiles if gated else num_tiles, in_features))
         tiles = self._weights_empty(dtype, *leading, 2 * num_tiles if gated else num_tiles, COLUMNS, in_features)
         if num_tiles:
             padded = tiles[..., num_tiles - 1 :: num_tiles, :, :]
@@ -82,26 +86,42 @@ class DenseKernels:
         the wider of `dtype` and x's, in which all of it is computed."""
         num_tiles, _, depth = tiles.shape
         dtype = torch.promote_types(x.dtype, dtype)
+        rows = x.to(dtype)
         if bias is not None:
             bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
-        if not self.is_exact and tiles.dtype == dtype:
-            return F.linear(x, tiles.view(-1, depth), bias)
-        size = MANY_ROWS if self.uses_many_rows and len(x) > MANY_ROWS // 2 else ROWS
-        rows = F.pad(x.to(dtype), (0, 0, 0, -len(x) % size)).reshape(-1, size, depth)
-        tiles_each = max(1, num_tiles)
-        if tiles.dtype != dtype:
-            tiles_each = max(1, _WIDENED_BYTES // (COLUMNS * depth * dtype.itemsize))
-        out = x.new_empty(num_tiles, len(rows), size, COLUMNS, dtype=dtype)
-        biases = None if bias is None else bias.view(-1, 1, COLUMNS)
-        for first in range(0, num_tiles, tiles_each):
-            some = slice(first, first + tiles_each)
-            _multiply_tiles(rows, tiles[some].to(dtype), None if biases is None else biases[some], out[some])
-        return out.permute(1, 2, 0, 3).reshape(-1, num_tiles * COLUMNS)[: len(x)]
+        each = tiles_at_once(num_tiles, depth, dtype if tiles.dtype != dtype else None)
+        parts = []
+        for first in range(0, num_tiles, each):
+            own_bias = None if bias is None else bias[first * COLUMNS : (first + each) * COLUMNS]
+            parts.append(self._multiply_part(rows, self._widened(tiles[first : first + each], dtype), own_bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _widened(self, tiles: Tensor, dtype: torch.dtype) -> Tensor:
+        """Tiles in `dtype`, perhaps in memory that the next call uses again: fresh memory costs more than the rest."""
+        if tiles.dtype == dtype:
+            return tiles
+        if self._scratch.dtype != dtype or self._scratch.numel() < tiles.numel():
+            self._scratch = torch.empty(tiles.numel(), dtype=dtype, device=self.device)
+        return self._scratch[: tiles.numel()].view(tiles.shape).copy_(tiles)
+
+    def _multiply_part(self, rows: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+        num_tiles, _, depth = tiles.shape
+        weight = tiles.view(-1, depth)
+        if not self.is_exact:
+            return F.linear(rows, weight, bias)
+        if (rows.dtype, num_tiles, depth) not in self.whole:
+            return multiply_tiles(rows, tiles, bias)
+        parts = []
+        for some in torch.split(rows, SIZES[-1]):
+            size = next(size for size in SIZES if size >= len(some))
+            padded = some if size == len(some) else F.pad(some, (0, 0, 0, size - len(some)))
+            parts.append(F.linear(padded, weight, bias)[: len(some)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pack_heads(self, weights: Tensor) -> Tensor:
         """[num_tiles, num_heads, COLUMNS, in_features]"""
         num_heads, out_features, depth = weights.shape
-        self.depths.add(depth)
+        self.shapes.add((1, depth))
         padded = F.pad(weights, (0, 0, 0, -out_features % COLUMNS))
         return padded.view(num_heads, -1, COLUMNS, depth).transpose(0, 1).contiguous()
 
@@ -122,20 +142,31 @@ class DenseKernels:
         return torch.empty(sizes, dtype=dtype, device=self.device)
 
 
-def _multiply_tiles(rows: Tensor, tiles: Tensor, biases: Tensor | None, out: Tensor) -> None:
-    """Tiles of rows [R, .., K] times tiles [C, COLUMNS, K], plus biases [C, 1, COLUMNS], to out [C, R, .., COLUMNS], in
-    as few calls as there can be."""
-    if len(rows) <= len(tiles):
+def multiply_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] times the transpose of tiles [num_tiles, COLUMNS, K], plus bias: [M, num_tiles * COLUMNS]. The library
+    multiplies tiles only, in as few calls as there can be."""
+    num_tiles, _, depth = tiles.shape
+    rows = F.pad(x, (0, 0, 0, -len(x) % ROWS)).reshape(-1, ROWS, depth)
+    biases = None if bias is None else bias.view(-1, 1, COLUMNS)
+    out = x.new_empty(num_tiles, len(rows), ROWS, COLUMNS)
+    if len(rows) <= num_tiles:
         for index, tile in enumerate(rows):
-            out[:, index] = _multiply(tile.expand(len(tiles), *tile.shape), tiles.mT, biases)
-        return
-    for index, tile in enumerate(tiles):
-        bias = None if biases is None else biases[index]
-        out[index] = _multiply(rows, tile.T.expand(len(rows), *tile.T.shape), bias)
+            out[:, index] = _multiply(tile.expand(num_tiles, ROWS, depth), tiles.mT, biases)
+    else:
+        for index, tile in enumerate(tiles):
+            own_bias = None if biases is None else biases[index]
+            out[index] = _multiply(rows, tile.T.expand(len(rows), depth, COLUMNS), own_bias)
+    return out.permute(1, 2, 0, 3).reshape(-1, num_tiles * COLUMNS)[: len(x)]
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     return torch.bmm(x, y) if bias is None else torch.baddbmm(bias, x, y)
+
+
+def tiles_at_once(num_tiles: int, depth: int, widened: torch.dtype | None) -> int:
+    """The tiles of a weight that are multiplied together; fewer if they are converted to a wider dtype before."""
+    most = num_tiles if widened is None else _WIDENED_BYTES // (COLUMNS * depth * widened.itemsize)
+    return max(1, min(num_tiles, most))
 
 
 def best_of(logits: Tensor, allowed: Tensor | None) -> Tensor:
