@@ -43,10 +43,9 @@ class _Batch:
     """[B, n] int64: the rows of the query; the last one is repeated if a sequence has fewer."""
     is_all: bool
     """Whether these are all rows, in order."""
-    blocks: Tensor
-    """[B, num_keys] int64: the block of each key; a key that no row sees stands for one that is seen."""
-    offsets: Tensor
-    """[B, num_keys] int64: the place of the key in its block."""
+    keys: Tensor
+    """[B, Hk, num_keys] int64: the row of each key in a cache [rows, D]; a key that no row sees stands for one that is
+    seen."""
     num_tiles: int
     first_split: int
     parts: tuple[_Part, ...]
@@ -97,8 +96,7 @@ class AttentionKernels(CacheKernels):
         read_values = partial(_read_rows, value_cache, value_scales)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
             rows = _rows_of(query, batch, shape)
-            places = _places(batch, shape)
-            sums = _attend(rows, read_keys(places), read_values(places), batch, scale, softcap)
+            sums = _attend(rows, read_keys(batch.keys), read_values(batch.keys), batch, scale, softcap)
             merged = _merge(sums, None if sinks is None else sinks.view(-1, shape.heads_each), batch, shape)
             _put_rows(merged, out, batch)
 
@@ -118,12 +116,11 @@ class AttentionKernels(CacheKernels):
         query = torch.cat([query_latent, query_rope], -1)
         shape = _shape_of(query, pages[:, None], None, False)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
-            places = _places(batch, shape)
             if isinstance(cache, Tensor):
-                keys = _read_rows(cache, None, places)
+                keys = _read_rows(cache, None, batch.keys)
             else:
-                latents = _read_rows(cache.values, cache.scales, places)
-                keys = torch.cat([latents, _read_rows(cache.rope_keys, None, places)], -1)
+                latents = _read_rows(cache.values, cache.scales, batch.keys)
+                keys = torch.cat([latents, _read_rows(cache.rope_keys, None, batch.keys)], -1)
             sums = _attend(_rows_of(query, batch, shape), keys, keys[..., :latent_dim], batch, scale, None)
             _put_rows(_merge(sums, None, batch, shape), out, batch)
 
@@ -152,8 +149,8 @@ class AttentionKernels(CacheKernels):
         sums.zero_()
         outputs.zero_()
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
-            places = _places(batch, shape)
-            keys, values = _read_rows(key_cache, key_scales, places), _read_rows(value_cache, value_scales, places)
+            keys = _read_rows(key_cache, key_scales, batch.keys)
+            values = _read_rows(value_cache, value_scales, batch.keys)
             found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
             for own in range(len(found.maxima)):
                 to, rest = divmod(batch.first_split + own - first_split, split_step)
@@ -265,12 +262,13 @@ def _batch(
         seen = torch.where(is_own & (keys // SPLIT >= splits[0]), seen, -1)
     rows = torch.tensor([one.place for one in sequences])[:, None]
     blocks = block_tables[rows.to(device), (seen.clamp(min=0) // shape.block_size).to(device)].long()
-    blocks = torch.where(seen.to(device) < 0, 0, blocks)
+    blocks = torch.where(seen.to(device) < 0, 0, blocks)[:, None]
+    offsets = (seen.clamp(min=0) % shape.block_size).to(device)[:, None]
+    heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
     return _Batch(
         tokens.to(device),
         torch.equal(tokens.flatten(), torch.arange(num_rows)),
-        blocks,
-        (seen.clamp(min=0) % shape.block_size).to(device),
+        (blocks * shape.num_kv_heads + heads) * shape.block_size + offsets,
         sequences[0].num_tiles,
         first_split,
         tuple(_parts(positions, keys, sequences[0].num_tiles, shape, device)),
@@ -296,12 +294,6 @@ def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, devic
             hidden |= some < first
         parts.append(_Part(slice(begin, begin + each), tiles * KEYS, hidden[:, None].to(device)))
     return parts
-
-
-def _places(batch: _Batch, shape: _Shape) -> Tensor:
-    """[B, Hk, num_keys] int64: the row of each key in a cache [rows, D]."""
-    heads = torch.arange(shape.num_kv_heads, device=batch.blocks.device)[:, None]
-    return (batch.blocks[:, None] * shape.num_kv_heads + heads) * shape.block_size + batch.offsets[:, None]
 
 
 def _read_rows(cache: Tensor, scales: Tensor | None, places: Tensor) -> Tensor:
@@ -351,7 +343,7 @@ def _attend_part(
     splits, each = -(-count // _TILES), min(count, _TILES)
     keys = keys.reshape(num, count, KEYS, dim)
     values = values[:, :, :num_keys].reshape(num, count, KEYS, depth)
-    scores = _products(rows[:, None].expand(-1, count, -1, -1, -1), keys.mT) * scale
+    scores = _products((rows * scale)[:, None].expand(-1, count, -1, -1, -1), keys.mT)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     of_heads = scores.view(len(hidden), -1, *scores.shape[1:])
@@ -399,6 +391,8 @@ def _merge(sums: _Sums, sinks: Tensor | None, batch: _Batch, shape: _Shape) -> T
 def _merged(sums: _Sums, sinks: Tensor | None) -> Tensor:
     """The attention of rows [.., Hq, Dv] float32, from the partials [S, .., Hq, ..] of all splits in order."""
     maxima = sums.maxima
+    if len(maxima) == 1 and sinks is None:  # the factors below are one
+        return sums.outputs[0] / sums.sums[0][..., None]
     largest = maxima.amax(0)
     if sinks is not None:
         largest = torch.maximum(largest, sinks)
