@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.kernels.torch import exactness
 from shardline.kernels.torch.exactness import check_exactness
 from shardline.kernels.torch.linear import COLUMNS
 from shardline.kernels.torch.torch_kernels import TorchKernels
@@ -90,9 +91,16 @@ def test_so_is_a_function_that_ends_in_another_way(monkeypatch: pytest.MonkeyPat
         return out
 
     fault.__name__ = "tanh"
-    monkeypatch.setattr(torch, "tanh", fault)
+    monkeypatch.setattr(exactness, "_CURVES", (torch.exp, fault))
     with pytest.raises(ValueError, match=r"torch.tanh have other bits"):
         check_exactness(kernels(), torch.float32)
+
+
+def test_ranks_of_unlike_libraries_answer_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = exactness.known_answer(kernels())
+    assert exactness.known_answer(kernels()) == here
+    monkeypatch.setattr(exactness, "_CURVES", (torch.exp, torch.sigmoid))
+    assert exactness.known_answer(kernels()) != here
 
 
 def test_so_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:

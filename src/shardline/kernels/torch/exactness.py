@@ -6,6 +6,7 @@ those of one thread, since ranks may have unlike numbers of threads.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ _CHOSEN = ((0, 1), (ROWS - 1, ROWS), (ROWS, ROWS + 3), (3, 2 * ROWS + 2))
 _COLUMNS = ((0, 1), (1, 78), (COLUMNS - 1, _NUM_COLUMNS), (_NUM_COLUMNS - 1, _NUM_COLUMNS))
 _MANY = 5
 """Times that rows are repeated, so that there are more tiles of rows than of columns."""
+
+_CURVES = (torch.exp, torch.tanh, torch.special.erfc)
+"""All functions of torch on which bits rest, besides arithmetic."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
         _try_whole(kernels, numbers, num_tiles, depth, dtype)
     _check_rows("attention", partial(_attention, kernels, numbers(2 * 300, 2, 64)), numbers(_NUM_ROWS, 6, 64))
     curves = numbers(4099, dtype=torch.float32)
-    for function in (torch.exp, torch.tanh, torch.special.erfc):
+    for function in _CURVES:
         whole = function(curves)
         for begin, end in ((1, 4099), (3, 4000), (7, 29), (500, 517)):
             _compare(f"torch.{function.__name__}", function(curves[begin:end].clone()), whole[begin:end])
@@ -63,6 +67,29 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
         len(shapes),
         time.perf_counter() - started,
     )
+
+
+def known_answer(kernels: TorchKernels) -> str:
+    """A digest of what products and functions give for fixed numbers, which ranks compare: a library may choose its
+    code by the processor. It takes about 10 ms."""
+    digest = hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        for depth in (256, 1999):
+            x, tiles = (_fixed(rows * depth, dtype).to(kernels.device) for rows in (ROWS, COLUMNS))
+            _update(digest, multiply_tiles(x.view(ROWS, depth), tiles.view(1, COLUMNS, depth), None))
+    numbers = _fixed(4099, torch.float32).to(kernels.device)
+    for function in _CURVES:
+        _update(digest, function(8 * numbers))
+    return digest.hexdigest()[:12]
+
+
+def _fixed(count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers from -1 to 1, computed from whole numbers, so that they are the same everywhere."""
+    return ((torch.arange(count) * 40503 % 4093).float() / 2048 - 1).to(dtype)
+
+
+def _update(digest: hashlib._Hash, x: Tensor) -> None:
+    digest.update(_bits(x).cpu().numpy().tobytes())
 
 
 def _check_product(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype) -> None:

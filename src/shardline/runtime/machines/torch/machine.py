@@ -13,7 +13,7 @@ from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
-from shardline.kernels.torch.exactness import check_exactness
+from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage
@@ -63,10 +63,12 @@ class TorchBackend:
     def __init__(self, device: torch.device, name: str, kernel_path: str, num_threads: int = 1) -> None:
         self.device = device
         self.name = name
-        self.kernel_path = kernel_path
         self.num_threads = num_threads
         self.draws_dummy_weights = device.type != "cpu"
         self.kernels = TorchKernels(device)
+        # A library chooses its code by the device, so its answers are part of the path.
+        self._answer = known_answer(self.kernels)
+        self.kernel_path = f"{kernel_path}-{self._answer}"
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cpu":
@@ -79,7 +81,7 @@ class TorchBackend:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def known_answer(self) -> str:
-        return ""  # `finish_loading` compares much more
+        return self._answer
 
     def finish_loading(self, products: LoadedProducts) -> None:
         """Raises:
