@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardline.kernels.host.kernels import HostKernels
+from shardline.kernels.torch import attention
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.weights.base import weight_format
 from tests.runtime.ops import test_activation, test_norm, test_scale
@@ -101,6 +102,13 @@ def test_products_are_those_of_the_oracle(name, dtype, rng, m, k, n):
     """Those of fp8 round the unpacked weight too."""
     for with_bias in (False, True):
         test_contract.test_products_are_those_of_the_oracle(name, weight_format(name), dtype, rng, m, k, n, with_bias)
+
+
+def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", 1 << 14)
+    test_paged.test_matches_reference("torch", None, torch.float32, rng, 4, 2, 64, 20, None)
+    test_paged.test_chunks_and_decode_have_the_bits_of_the_whole(None, torch.float32, rng, None)
+    test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
 
 
 def _replaced(value: object) -> object:
