@@ -60,7 +60,6 @@ TESTS: dict[Any, tuple[str, ...]] = {
     ),
     test_latent: (
         "matches_reference",
-        "chunks_and_decode_have_the_bits_of_the_whole",
         "a_shard_of_the_heads_has_the_bits_of_the_whole",
         "write_latent",
     ),
