@@ -86,7 +86,7 @@ class DenseKernels:
         the wider of `dtype` and x's, in which all of it is computed."""
         num_tiles, _, depth = tiles.shape
         dtype = torch.promote_types(x.dtype, dtype)
-        rows = x.to(dtype)
+        rows = x.to(dtype).contiguous()
         if bias is not None:
             bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
         each = tiles_at_once(num_tiles, depth, dtype if tiles.dtype != dtype else None)
