@@ -19,10 +19,9 @@ SAMPLED = ("llama", "gpt2", "gemma2", "deepseek_v3", "gpt_oss")
 FORMATS = [name for name, stored in STORED.items() if stored.quantization in (None, "none")]
 """Packed checkpoints, which become dense; other formats need the CPU's own kernels."""
 SAMPLED_FORMATS = ("gguf-q4_k_m", "gptq-act-order", "mxfp4")
-LAYOUTS = {
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "tp2-ep": {"tensor": 2, "enable_expert_parallel": True},
+DENSE_LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
+EXPERT_LAYOUTS = {
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
     "dp2-ep": {"lockstep": 2, "enable_expert_parallel": True},
 }
 
@@ -55,10 +54,9 @@ def test_one_answer(family: str, dtype: str, tmp_path: Path) -> None:
     """Tokens and digests of logits are those of one request after another on one rank."""
     model, requests = make_checkpoint(family, tmp_path / "model"), make_requests(256, 4)
     expected = answers(model, requests, "alone", dtype, enable_prefix_caching=False)
-    for name, layout in LAYOUTS.items():
-        if has_experts(family) or not name.endswith("-ep"):
-            found = answers(model, requests, "staggered", dtype, max_num_batched_tokens=32, **layout)
-            assert found == expected, name
+    for name, layout in (EXPERT_LAYOUTS if has_experts(family) else DENSE_LAYOUTS).items():
+        found = answers(model, requests, "staggered", dtype, max_num_batched_tokens=32, **layout)
+        assert found == expected, name
 
 
 def test_packed_checkpoints_run(stored: str, tmp_path: Path) -> None:
