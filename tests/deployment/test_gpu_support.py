@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ from msgspec import defstruct
 from msgspec.structs import asdict, replace
 
 from shardline.checkpoints.lookup import decoder_spec
+from shardline.deployment.deployment import FixedPool
 from shardline.deployment.gpu_support import gpu_refusal
+from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.models.attention import GQA
 from shardline.planner.catalog import find_model
-from tests.models.checkpoints import make_config
+from tests.deployment.machines import GIB, host, machine, resolve_on
+from tests.exactness.stored import STORED
+from tests.models.checkpoints import make_checkpoint, make_config
 
 REFUSED = {
     "gpt_oss": "norm that rounds once, no attention sinks, no bias of a router's logits, no biases of experts",
@@ -46,6 +51,36 @@ def test_a_field_that_nobody_has_listed_is_refused_if_it_is_set() -> None:
     values: dict[str, Any] = {name: getattr(spec.layers[0].attention, name) for name in GQA.__struct_fields__}
     layer = replace(spec.layers[0], attention=NewGQA(**values))
     assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewGQA")
+
+
+def test_torch_runs_what_the_gpu_kernels_refuse(tmp_path: Path) -> None:
+    model = str(make_checkpoint("gpt_oss", tmp_path))
+    gpus = machine((80 * GIB, 79 * GIB))
+    with pytest.raises(ValueError, match=r"attention sinks.*; --kernels torch runs it there too"):
+        resolve_on(gpus, model=model)
+    deployment = resolve_on(gpus, model=model, kernels="torch")
+    assert (deployment.device, deployment.kernels, deployment.step_timeout) == ("cuda", "torch", 300.0)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_devices_have_torch_only(kind: DeviceKind) -> None:
+    device = Device(kind, "a card", 16 * GIB, 15 * GIB)
+    here = Machine((replace(host(), devices=(*host().devices, device, device)),))
+    found = resolve_on(here, device=kind, tensor_parallel_size=2, kv_cache_dtype="fp8", quantization="fp8")
+    assert (found.device, found.kernels, found.collectives) == (kind, "torch", "gloo")
+    assert [place.device for place in found.placements[0]] == [1, 2]
+    assert isinstance(found.cache.pool, FixedPool)
+    with pytest.raises(ValueError, match=f"device {kind}: torch finds none on node; use --device cpu"):
+        resolve_on(machine(), device=kind)
+    with pytest.raises(ValueError, match=f"use 'gloo' with device {kind}"):
+        resolve_on(here, device=kind, collectives="nccl")
+    assert resolve_on(here).device == "cpu"
+
+
+def test_torch_holds_no_packed_weights(tmp_path: Path) -> None:
+    model = str(STORED["gptq"].make(tmp_path))
+    assert resolve_on(machine(), model=model).keeps_packed
+    assert not resolve_on(machine(), model=model, kernels="torch").keeps_packed
 
 
 TRAITS = {

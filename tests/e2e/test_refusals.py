@@ -23,6 +23,9 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--kv-cache-memory", "lots"], "is not a size"),
     (["--cpu-threads", "4000"], "cores"),
     (["--context-parallel-size", "2"], "not supported yet"),
+    (["--device", "mps"], "device mps: torch finds none"),
+    (["--device", "xpu", "--kernels", "torch"], "device xpu: torch finds none"),
+    (["--kernels", "torch", "-q", "int8_w8a16"], "leave --kernels out"),
     (["--tensor-paralel-size", "2"], "--tensor-parallel-size"),
 ]
 ONE_AFTER_ANOTHER = """

@@ -50,7 +50,7 @@ class MeasuredHost(HostBackend):
         return measure_step(self._memory, run_step, None)
 
 
-def open_backend(kind: str, rank: int, threads: int) -> MeasuredHost:
+def open_backend(kind: str, rank: int, threads: int, kernels: str = "own") -> MeasuredHost:
     """As `backends.open_backend`."""
     assert kind == "cpu"
     use_threads(threads)

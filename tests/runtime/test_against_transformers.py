@@ -47,13 +47,13 @@ class RecordingSampler(Sampler):
 
 
 def generate(
-    model: Path, prompt: list[int], num_tokens: int, chunk: int, dtype: str = "float32"
+    model: Path, prompt: list[int], num_tokens: int, chunk: int, dtype: str = "float32", kernels: str = "auto"
 ) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits [num_tokens, vocab] they came from; the prompt in chunks, then one by one."""
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
-    options = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
+    options = {"dtype": dtype, "kernels": kernels, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
-    worker = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups())
+    worker = Worker(setup, open_backend("cpu", 0, threads=1, kernels=setup.kernels), make_single_rank_groups())
     worker.load()
     recorder = RecordingSampler()
     worker.runner._sampler = recorder
@@ -80,13 +80,13 @@ def generate(
     return tokens, torch.cat(recorder.logits)
 
 
-def check(model: Path, prompt_len: int) -> None:
+def check(model: Path, prompt_len: int, kernels: str = "auto") -> None:
     oracle = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, oracle.config.vocab_size, (prompt_len,), generator=generator).tolist()
-    tokens, logits = generate(model, prompt, num_tokens=9, chunk=11)
+    tokens, logits = generate(model, prompt, num_tokens=9, chunk=11, kernels=kernels)
     with torch.no_grad():
         expected = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -172,7 +172,17 @@ class ParallelConfig:
         "of a Ray cluster, which is joined (RAY_ADDRESS, or ray start on this host) or started",
         choices=("auto", "uni", "mp", "threads", "ray"),
     )
-    device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto",
+        "where ranks compute; auto: cuda if there is a GPU; cuda is also what torch calls AMD's GPUs",
+        choices=("auto", "cpu", "cuda", "xpu", "mps"),
+    )
+    kernels: str = option(
+        "auto",
+        "what ranks compute with; auto: the device's own kernels if it has any; torch: plain torch operations, which "
+        "run every model on every device of torch, more slowly",
+        choices=("auto", "torch"),
+    )
     collectives: str = option(
         "auto",
         "how ranks exchange tensors; auto: shm between CPU ranks (sockets where they are on several hosts), nccl "

@@ -21,6 +21,8 @@ from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
 CollectivesName = Literal["shm", "gloo", "nccl"]
+KernelsName = Literal["own", "torch"]
+"""Kernels written for a kind of device, or plain torch operations."""
 
 
 class ModelSource(msgspec.Struct, frozen=True):
@@ -140,6 +142,7 @@ class Deployment(msgspec.Struct, frozen=True):
     machine: Machine
     device: DeviceKind
     """The kind of device on which all ranks compute."""
+    kernels: KernelsName
     grid: RankGrid
     """The ranks of one engine."""
     placements: tuple[tuple[RankPlacement, ...], ...]

@@ -9,6 +9,7 @@ import msgspec
 
 from shardline.checkpoints.quantization import methods
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
+from shardline.deployment.deployment import KernelsName
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.parts import DType, KVDType
 from shardline.models.sizes import OwnFormats
@@ -45,10 +46,13 @@ def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
     return _DTYPES[asked]
 
 
-def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
+def choose_weight_format(
+    config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...], kernels: KernelsName = "own"
+) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
-    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
+    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested, or unless
+    torch computes, which has no products with them.
 
     Raises:
         ValueError: the devices or the checkpoint do not support the requested format.
@@ -57,16 +61,18 @@ def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tup
     check_statements(config.model, stored)
     is_there = stored.is_packed and config.model.load_format != "dummy"
     if asked is None or asked == stored.method:
-        return _kept_format(stored, devices[0].kind) if is_there else PLAIN
+        return _kept_format(stored, devices[0].kind) if is_there and kernels == "own" else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
+    if not held.is_for_gpus and kernels == "torch":
+        raise ValueError(f"quantization {asked} needs the CPU's own kernels; use int8, fp8, or leave --kernels out")
     if not held.is_for_gpus and devices[0].kind != "cpu":
         raise ValueError(f"quantization {asked} is for CPUs; use {held.alternatives}, or --device cpu")
     if held.takes_e4m3 and is_there:
         return _with_e4m3(asked, stored)
-    gpus = tuple(device for device in devices if device.kind != "cpu")
+    gpus = tuple(device for device in devices if device.kind != "cpu" and kernels == "own")
     _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
     return chosen
 
@@ -167,7 +173,9 @@ def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Devi
         )
 
 
-def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[Device, ...]) -> KVDType:
+def choose_kv_dtype(
+    asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[Device, ...], kernels: KernelsName = "own"
+) -> KVDType:
     """The type of keys and values in the cache.
 
     Raises:
@@ -185,7 +193,7 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
                 )
     if asked == "int8":
         return "int8"
-    gpus = tuple(device for device in devices if device.kind != "cpu")
+    gpus = tuple(device for device in devices if device.kind != "cpu" and kernels == "own")
     _check_devices(f"kv_cache_dtype {asked}", _E4M3_CAPABILITY, "int8", gpus)
     return "float8_e4m3fn"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Machine
-from shardline.deployment.probe import probe_machine
+from shardline.deployment.probe import probe_machine, probe_torch
 from shardline.deployment.resolve import resolve
 
 _log = logging.getLogger(__name__)
@@ -17,7 +19,14 @@ _log = logging.getLogger(__name__)
 
 def probe_here(config: EngineConfig) -> Machine:
     """This host as a machine, without GPUs if the user wants none."""
-    return probe_machine(gpus=config.parallel.device != "cpu")
+    parallel = config.parallel
+    machine = probe_machine(gpus=parallel.device in ("auto", "cuda"))
+    (host,) = machine.hosts
+    if parallel.device in ("xpu", "mps"):
+        return Machine((replace(host, devices=(*host.devices, *probe_torch(parallel.device))),))
+    if parallel.device == "cuda" and parallel.kernels == "torch" and not host.of_kind("cuda"):  # AMD's GPUs
+        return Machine((replace(host, devices=(*host.devices, *probe_torch("cuda"))),))
+    return machine
 
 
 def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deployment:

@@ -7,11 +7,12 @@ from typing import cast
 
 from shardline.config.engine import ParallelConfig
 from shardline.config.topology import RankGrid
-from shardline.deployment.deployment import CollectivesName, ExecutorName, RankPlacement
+from shardline.deployment.deployment import CollectivesName, ExecutorName, KernelsName, RankPlacement
 from shardline.deployment.machine import DeviceKind, Host, Machine
 
-STEP_TIMEOUTS: dict[DeviceKind, float] = {"cpu": 10.0, "cuda": 300.0}
-"""The default of --step-timeout in seconds. A GPU does not report single kernels, and may compile some in a step."""
+_HOST_STEP_TIMEOUT, _DEVICE_STEP_TIMEOUT = 10.0, 300.0
+"""Defaults of --step-timeout in seconds. Devices and torch do not report single kernels, and may compile some in a
+step."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Layout:
     """The choices that depend only on the parallel configuration and the machine."""
 
     device: DeviceKind
+    kernels: KernelsName
     grid: RankGrid
     num_engines: int
     executor: ExecutorName
@@ -26,6 +28,11 @@ class Layout:
     placements: tuple[tuple[RankPlacement, ...], ...]
     """See `Deployment.placements`."""
     warnings: tuple[str, ...]
+
+    @property
+    def step_timeout(self) -> float:
+        """The default of --step-timeout, in seconds."""
+        return _HOST_STEP_TIMEOUT if self.device == "cpu" and self.kernels == "own" else _DEVICE_STEP_TIMEOUT
 
     @property
     def num_ranks(self) -> int:
@@ -95,6 +102,7 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
         )
     layout = Layout(
         device=device,
+        kernels="torch" if parallel.kernels == "torch" or device not in ("cpu", "cuda") else "own",
         grid=grid,
         num_engines=parallel.num_engines,
         executor=executor,
@@ -124,6 +132,11 @@ def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
 
 def _choose_device(parallel: ParallelConfig, machine: Machine) -> tuple[DeviceKind, list[str]]:
     """The kind of device, and the warnings about this choice."""
+    if parallel.device in ("xpu", "mps"):
+        kind = cast(DeviceKind, parallel.device)
+        if lacking := [host for host in machine.hosts if not host.of_kind(kind)]:
+            raise ValueError(f"device {kind}: torch finds none on {lacking[0].name}; use --device cpu")
+        return kind, []
     with_gpus = [host for host in machine.hosts if host.of_kind("cuda")]
     without = [host for host in machine.hosts if not host.of_kind("cuda")]
     host = (without or with_gpus)[0]
@@ -145,14 +158,17 @@ def _choose_collectives(parallel: ParallelConfig, device: DeviceKind, executor: 
     asked = parallel.collectives
     if executor == "threads" and asked == "gloo":
         raise ValueError("collectives 'gloo' needs processes; use distributed_executor_backend 'mp'")
-    if device == "cuda" and executor == "threads":
-        raise ValueError("distributed_executor_backend 'threads' is for the CPU; use 'mp' with device cuda")
+    if device != "cpu" and executor == "threads":
+        raise ValueError(f"distributed_executor_backend 'threads' is for the CPU; use 'mp' with device {device}")
     if device == "cpu" and asked == "nccl":
         raise ValueError("collectives 'nccl' needs GPUs; use 'shm' or 'gloo' with device cpu")
-    if device == "cuda" and asked == "shm":
-        raise ValueError("collectives 'shm' move host memory; use 'nccl' with device cuda")
+    if device != "cpu" and asked == "shm":
+        fix = "nccl" if device == "cuda" else "gloo"
+        raise ValueError(f"collectives 'shm' move host memory; use '{fix}' with device {device}")
+    if device not in ("cpu", "cuda") and asked == "nccl":
+        raise ValueError(f"collectives 'nccl' are for device cuda; use 'gloo' with device {device}")
     if asked == "auto":
-        return "nccl" if device == "cuda" else "shm"
+        return {"cpu": "shm", "cuda": "nccl"}.get(device, "gloo")  # type: ignore[return-value]
     return cast(CollectivesName, asked)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-DeviceKind = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 
 
 class Device(msgspec.Struct, frozen=True):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from typing import cast
 
 from shardline import __version__, _cpu, env
-from shardline.deployment.machine import Device, Host, Machine
+from shardline.deployment.machine import Device, DeviceKind, Host, Machine
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -23,6 +26,7 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _GPU_FIELDS = "name,memory.total,memory.free,compute_cap,pci.bus_id"
 _GPU_QUERY = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
 _GPU_TIMEOUT = 20.0
+_TORCH_TIMEOUT = 60.0
 
 
 def probe_machine(*, gpus: bool = True) -> Machine:
@@ -83,6 +87,20 @@ def probe_gpus() -> tuple[list[Device], str]:
         found = f"{len(devices)} GPU{'s' * (len(devices) > 1)} ({devices[0].name})"
         return [], f"this host has {found}, but torch {version} was built without CUDA; install torch with CUDA"
     return devices, ""
+
+
+def probe_torch(kind: str) -> list[Device]:
+    """The devices of a kind that torch finds, asked in a process of its own."""
+    command = (sys.executable, "-m", "shardline.kernels.torch.devices", kind)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    devices = enumerate(map(json.loads, done.stdout.splitlines()))
+    return [
+        Device(cast("DeviceKind", kind), name, total, free, identifier=str(index))
+        for index, (name, total, free) in devices
+    ]
 
 
 def available_host_memory() -> int:

@@ -22,7 +22,7 @@ from shardline.deployment.formats import (
 )
 from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.kv_budget import rank_room
-from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
+from shardline.deployment.layout import Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
@@ -51,14 +51,14 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
-    if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
-        raise ValueError(refusal)
+    if layout.device == "cuda" and layout.kernels == "own" and (refusal := gpu_refusal(spec)):
+        raise ValueError(f"{refusal}; --kernels torch runs it there too, more slowly")
     check_length(asked_length, spec)
     embeds = _embeds(config, spec)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
-    held = choose_weight_format(config, model.stored, devices)
-    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
+    held = choose_weight_format(config, model.stored, devices, layout.kernels)
+    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices, layout.kernels)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
@@ -78,6 +78,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         embeds=embeds,
         machine=machine,
         device=layout.device,
+        kernels=layout.kernels,
         grid=layout.grid,
         placements=layout.placements,
         stages=stages,
@@ -87,7 +88,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         executor=layout.executor,
         collectives=layout.collectives,
         tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
-        step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
+        step_timeout=parallel.step_timeout or layout.step_timeout,
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,
@@ -210,7 +211,7 @@ def _rank_weights(
                 continue
             total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
             touched = 0
-            if layout.device == "cpu":
+            if layout.device == "cpu" and layout.kernels == "own":
                 largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
                 touched = max(0, total - min(largest, _MAPPED_BYTES))
             found[key] = RankWeights(total, touched)

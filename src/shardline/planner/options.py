@@ -58,6 +58,7 @@ _REFUSED = {
     "data_parallel_address": _NODES,
     "data_parallel_rpc_port": _NODES,
     "long_prefill_token_threshold": "a plan has no figures for it; give it to serve only",
+    "kernels": "a plan has no figures for torch's operations; give it to serve only",
     "kv_events_config": "it changes no figure; give it to serve only",
     "check_finite": "it is for finding faults, and how much it slows down is not known; give it to serve only",
     "speculative_config": "drafts run on CPUs only so far, and their gain depends on the text; --gpus here takes it",

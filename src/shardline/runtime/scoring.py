@@ -46,7 +46,7 @@ class Scorer:
         self._block_size = deployment.cache.block_size
         self._num_groups = len(deployment.cache.groups)
         num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
-        backend = open_backend(deployment.device, 0, deployment.placements[0][0].threads)
+        backend = open_backend(deployment.device, 0, deployment.placements[0][0].threads, deployment.kernels)
         worker = Worker(deployment, backend, make_single_rank_groups())
         worker.load(lambda memory: KVAllocation(num_blocks))
         self._stage = worker.stage

@@ -149,7 +149,9 @@ def _load(
 
     # The engine finds a stall first, and can name the late rank. This is the fallback.
     timeout = 2 * deployment.step_timeout + _LONGEST_WAIT
-    backend = open_backend(deployment.device, deployment.local_rank(start.engine, start.rank), here.threads)
+    backend = open_backend(
+        deployment.device, deployment.local_rank(start.engine, start.rank), here.threads, deployment.kernels
+    )
     address = deployment.machine.hosts[here.host].address
     if deployment.collectives != "shm":
         if deployment.remote_ranks(start.engine):

@@ -101,7 +101,7 @@ class ThreadExecutor(Executor):
             deployment = self._deployment
             place = deployment.placements[self._engine][rank]
             layout, segment = segments[place.host]
-            backend = open_backend(deployment.device, rank, place.threads)
+            backend = open_backend(deployment.device, rank, place.threads, deployment.kernels)
             groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
             worker = Worker(deployment, backend, groups, self._engine)
             self._replies.put(worker.load(lambda memory: self.allocation))

@@ -48,7 +48,7 @@ class UniExecutor(Executor):
         deployment = self._deployment
         place = deployment.placements[self._engine][0]
         layout = segment_layout(deployment, self._engine, place.host)
-        backend = open_backend(deployment.device, 0, place.threads)
+        backend = open_backend(deployment.device, 0, place.threads, deployment.kernels)
         if backend.overlaps_steps:
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         self._groups = groups = make_single_rank_groups(layout.num_layers, layout.num_experts)

@@ -12,14 +12,17 @@ _FOLDERS = {"cpu": "host"}
 """Kinds of device whose folder has another name."""
 
 
-def open_backend(kind: str, rank: int, threads: int) -> Backend:
+def open_backend(kind: str, rank: int, threads: int, kernels: str = "own") -> Backend:
     """The back end of a rank, opened once, in the thread that runs the rank's steps.
 
-    `kind`: the kind of device, which names its folder; `threads`: number of host threads that the rank may use.
+    `kind`: the kind of device, which names its folder, unless `kernels` is "torch"; `threads`: number of host threads
+    that the rank may use.
 
     Raises:
         ValueError: there is no such device.
     """
+    if kernels == "torch":
+        return cast("Backend", importlib.import_module(backend_module("torch")).open_backend(kind, rank, threads))
     return cast("Backend", importlib.import_module(backend_module(kind)).open_backend(rank, threads))
 
 

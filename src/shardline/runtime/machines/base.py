@@ -93,6 +93,18 @@ class Replay(Protocol):
         """Record the steps that this back end records in advance; the KV cache is already allocated."""
 
 
+class NoReplay:
+    """See `Replay`: every step runs the layers in Python."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
+        return self.forward(step, hidden)
+
+    def capture_steps(self) -> None: ...
+
+
 class Backend(ComputeDevice, Protocol):
     """The machine of one rank."""
 

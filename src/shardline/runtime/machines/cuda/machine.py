@@ -14,7 +14,7 @@ from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.machines.base import Backend, Forward, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
@@ -22,19 +22,6 @@ from shardline.runtime.machines.cuda.step_inputs import CudaStepInputs, DeviceCo
 from shardline.runtime.machines.cuda.symmetric import SymmetricGather, symmetric_gather
 from shardline.runtime.machines.host.machine import use_threads
 from shardline.runtime.sequences import SequenceTable
-from shardline.runtime.step import StepInput
-
-
-class NoReplay:
-    """See `base.Replay`: every step runs the layers in Python."""
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
-
-    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
-        return self.forward(step, hidden)
-
-    def capture_steps(self) -> None: ...
 
 
 class CudaBackend:

@@ -165,7 +165,7 @@ def _scored_rows(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequen
     )
 
 
-class _InHostMemory:
+class InHostMemory:
     """A download that is over before it begins."""
 
     is_immediate = True
@@ -196,5 +196,5 @@ class HostStepInputs:
     def keep_tokens(self, sampling: SamplingInput, tokens: Tensor) -> None:
         """Does nothing: the sequence table has the tokens."""
 
-    def download(self, tensors: list[Tensor]) -> _InHostMemory:
-        return _InHostMemory(tensors)
+    def download(self, tensors: list[Tensor]) -> InHostMemory:
+        return InHostMemory(tensors)

@@ -1,0 +1,186 @@
+"""Products with weights by torch, in tiles of one shape.
+
+A library's product changes its bits with the numbers of rows and columns. So exact numerics call it only with tiles of
+`ROWS` rows and `COLUMNS` columns, padded with zeros. `exactness.py` checks that the library gives a row and a column of
+such a tile the same bits wherever they are. Whole weights are multiplied, by `SIZES` of rows, where this gives the bits
+of tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardline.kernels.memory import mapped_empty
+from shardline.kernels.torch.elementwise import activation
+from shardline.kernels.torch.sampling import greedy_argmax, mask_tokens
+
+ROWS, COLUMNS = 8, 128
+SIZES = (8, 16, 32, 64)
+"""Numbers of rows with which whole weights are multiplied."""
+_WIDENED_BYTES = 4 << 20
+"""Bytes of a weight that are converted to a wider dtype at a time."""
+
+
+class DenseKernels:
+    """See `contract.WeightKernels`. Weights lie in rows, in tiles [.., num_tiles, COLUMNS, in_features]; a gated pair
+    has the tiles of the gate, then those of up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_exact = True
+        """Whether products are cut into tiles, so that rows are padded too."""
+        self.shapes: set[tuple[int, int]] = set()
+        """Number of tiles and of columns of the weights that have been allocated."""
+        self.whole: set[tuple[torch.dtype, int, int]] = set()
+        """Dtype and shape of the weights, or parts of them, for which products with all of it give the same bits."""
+        self._scratch = torch.empty(0, device=device)
+
+    def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=self.device)
+
+    def weight_empty(
+        self,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+        *,
+        gated: bool = False,
+        num_matrices: int | None = None,
+    ) -> Tensor:
+        leading, num_tiles = () if num_matrices is None else (num_matrices,), -(-out_features // COLUMNS)
+        self.shapes.add((2 * num_tiles if gated else num_tiles, in_features))
+        tiles = self._weights_empty(dtype, *leading, 2 * num_tiles if gated else num_tiles, COLUMNS, in_features)
+        if num_tiles:
+            padded = tiles[..., num_tiles - 1 :: num_tiles, :, :]
+            (padded.view(torch.uint8) if dtype.itemsize == 1 else padded).zero_()
+        return tiles
+
+    @staticmethod
+    def pack_weight(weight: Tensor, panels: Tensor, first: int = 0, half: int | None = None) -> None:
+        place_rows(panels.flatten(0, 1), len(weight), first, half).copy_(weight)
+
+    @staticmethod
+    def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
+        return panels.flatten(0, 1).index_select(0, indices)
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
+        width = out.shape[1]
+        if gate is None:
+            out.copy_(self.multiply(x, panels, bias, out.dtype)[:, :width])
+            return
+        half = len(panels) // 2 * COLUMNS
+        if bias is not None:
+            bias = torch.cat([F.pad(bias[:width], (0, half - width)), bias[width:]])
+        product = self.multiply(x, panels, bias, x.dtype)
+        activation(torch.cat([product[:, :width], product[:, half : half + width]], 1), out, gate, True)
+
+    def linear_argmax(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
+    ) -> Tensor:
+        return best_of(self.multiply(x, panels, bias, torch.float32)[:, :out_features], allowed)
+
+    def multiply(self, x: Tensor, tiles: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x [M, K] times the transpose of tiles [num_tiles, COLUMNS, K], plus bias: [M, num_tiles * COLUMNS] of
+        the wider of `dtype` and x's, in which all of it is computed."""
+        num_tiles, _, depth = tiles.shape
+        dtype = torch.promote_types(x.dtype, dtype)
+        rows = x.to(dtype).contiguous()
+        if bias is not None:
+            bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
+        each = tiles_at_once(num_tiles, depth, dtype if tiles.dtype != dtype else None)
+        parts = []
+        for first in range(0, num_tiles, each):
+            own_bias = None if bias is None else bias[first * COLUMNS : (first + each) * COLUMNS]
+            parts.append(self._multiply_part(rows, self._widened(tiles[first : first + each], dtype), own_bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _widened(self, tiles: Tensor, dtype: torch.dtype) -> Tensor:
+        """Tiles in `dtype`, perhaps in memory that the next call uses again: fresh memory costs more than the rest."""
+        if tiles.dtype == dtype:
+            return tiles
+        if self._scratch.dtype != dtype or self._scratch.numel() < tiles.numel():
+            self._scratch = torch.empty(tiles.numel(), dtype=dtype, device=self.device)
+        return self._scratch[: tiles.numel()].view(tiles.shape).copy_(tiles)
+
+    def _multiply_part(self, rows: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+        num_tiles, _, depth = tiles.shape
+        weight = tiles.view(-1, depth)
+        if not self.is_exact:
+            return F.linear(rows, weight, bias)
+        if (rows.dtype, num_tiles, depth) not in self.whole:
+            return multiply_tiles(rows, tiles, bias)
+        parts = []
+        for some in torch.split(rows, SIZES[-1]):
+            size = next(size for size in SIZES if size >= len(some))
+            padded = some if size == len(some) else F.pad(some, (0, 0, 0, size - len(some)))
+            parts.append(F.linear(padded, weight, bias)[: len(some)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack_heads(self, weights: Tensor) -> Tensor:
+        """[num_tiles, num_heads, COLUMNS, in_features]"""
+        num_heads, out_features, depth = weights.shape
+        self.shapes.add((1, depth))
+        padded = F.pad(weights, (0, 0, 0, -out_features % COLUMNS))
+        return padded.view(num_heads, -1, COLUMNS, depth).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
+        num_tokens, num_heads, depth = x.shape
+        rows = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % ROWS)).view(-1, ROWS, num_heads, depth).transpose(1, 2)
+        for index, tile in enumerate(rows.contiguous()):
+            tokens = slice(index * ROWS, min(num_tokens, (index + 1) * ROWS))
+            for first, weight in zip(range(0, out.shape[2], COLUMNS), panels, strict=True):
+                columns = slice(first, min(out.shape[2], first + COLUMNS))
+                product = torch.bmm(tile, weight.mT).transpose(0, 1)
+                out[tokens, :, columns] = product[: tokens.stop - tokens.start, :, : columns.stop - columns.start]
+
+    def _weights_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        if self.device.type == "cpu":
+            return mapped_empty(sizes, dtype)
+        return torch.empty(sizes, dtype=dtype, device=self.device)
+
+
+def multiply_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] times the transpose of tiles [num_tiles, COLUMNS, K], plus bias: [M, num_tiles * COLUMNS]. The library
+    multiplies tiles only, in as few calls as there can be."""
+    num_tiles, _, depth = tiles.shape
+    rows = F.pad(x, (0, 0, 0, -len(x) % ROWS)).reshape(-1, ROWS, depth)
+    biases = None if bias is None else bias.view(-1, 1, COLUMNS)
+    out = x.new_empty(num_tiles, len(rows), ROWS, COLUMNS)
+    if len(rows) <= num_tiles:
+        for index, tile in enumerate(rows):
+            out[:, index] = _multiply(tile.expand(num_tiles, ROWS, depth), tiles.mT, biases)
+    else:
+        for index, tile in enumerate(tiles):
+            own_bias = None if biases is None else biases[index]
+            out[index] = _multiply(rows, tile.T.expand(len(rows), depth, COLUMNS), own_bias)
+    return out.permute(1, 2, 0, 3).reshape(-1, num_tiles * COLUMNS)[: len(x)]
+
+
+def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.bmm(x, y) if bias is None else torch.baddbmm(bias, x, y)
+
+
+def tiles_at_once(num_tiles: int, depth: int, widened: torch.dtype | None) -> int:
+    """The tiles of a weight that are multiplied together; fewer if they are converted to a wider dtype before."""
+    most = num_tiles if widened is None else _WIDENED_BYTES // (COLUMNS * depth * widened.itemsize)
+    return max(1, min(num_tiles, most))
+
+
+def best_of(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column; see `PackedLinear.argmax`."""
+    if allowed is not None:
+        logits = logits.clone()
+        mask_tokens(logits, torch.arange(len(logits), device=logits.device), allowed.view(torch.int32))
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    greedy_argmax(logits, ids, values)
+    return torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
+
+
+def place_rows(rows: Tensor, count: int, first: int, half: int | None) -> Tensor:
+    """The part of a weight's rows [N, ...] in which `count` rows lie, from row `first` or the begin of a half on."""
+    start = first + (0 if half is None else half * (len(rows) // 2))
+    return rows[start : start + count]

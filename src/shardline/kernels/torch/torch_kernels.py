@@ -1,0 +1,39 @@
+"""All kernels of the torch back end."""
+
+from __future__ import annotations
+
+import torch
+
+from shardline.kernels.pages import PageOrder
+from shardline.kernels.torch import elementwise, experts, sampling
+from shardline.kernels.torch.attention import AttentionKernels
+from shardline.kernels.torch.experts import ExpertKernels
+
+
+class TorchKernels(ExpertKernels, AttentionKernels):
+    """See `contract.Kernels`."""
+
+    add = staticmethod(elementwise.add)
+    scale_rows = staticmethod(elementwise.scale_rows)
+    quantize_rows = staticmethod(elementwise.quantize_rows)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
+    activation = staticmethod(elementwise.activation)
+    softcap = staticmethod(elementwise.softcap)
+    combine_slots = staticmethod(experts.combine_slots)
+    pack_dispatch = staticmethod(experts.pack_dispatch)
+    count_exchanged = staticmethod(experts.count_exchanged)
+    route_experts = staticmethod(experts.route_experts)
+    greedy_argmax = staticmethod(sampling.greedy_argmax)
+    mask_tokens = staticmethod(sampling.mask_tokens)
+    penalize = staticmethod(sampling.penalize)
+    sample = staticmethod(sampling.sample)
+    logprobs = staticmethod(sampling.logprobs)
+
+    def __init__(self, device: torch.device) -> None:
+        ExpertKernels.__init__(self, device)
+        AttentionKernels.__init__(self)
+
+    @staticmethod
+    def page_order(dtype: torch.dtype) -> PageOrder:
+        return "tokens"

@@ -1,0 +1,136 @@
+"""The tests of the ops and of the weight formats, with torch's kernels in place of the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.kernels.host.kernels import HostKernels
+from shardline.kernels.torch import attention
+from shardline.kernels.torch.torch_kernels import TorchKernels
+from shardline.weights.base import weight_format
+from tests.runtime.ops import test_activation, test_norm, test_scale
+from tests.runtime.ops.attention import (
+    test_kv_cache,
+    test_latent,
+    test_linear_heads,
+    test_paged,
+    test_partials,
+    test_rope,
+)
+from tests.runtime.ops.moe import test_experts, test_routing
+from tests.runtime.ops.sampling import test_logprobs, test_mask, test_penalties, test_sample
+from tests.weights import test_contract
+
+KERNELS = TorchKernels(torch.device("cpu"))
+TESTS: dict[Any, tuple[str, ...]] = {
+    test_activation: (
+        "over_the_whole_range",
+        "special_values",
+        "gated",
+        "an_element_does_not_depend_on_its_place",
+        "softcap",
+    ),
+    test_norm: (
+        "rms_norm",
+        "layer_norm",
+        "fused_addition_is_the_addition_then_the_norm",
+        "rows_that_quantize_to_nothing",
+    ),
+    test_scale: ("rows_times_factors",),
+    test_rope: ("matches_reference", "slices_of_a_fused_projection_and_neighbours"),
+    test_kv_cache: ("keys_and_values_lie_where_the_reference_puts_them",),
+    test_linear_heads: ("matches_reference", "rows_and_heads_do_not_notice_their_neighbours"),
+    test_paged: (
+        "matches_reference",
+        "sinks_and_chunks",
+        "in_bf16_no_further_from_exact_than_torch",
+        "chunks_and_decode_have_the_bits_of_the_whole",
+        "neighbours_blocks_and_threads_do_not_matter",
+        "a_shard_of_the_heads_has_the_bits_of_the_whole",
+        "value_heads_may_be_narrower",
+        "write_kv",
+        "write_kv_as_bytes",
+        "every_e4m3_number_is_read_exactly",
+    ),
+    test_latent: (
+        "matches_reference",
+        "a_shard_of_the_heads_has_the_bits_of_the_whole",
+        "write_latent",
+    ),
+    test_partials: ("merged_parts_are_the_attention_of_one_rank", "parts_match_their_reference"),
+    test_experts: (
+        "up_matches_reference",
+        "down_matches_reference",
+        "rows_have_the_bits_of_one_linear",
+        "a_token_does_not_depend_on_the_batch",
+        "whole_experts_on_ranks_have_the_bits_of_one_rank",
+    ),
+    test_routing: ("matches_reference", "ties_go_to_the_lowest_id", "counts_grow"),
+    test_logprobs: ("matches_reference", "banned_tokens_and_an_exhausted_vocabulary"),
+    test_mask: ("matches_reference", "only_the_named_rows_change"),
+    test_penalties: ("matches_reference", "nothing_to_change"),
+    test_sample: (
+        "greedy_takes_the_lowest_id_on_ties",
+        "greedy_ignores_nan_and_survives_rows_of_nothing",
+        "a_large_vocabulary",
+        "a_row_does_not_depend_on_the_batch",
+    ),
+    test_contract: (
+        "parts_are_packed_like_the_whole",
+        "an_output_depends_on_its_row_of_x_only",
+        "an_output_depends_on_its_row_of_the_weight_only",
+        "products_are_near_those_of_the_dense_weight",
+        "rows_of_experts_have_the_bits_of_one_linear",
+        "the_best_output_is_the_first_largest_of_all",
+    ),
+}
+for _module, _names in TESTS.items():
+    for _name in _names:
+        globals()[f"test_{_module.__name__.rpartition('test_')[2]}__{_name}"] = getattr(_module, f"test_{_name}")
+
+
+@pytest.mark.parametrize("name", ["plain", "int8", "int4"])
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 77, 100), (6, 1, 1), (13, 4200, 65), (250, 130, 190)])
+def test_products_are_those_of_the_oracle(name, dtype, rng, m, k, n):
+    """Those of fp8 round the unpacked weight too."""
+    for with_bias in (False, True):
+        test_contract.test_products_are_those_of_the_oracle(name, weight_format(name), dtype, rng, m, k, n, with_bias)
+
+
+def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", 1 << 14)
+    test_paged.test_matches_reference("torch", None, torch.float32, rng, 4, 2, 64, 20, None)
+    test_paged.test_chunks_and_decode_have_the_bits_of_the_whole(None, torch.float32, rng, None)
+    test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
+
+
+def _replaced(value: object) -> object:
+    """The kernels, or a call of them, for those of the host."""
+    if isinstance(value, HostKernels):
+        return KERNELS
+    if isinstance(value, partial) and any(isinstance(argument, HostKernels) for argument in value.args):
+        return partial(value.func, *map(_replaced, value.args), **value.keywords)
+    return value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_kernels() -> Iterator[None]:
+    """In the modules of the tests, and in the defaults of their functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in TESTS:
+            for name, value in list(vars(module).items()):
+                if (replaced := _replaced(value)) is not value:
+                    patch.setattr(module, name, replaced)
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    patch.setattr(
+                        value, "__defaults__", value.__defaults__ and tuple(map(_replaced, value.__defaults__))
+                    )
+                    named = value.__kwdefaults__ and {key: _replaced(one) for key, one in value.__kwdefaults__.items()}
+                    patch.setattr(value, "__kwdefaults__", named)
+        yield
