@@ -8,8 +8,8 @@ import pytest
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
-from shardline.engine.speculative.ngram import NgramProposer
 from shardline.engine.speculative.payoff import RowCost
+from shardline.engine.speculative.proposer import Proposer, make_proposer
 from shardline.messages.request import Constraints, Request
 from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
@@ -21,7 +21,13 @@ def sequence_of(request: Request, limit: int = 100) -> LiveSequence:
     return LiveSequence(request, limit, (0, 0.0, 0), list(request.prompt_token_ids), KVState([[]], [0]))
 
 
-def draft_of(proposer: NgramProposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
+def ngram_proposer() -> Proposer:
+    proposer = make_proposer(Speculation(6, 1, 2))
+    assert proposer is not None
+    return proposer
+
+
+def draft_of(proposer: Proposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
     """Tokens of a draft, of which so many are accepted."""
     guesses = proposer.propose(sequence, most)
     if guesses:
@@ -32,7 +38,7 @@ def draft_of(proposer: NgramProposer, sequence: LiveSequence, num_accepted: int,
 
 
 def test_drafts_grow_while_they_are_right_and_shrink() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
     lengths = [draft_of(proposer, sequence, right) for right in (9, 9, 9, 0, 0, 0, 0)]
     assert lengths[0] < lengths[1] <= lengths[2] == 6
     assert lengths[3:] == sorted(lengths[3:], reverse=True)
@@ -43,7 +49,7 @@ def test_drafts_grow_while_they_are_right_and_shrink() -> None:
 
 
 def test_drafts_that_do_not_pay_become_rare() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
     lengths = [draft_of(proposer, sequence, 0) for _ in range(400)]
     tried = [step for step, length in enumerate(lengths) if length]
     assert sum(lengths[:10]) < 20
@@ -58,7 +64,7 @@ def test_drafts_that_do_not_pay_become_rare() -> None:
 def test_drafts_are_shorter_where_rows_cost_more() -> None:
     lengths = []
     for seconds_of_row in (0.0, 0.1, 0.2, 1.0):
-        proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
+        proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
         for num_rows in (1, 2, 3, 6) * 5:
             proposer.note_decode(1, num_rows, 1.0 + seconds_of_row * (num_rows - 1))
         lengths.append(draft_of(proposer, sequence, 2))
@@ -82,7 +88,7 @@ def test_the_cost_of_a_row_is_that_beside_steps_without_guesses() -> None:
 
 
 def test_a_sequence_runs_ahead_while_nothing_is_drafted() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", [1, 2, 3, 4, 5]))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", [1, 2, 3, 4, 5]))
     waits = []
     for _ in range(24):
         waits.append(proposer.wants(sequence))
@@ -97,7 +103,7 @@ def test_a_sequence_runs_ahead_while_nothing_is_drafted() -> None:
 
 
 def test_limits_of_drafts() -> None:
-    proposer = NgramProposer(Speculation(6, 1, 2))
+    proposer = ngram_proposer()
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT)), 0, most=2) == 2
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT)), 0, most=0) == 0
     # With two tokens to go, one of a draft and one that is sampled behind it.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardline.config.speculation import NO_SPECULATION, Speculation
+from shardline.config.speculation import NO_SPECULATION, Speculation, Suffixes
 from shardline.engine.scheduling import scheduler as scheduler_module
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Request
@@ -33,6 +33,12 @@ SPECULATIONS = st.builds(
     st.integers(1, 6),
     st.integers(1, 2),
     st.integers(0, 2),
+) | st.builds(
+    lambda most, depth, requests, share: Speculation(most, 0, 0, Suffixes(depth, requests, 2.0, 0.0, share)),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(0, 4),
+    st.booleans(),
 )
 
 
@@ -206,6 +212,9 @@ class ModelProposer:
 
     def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
         assert num_rows >= num_sequences > 0
+
+    def note_end(self, sequence: LiveSequence) -> None:
+        self._guesses.pop(sequence.seq_id, None)
 
     def stats(self) -> DraftStats:
         return DraftStats(0, self.num_proposed, [self.num_accepted])

@@ -129,6 +129,8 @@ class Scheduler:
         for sequence in self.registry.find_sequences(request_ids):
             self.queues.leave(sequence, State.FINISHED)
             self.registry.finish_sequence(sequence, "abort")
+            if self._proposer is not None:  # the front aborts what reaches a stop string
+                self._proposer.note_end(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
@@ -329,4 +331,6 @@ class Scheduler:
             output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
             self.queues.leave(sequence, State.FINISHED)
+            if self._proposer is not None:
+                self._proposer.note_end(sequence)
         return output

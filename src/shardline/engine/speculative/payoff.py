@@ -70,7 +70,8 @@ class Acceptance:
         self.right = kept * self.right + num_accepted
         self.judged = kept * self.judged + num_accepted + (num_accepted < num_proposed)
 
-    def best_length(self, cost: float) -> int:
-        """The number of guesses of which each is right so much more often than its row costs that a draft pays."""
-        needed = _MARGIN * cost
+    def best_length(self, cost: float, least: float = 0.0) -> int:
+        """The number of guesses of which each is right so much more often than its row costs that a draft pays, and
+        with at least the probability `least`."""
+        needed = max(_MARGIN * cost, least)
         return int(math.log(needed) / math.log(self.probability)) if needed < 1.0 else 0

@@ -31,6 +31,9 @@ class Proposer(Protocol):
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note the result of each step that samples, before its tokens become the sequence's."""
 
+    def note_end(self, sequence: LiveSequence) -> None:
+        """Note that a sequence has all of its answer, unless it ends by an error."""
+
     def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
         """Note the time of a step that decoded so many sequences, and sampled so many rows with those of drafts."""
 
@@ -42,6 +45,11 @@ def make_proposer(config: Speculation) -> Proposer | None:
     """The proposer that the user has chosen; None: nothing is drafted."""
     if config.num_speculative_tokens == 0:
         return None
-    from shardline.engine.speculative.ngram import NgramProposer
+    if config.suffixes.max_tree_depth:
+        from shardline.engine.speculative.suffix import SuffixProposer
 
-    return NgramProposer(config)
+        return SuffixProposer(config)
+    from shardline.engine.speculative.ngram import PromptLookup
+    from shardline.engine.speculative.text_proposer import TextProposer
+
+    return TextProposer(config, lambda _: PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max))
