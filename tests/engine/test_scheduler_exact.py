@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -193,7 +193,7 @@ class ModelProposer:
     def wants(self, sequence: LiveSequence) -> bool:
         return True
 
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
         most = min(limit, sequence.limit - len(sequence.tokens) - 1)
         draft = self._guesses.pop(sequence.seq_id, [])[: max(0, most)]
         self.num_proposed += len(draft)
@@ -210,8 +210,8 @@ class ModelProposer:
             guesses[1] += 1
         self._guesses[sequence.seq_id] = guesses
 
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        assert num_rows >= num_sequences > 0
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        assert num_rows >= num_tokens >= num_sequences > 0
 
     def note_end(self, sequence: LiveSequence) -> None:
         self._guesses.pop(sequence.seq_id, None)

@@ -142,6 +142,8 @@ def test_answers_of_one_owner_help_that_owner() -> None:
         sequence = LiveSequence(request, 100, (0, 0.0, 0), list(request.prompt_token_ids), KVState([[]], [0]))
         step = SequenceStep(0, 3, 1, [[]], -1, True)
         proposer.note_result(sequence, step, SequenceResult(0, [4]))
+        for _ in range(4):
+            proposer.note_decode(1, 1, 1, 1.0)
         return proposer.propose(sequence, 64)
 
     assert first_draft(False, "me")[:1] == [4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from shardline.config.speculation import Speculation
@@ -20,12 +21,12 @@ class Proposer(Protocol):
     def wants(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, so that it waits until all tokens are known."""
 
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
         """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence; none, unless all of its tokens
         are known. It is called for each step that decodes.
 
-        At least one token that the sequence may still get remains for the step to sample. A sequence with constraints
-        gets no draft: its grammar reads tokens one after another, and cannot go back.
+        At least one token that the sequence may still get remains for the step to sample. For a sequence with a grammar
+        it is called before its `new_tokens` are applied, as soon as they are there: the grammar must allow the guesses.
         """
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
@@ -34,8 +35,9 @@ class Proposer(Protocol):
     def note_end(self, sequence: LiveSequence) -> None:
         """Note that a sequence has all of its answer, unless it ends by an error."""
 
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """Note the time of a step that decoded so many sequences, and sampled so many rows with those of drafts."""
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Note a step that only decoded so many sequences, sampled so many rows with those of drafts, and got so many
+        tokens, and the time since the end of the step before it."""
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""

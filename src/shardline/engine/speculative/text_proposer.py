@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
-from shardline.engine.speculative.payoff import Acceptance, RowCost
+from shardline.engine.speculative.payoff import Acceptance, Gate, RowCost
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
 
-_LONGEST_PAUSE = 63
+_LONGEST_PAUSE = 15
 """Steps without a draft after guesses that did not pay."""
 _LONGEST_SEARCH_PAUSE = 3
 """Steps without a draft after nothing was found to guess from."""
@@ -65,30 +65,33 @@ class TextProposer:
         self._num_drafts = 0
         self._num_tokens = 0
         self._accepted = [0] * config.num_speculative_tokens
+        self._gate = Gate()
         self._row_cost = RowCost()
+        self._num_sequences = 1
         self._cost = self._row_cost.of_row(1)
         self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
         """That of all sequences, with which new ones begin."""
 
     def wants(self, sequence: LiveSequence) -> bool:
         """See `Proposer`."""
-        if sequence.request.constraints is not None or sequence.limit - sequence.num_tokens <= 1:
+        if sequence.has_grammar or sequence.limit - sequence.num_tokens <= 1:
             return False
-        return self._find(sequence).pause == 0
+        return self._gate.is_open and self._find(sequence).pause == 0
 
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
         """See `Proposer`."""
-        if sequence.request.constraints is not None:
+        tokens = [*sequence.tokens, *new_tokens] if new_tokens else sequence.tokens
+        if not self._gate.is_open:
             return []
         guesser = self._find(sequence)
         if guesser.pause:
             guesser.pause -= 1
             return []
-        limit = min(limit, sequence.limit - len(sequence.tokens) - 1, self._config.num_speculative_tokens)
-        if limit <= 0 or sequence.num_pending:
+        limit = min(limit, sequence.limit - len(tokens) - 1, self._config.num_speculative_tokens)
+        if limit <= 0 or (sequence.num_pending and not new_tokens):
             return []
-        length = guesser.acceptance.best_length(self._cost, self._config.suffixes.min_token_prob)
-        draft = guesser.lookup.find_continuation(sequence.tokens, min(limit, max(1, length)))
+        length = self._best_length(guesser.acceptance)
+        draft = guesser.lookup.find_continuation(tokens, min(limit, max(1, length)))
         if not draft:
             guesser.unmatched += 1
             guesser.pause = min(guesser.unmatched // 2, _LONGEST_SEARCH_PAUSE)
@@ -111,10 +114,17 @@ class TextProposer:
         self._guessers[sequence].acceptance.note(num_accepted, num_proposed, _KEPT_OF_SEQUENCE)
         self._usual.note(num_accepted, num_proposed, _KEPT_OF_ALL)
 
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """See `Proposer`."""
-        self._row_cost.note(num_sequences, num_rows, seconds)
-        self._cost = self._row_cost.of_row(num_sequences)
+        usual = self._row_cost.plain_seconds(num_sequences)
+        speed = num_tokens / num_sequences * usual / seconds if seconds else 0.0
+        is_plain = self._gate.note(num_sequences, speed, seconds)
+        if is_plain or num_rows > num_sequences:
+            self._row_cost.note(num_sequences, num_rows, seconds)
+        self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
+
+    def _best_length(self, acceptance: Acceptance) -> int:
+        return acceptance.best_length(self._cost, self._num_sequences, self._config.suffixes.min_token_prob)
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""
@@ -124,7 +134,7 @@ class TextProposer:
         if guesser is None:
             usual = Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
             guesser = self._guessers[sequence] = _Guesser(self._make_lookup(sequence), usual)
-            if usual.best_length(self._cost, self._config.suffixes.min_token_prob) == 0:
+            if self._best_length(usual) == 0:
                 guesser.note_miss(_HOPELESS)
         return guesser
 
