@@ -1,9 +1,14 @@
-"""What drafts gain, by how often a guess is right: `python -m perf.speculation`.
+"""What drafts gain: `python -m perf.speculation`.
 
-Engines with and without drafts run the same greedy requests in this process, in turns. The guesses are not those of
-prompt lookup: they come from the answers, which are known from a first run, and each is right with a given probability.
-So the figures do not depend on the text. For each batch, this prints the tokens/s without drafts, and for each
-probability how many times as fast drafts are, as the median of the rounds with the least and the most.
+Engines with and without drafts run the same greedy requests in this process, in turns.
+
+First by how often a guess is right. The guesses are not those of prompt lookup: they come from the answers, which are
+known from a first run, and each is right with a given probability. So the figures do not depend on the text. For each
+batch, this prints the tokens/s without drafts, and for each probability how many times as fast drafts are, as the
+median of the rounds with the least and the most.
+
+Then on code that is edited: a prompt is a part of a source file of this repository, and its answer is the same with
+names changed by a rule. The model computes everything, and the tokens of that answer are chosen in place of its own.
 
 Run nothing else on the machine meanwhile.
 """
@@ -11,12 +16,17 @@ Run nothing else on the machine meanwhile.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from perf.random_models import RandomModel, asked_models
+from tokenizers import Tokenizer
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
@@ -24,12 +34,19 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Request
+from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
+from shardline.runtime.sequences import WorkerSequence
 from shardline.sampling_params import SamplingParams
 
 BATCHES = (1, 8, 32)
 PROBABILITIES = (0.0, 0.5, 0.8, 1.0)
 DRAFT = {"method": "ngram", "num_speculative_tokens": 5}
 PROMPT_LEN, OUTPUT_LEN = 128, 64
+METHODS = ({"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 24, "prompt_lookup_max": 4})
+EDITED_LEN = 384
+SOURCE = Path(__file__).parents[1] / "src/shardline"
+FILES = [file for file in sorted((SOURCE / "engine/scheduling").glob("*.py")) if file.stat().st_size]
+RULE = {"sequence": "stream", "block": "page", "step": "turn", "token": "word"}
 
 
 class Oracle:
@@ -57,9 +74,11 @@ def start(model: RandomModel, **options: object) -> Engine:
     return Engine(setup, executor)
 
 
-def run(engine: Engine, prompts: list[list[int]]) -> tuple[float, dict[tuple[int, ...], list[int]]]:
+def run(
+    engine: Engine, prompts: list[list[int]], output_len: int = OUTPUT_LEN
+) -> tuple[float, dict[tuple[int, ...], list[int]]]:
     """Seconds for all prompts together, and their answers."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -100,10 +119,71 @@ def measure(model: RandomModel) -> None:
                 )
 
 
+@contextmanager
+def answers_of(edits: dict[tuple[int, ...], list[int]]) -> Iterator[None]:
+    """Have engines of this process choose the tokens of these answers, by prompt."""
+    rows: list[WorkerSequence] = []
+    plan, choose = Sampler.plan_sampling, Sampler.choose_best
+
+    def plan_sampling(sequences: Sequence[WorkerSequence]) -> SamplingPlan:
+        rows[:] = sequences
+        return plan(sequences)
+
+    def choose_best(sampler: Sampler, best: torch.Tensor) -> Sampled:
+        sampled = choose(sampler, best)
+        for row, sequence in enumerate(rows):
+            answer = edits[tuple(sequence.tokens[: sequence.num_prompt_tokens].tolist())]
+            known = sequence.num_tokens - sequence.num_prompt_tokens
+            sampled.tokens[row] = answer[known] if known < len(answer) else 0
+        return sampled
+
+    with (
+        patch.object(Sampler, "plan_sampling", staticmethod(plan_sampling)),
+        patch.object(Sampler, "choose_best", choose_best),
+    ):
+        yield
+
+
+def code_edits() -> dict[tuple[int, ...], list[int]]:
+    """Answers by prompt: a part of each file, and the same by the rule."""
+    tokenizer = Tokenizer.from_file(str(SOURCE / "demo_model/tokenizer.json"))
+    edits = {}
+    for file in FILES:
+        text = file.read_text()
+        edited = re.sub("|".join(RULE), lambda match: RULE[match[0]], text)
+        prompt, answer = (tokenizer.encode(one).ids[:EDITED_LEN] for one in (text, edited))
+        edits[tuple(prompt)] = answer
+    return edits
+
+
+def measure_edits(model: RandomModel) -> None:
+    """Print a line for each method and batch: each prompt is new to the engines that draft."""
+    edits = code_edits()
+    for batch in (1, len(edits)):
+        for method in METHODS:
+            with answers_of(edits):
+                plain, drafting = start(model), start(model, speculative_config=method)
+                found = []
+                prompts = [list(prompt) for prompt in edits]
+                for first in range(0, len(prompts), batch):
+                    part = prompts[first : first + batch]
+                    without, expected = run(plain, part, EDITED_LEN)
+                    seconds, answers = run(drafting, part, EDITED_LEN)
+                    assert answers == expected, "drafts change an answer"
+                    found.append(without / seconds)
+            middle = statistics.median(found)
+            print(
+                f"{model.name}, code edits by {method['method']}, {batch} sequences: {middle:.2f} "
+                f"[{min(found):.2f}-{max(found):.2f}] x",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Measure every model that the user asked for."""
     for model in asked_models(__doc__, rounds=3):
         measure(model)
+        measure_edits(model)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.config.engine import EngineConfig
-from shardline.config.speculation import Speculation, parse_speculation
+from shardline.config.speculation import Speculation, Suffixes, parse_speculation
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,30 @@ def test_lengths_are_those_of_vllm(lengths: dict[str, int], expected: tuple[int,
     assert config.scheduler.speculation == parse_speculation(fields) == Speculation(3, *expected)
 
 
+def test_suffixes_are_those_of_vllm() -> None:
+    config = EngineConfig.from_options(speculative_config={"method": "suffix"}, share_suffixes=True)
+    assert config.scheduler.speculation == Speculation(24, 0, 0, Suffixes(24, 10_000, 1.0, 0.1, True))
+    fields = {
+        "method": "suffix",
+        "num_speculative_tokens": 3,
+        "suffix_decoding_max_tree_depth": 8,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 2,
+        "suffix_decoding_min_token_prob": 0.5,
+    }
+    assert parse_speculation(fields) == Speculation(3, 0, 0, Suffixes(8, 0, 2.0, 0.5, False))
+    with pytest.raises(ValueError, match="share_suffixes needs speculative_config"):
+        EngineConfig.from_options(
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2}, share_suffixes=True
+        )
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("ngram", "must be a JSON object like"),
         ("[1]", "must be a JSON object like"),
-        ('{"method": "eagle", "num_speculative_tokens": 2}', "must be \"ngram\", the only one so far, got 'eagle'"),
+        ('{"method": "eagle", "num_speculative_tokens": 2}', 'must be "ngram" or "suffix", got \'eagle\''),
         ('{"num_speculative_tokens": 2}', "got None"),
         (
             '{"method": "ngram"}',
@@ -41,8 +59,14 @@ def test_lengths_are_those_of_vllm(lengths: dict[str, int], expected: tuple[int,
             "is above",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 2, "draft_tp": 2}', "unknown key 'draft_tp'; known: method"),
-        ('{"model": "x", "num_speculative_tokens": 2}', "must be \"ngram\", the only one so far, got the model 'x'"),
-        ('{"method": "eagle3", "model": "x"}', "must be \"ngram\", the only one so far, got 'eagle3'"),
+        ('{"model": "x", "num_speculative_tokens": 2}', 'must be "ngram" or "suffix", got the model \'x\''),
+        ('{"method": "eagle3", "model": "x"}', 'must be "ngram" or "suffix", got \'eagle3\''),
+        ('{"method": "suffix", "prompt_lookup_max": 2}', "unknown key 'prompt_lookup_max'; known: method, num_sp"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 0}', "whole number from 1 to 64, got 0"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": -1}', "from 0 to 1000000, got -1"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": "2"}', "a number from 0 to 64, got '2'"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": 2}', "a number from 0 to 1, got 2"),
+        ('{"method": "suffix", "suffix_decoding_share": true}', "unknown key 'suffix_decoding_share'"),
         ('{"method": "ngram", "model": "x"}', "drafts from the text: leave out the model 'x'"),
     ],
 )

@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.engine.masks import lanes as lanes_module
+from shardline.engine.masks import service as service_module
 from shardline.engine.masks.lanes import MaskLanes
-from shardline.engine.masks.service import MaskAnswer
+from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.compiler import GrammarCompiler
 from shardline.structured.grammar import schema_grammar, structured_grammar
@@ -95,6 +97,50 @@ def test_masks_follow_each_sequence(lanes):
     assert allowed(collect(lanes)[0]) == expected(grammar, output)
     lanes.advance(0, encode("d"))
     assert collect(lanes)[0] == MaskAnswer(finished=True, seconds=pytest.approx(0, abs=1))
+
+
+def split_masks(answer: MaskAnswer) -> list[set[int]]:
+    count = 1 + len(answer.guesses)
+    size = len(answer.words) // count
+    return [allowed(MaskAnswer(answer.words[row * size : (row + 1) * size])) for row in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("guesses", "num_allowed"),
+    [("cab", 3), ("cabx", 3), ("xab", 0), ("cabcd", 4), ("cc<end>", 2)],
+)
+def test_masks_after_guesses_are_those_of_these_tokens(monkeypatch, guesses, num_allowed):
+    """Up to the first that is not allowed, or that ends the answer; whatever is sampled then, the grammar goes on."""
+    monkeypatch.setattr(service_module, "_GUESS_SECONDS", 10.0)
+    service = open_service(str(TOKENIZER_FILE))
+
+    def ask(*job: object) -> MaskAnswer:
+        return msgspec.msgpack.decode(service(msgspec.msgpack.encode(MaskJob(0, *job))), type=MaskAnswer)
+
+    grammar, output = regex("(a|b|c){2,9}d?"), encode("ab")
+    asked = [token for part in re.findall("<end>|.", guesses) for token in ([EOS] if part == "<end>" else encode(part))]
+    ask([], [], grammar, (EOS,))
+    answer = ask(output, asked)
+    assert answer.guesses == asked[:num_allowed]
+    assert split_masks(answer) == [expected(grammar, [*output, *asked[:count]]) for count in range(num_allowed + 1)]
+    after = ask(encode("b"), encode("d"))
+    assert (after.guesses, split_masks(after)) == ([], [expected(grammar, [*output, *encode("b")])])
+    monkeypatch.setattr(service_module, "_GUESS_SECONDS", -1.0)
+    assert ask(encode("c"), encode("a")).guesses == []
+
+
+def test_guesses_that_cost_a_worker_are_not_tried_again(lanes, monkeypatch):
+    monkeypatch.setattr(lanes_module, "_MAX_ATTEMPTS", 1)
+    grammar = regex("(ab|c){2,9}d")
+    lanes.start(0, grammar, (EOS,), [])
+    collect(lanes)
+    [lane] = lanes._fast
+    assert lane.worker.pid > 0
+    os.kill(lane.worker.pid, signal.SIGSTOP)
+    lanes.advance(0, encode("c"), encode("c"))
+    os.kill(lane.worker.pid, signal.SIGKILL)
+    answer = collect(lanes)[0]
+    assert (answer.guesses, allowed(answer)) == ([], expected(grammar, encode("c")))
 
 
 def test_the_end_is_allowed_where_the_grammar_may_end(lanes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.config.speculation import Speculation
 from shardline.engine.speculative.ngram import PromptLookup
 
 
@@ -24,7 +23,7 @@ def brute_force(tokens: list[int], shortest: int, longest: int, most: int) -> li
     st.integers(1, 6),
 )
 def test_lookup(pieces: list[list[int]], shortest: int, more: int, most: int) -> None:
-    lookup = PromptLookup(Speculation(6, shortest, shortest + more))
+    lookup = PromptLookup(shortest, shortest + more)
     tokens: list[int] = []
     for piece in pieces:
         tokens += piece
@@ -32,6 +31,6 @@ def test_lookup(pieces: list[list[int]], shortest: int, more: int, most: int) ->
 
 
 def test_the_latest_occurrence_counts() -> None:
-    lookup = PromptLookup(Speculation(5, 1, 2))
+    lookup = PromptLookup(1, 2)
     assert lookup.find_continuation([1, 2, 3, 1, 2, 4, 5, 1, 2], 2) == [4, 5]
     assert lookup.find_continuation([1, 2, 3, 1, 2, 4, 5, 1, 2, 3], 3) == [1, 2, 4]

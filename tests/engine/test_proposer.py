@@ -8,8 +8,8 @@ import pytest
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
-from shardline.engine.speculative.ngram import NgramProposer
 from shardline.engine.speculative.payoff import RowCost
+from shardline.engine.speculative.proposer import Proposer, make_proposer
 from shardline.messages.request import Constraints, Request
 from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
@@ -21,7 +21,16 @@ def sequence_of(request: Request, limit: int = 100) -> LiveSequence:
     return LiveSequence(request, limit, (0, 0.0, 0), list(request.prompt_token_ids), KVState([[]], [0]))
 
 
-def draft_of(proposer: NgramProposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
+def ngram_proposer(seconds_of_row: float = 0.1) -> Proposer:
+    """One that knows what steps take, without guesses and with some."""
+    proposer = make_proposer(Speculation(6, 1, 2))
+    assert proposer is not None
+    for num_rows in (1,) * 4 + (2, 3, 6) * 2:
+        proposer.note_decode(1, num_rows, num_rows, 1.0 + seconds_of_row * (num_rows - 1))
+    return proposer
+
+
+def draft_of(proposer: Proposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
     """Tokens of a draft, of which so many are accepted."""
     guesses = proposer.propose(sequence, most)
     if guesses:
@@ -32,7 +41,7 @@ def draft_of(proposer: NgramProposer, sequence: LiveSequence, num_accepted: int,
 
 
 def test_drafts_grow_while_they_are_right_and_shrink() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
     lengths = [draft_of(proposer, sequence, right) for right in (9, 9, 9, 0, 0, 0, 0)]
     assert lengths[0] < lengths[1] <= lengths[2] == 6
     assert lengths[3:] == sorted(lengths[3:], reverse=True)
@@ -43,11 +52,11 @@ def test_drafts_grow_while_they_are_right_and_shrink() -> None:
 
 
 def test_drafts_that_do_not_pay_become_rare() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
     lengths = [draft_of(proposer, sequence, 0) for _ in range(400)]
     tried = [step for step, length in enumerate(lengths) if length]
     assert sum(lengths[:10]) < 20
-    assert [after - before for before, after in pairwise(tried)][-3:] == [64] * 3
+    assert [after - before for before, after in pairwise(tried)][-3:] == [16] * 3
     assert set(lengths[tried[-4] :]) == {0, 1}
     # Others of the server begin with what is known of guesses, and a text that can be guessed again is noticed.
     other = sequence_of(make_request("other", PROMPT))
@@ -58,9 +67,7 @@ def test_drafts_that_do_not_pay_become_rare() -> None:
 def test_drafts_are_shorter_where_rows_cost_more() -> None:
     lengths = []
     for seconds_of_row in (0.0, 0.1, 0.2, 1.0):
-        proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", PROMPT))
-        for num_rows in (1, 2, 3, 6) * 5:
-            proposer.note_decode(1, num_rows, 1.0 + seconds_of_row * (num_rows - 1))
+        proposer, sequence = ngram_proposer(seconds_of_row), sequence_of(make_request("r", PROMPT))
         lengths.append(draft_of(proposer, sequence, 2))
     assert lengths == [6, 3, 2, 0]
 
@@ -82,7 +89,7 @@ def test_the_cost_of_a_row_is_that_beside_steps_without_guesses() -> None:
 
 
 def test_a_sequence_runs_ahead_while_nothing_is_drafted() -> None:
-    proposer, sequence = NgramProposer(Speculation(6, 1, 2)), sequence_of(make_request("r", [1, 2, 3, 4, 5]))
+    proposer, sequence = ngram_proposer(), sequence_of(make_request("r", [1, 2, 3, 4, 5]))
     waits = []
     for _ in range(24):
         waits.append(proposer.wants(sequence))
@@ -97,11 +104,20 @@ def test_a_sequence_runs_ahead_while_nothing_is_drafted() -> None:
 
 
 def test_limits_of_drafts() -> None:
-    proposer = NgramProposer(Speculation(6, 1, 2))
+    proposer = ngram_proposer()
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT)), 0, most=2) == 2
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT)), 0, most=0) == 0
     # With two tokens to go, one of a draft and one that is sampled behind it.
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT), limit=len(PROMPT) + 2), 0) == 1
     assert draft_of(proposer, sequence_of(make_request("r", PROMPT), limit=len(PROMPT) + 1), 0) == 0
-    constrained = make_request("r", PROMPT, constraints=Constraints(bad_words=((9,),)))
-    assert draft_of(proposer, sequence_of(constrained), 0) == 0
+
+
+def test_a_grammar_gets_its_guesses_with_the_result() -> None:
+    proposer = ngram_proposer()
+    sequence = sequence_of(make_request("r", PROMPT, constraints=Constraints("grammar")))
+    sequence.num_pending = 1
+    assert not proposer.wants(sequence)
+    assert proposer.propose(sequence, 64, [1, 2])[:2] == [3, 4]
+    assert proposer.propose(sequence, 1, [1, 2]) == [3]
+    sequence.limit = len(PROMPT) + 3
+    assert proposer.propose(sequence, 64, [1, 2]) == []

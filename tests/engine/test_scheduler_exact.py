@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardline.config.speculation import NO_SPECULATION, Speculation
+from shardline.config.speculation import NO_SPECULATION, Speculation, Suffixes
 from shardline.engine.scheduling import scheduler as scheduler_module
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Request
@@ -33,6 +33,12 @@ SPECULATIONS = st.builds(
     st.integers(1, 6),
     st.integers(1, 2),
     st.integers(0, 2),
+) | st.builds(
+    lambda most, depth, requests, share: Speculation(most, 0, 0, Suffixes(depth, requests, 2.0, 0.0, share)),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(0, 4),
+    st.booleans(),
 )
 
 
@@ -187,7 +193,7 @@ class ModelProposer:
     def wants(self, sequence: LiveSequence) -> bool:
         return True
 
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
         most = min(limit, sequence.limit - len(sequence.tokens) - 1)
         draft = self._guesses.pop(sequence.seq_id, [])[: max(0, most)]
         self.num_proposed += len(draft)
@@ -204,8 +210,11 @@ class ModelProposer:
             guesses[1] += 1
         self._guesses[sequence.seq_id] = guesses
 
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        assert num_rows >= num_sequences > 0
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        assert num_rows >= num_tokens >= num_sequences > 0
+
+    def note_end(self, sequence: LiveSequence) -> None:
+        self._guesses.pop(sequence.seq_id, None)
 
     def stats(self) -> DraftStats:
         return DraftStats(0, self.num_proposed, [self.num_accepted])

@@ -21,6 +21,7 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.speculative.ngram import PromptLookup
+from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
 from shardline.models.kv_groups import blocks_per_request
@@ -208,8 +209,11 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {})
     guesses = Guesses(requests, expected)
-    with patch.object(
-        PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
+    with (
+        patch.object(
+            PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
+        ),
+        patch.object(Gate, "is_open", True),  # whatever the steps take
     ):
         asked = {"method": "ngram", "num_speculative_tokens": 4}
         return _run_case(model, case, requests, {"speculative_config": asked})

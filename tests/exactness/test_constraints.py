@@ -14,6 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
+from shardline.engine.scheduling.queues import SequenceQueues
+from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
@@ -104,7 +106,7 @@ def test_outputs_have_the_form(requests: list[Request], expected: dict[str, Answ
 def test_one_answer(
     model: Path, requests: list[Request], expected: dict[str, Answer], tensor: int, pipeline: int, memory: str
 ) -> None:
-    rest = ("staggered", "chunked", "warm", memory, "none", "split-experts", "kv-auto", "one-host")
+    rest = ("staggered", "chunked", "warm", "roomy", "none", "split-experts", "kv-auto", "one-host")
     case = Case("llama", "float32", tensor, pipeline, 1, *rest)
     answers, stats = run_case(model, case, requests, expected)
     assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
@@ -112,6 +114,33 @@ def test_one_answer(
     }
     if memory == "tight":
         assert sum(replica.num_preemptions for replica in stats) > 0
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
+def test_drafts_change_no_answer(
+    model: Path,
+    requests: list[Request],
+    expected: dict[str, Answer],
+    tensor: int,
+    pipeline: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give, foreseen = SequenceQueues.give_mask, [0]
+
+    def give_mask(queues: SequenceQueues, sequence: LiveSequence, allowed: bytes, guesses: list[int]) -> None:
+        foreseen.append(len(guesses))
+        give(queues, sequence, allowed, guesses)
+
+    monkeypatch.setattr(SequenceQueues, "give_mask", give_mask)
+    rest = ("staggered", "chunked", "warm", "roomy", "none", "split-experts", "kv-auto", "one-host")
+    case = Case("llama", "float32", tensor, pipeline, 1, *rest, "drafts")
+    answers, stats = run_case(model, case, requests, expected)
+    assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
+        key: dataclasses.astuple(answer) for key, answer in expected.items()
+    }
+    assert max(foreseen) > 1
+    drafts = [replica.drafts for replica in stats if replica.drafts is not None]
+    assert 0 < sum(one.num_accepted for one in drafts) < sum(one.num_tokens for one in drafts)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

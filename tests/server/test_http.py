@@ -227,6 +227,20 @@ def test_keys() -> None:
             assert http.get(path).status_code == 200
 
 
+def test_requests_have_the_owner_of_their_key() -> None:
+    with serve(ServerConfig(api_key=("one", "two"))) as running, running.http() as http:
+        for header in ({"x-api-key": "one"}, {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}):
+            assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=header).status_code == 200
+        owners = [request.owner for request in running.engine.requests]
+    assert owners[0] == owners[1] != owners[2]
+    assert not any(part in owner for owner in owners for part in ("one", "two"))
+    with serve(ServerConfig()) as running, running.http() as http:
+        for headers in ({}, {"Authorization": "Bearer one"}):
+            http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
+        nobody, somebody = (request.owner for request in running.engine.requests)
+    assert (nobody, bool(somebody), somebody in owners) == ("", True, True)
+
+
 def test_a_file_of_keys_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# team a\nfirst\n\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
@@ -29,6 +30,8 @@ _FEW_LOGPROBS = 64
 MAX_LOGPROBS = 10_000_000
 """The most log probabilities that a request may ask for, if it asks for more than a few at each token."""
 MAX_SALT_CHARS = 1024
+request_owner: ContextVar[str] = ContextVar("request_owner", default="")
+"""`Request.owner` of the requests that a task makes."""
 _EMBEDS_SALT = "prompt_embeds".ljust(MAX_SALT_CHARS + 1)
 """Begins the salts of prompts with rows: those of users are shorter, so none of them names the same prefixes."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
@@ -256,6 +259,7 @@ class RequestBuilder:
                 priority=priority,
                 arrival_time=arrival,
                 cache_salt=cache_salt,
+                owner=request_owner.get(),
                 constraints=constraints,
                 embeds=embeds,
                 # The front finds stop strings, so it must see every token at once.

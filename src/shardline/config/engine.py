@@ -285,8 +285,11 @@ class SchedulerConfig:
         None,
         "draft tokens and check them in one step, as JSON: "
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4} drafts what followed the last tokens '
-        "when they occurred before; the answers stay the same",
+        'when they occurred before; with {"method": "suffix"} also in earlier answers; the answers stay the same',
         aliases=("sc",),
+    )
+    share_suffixes: bool = option(
+        False, "the method suffix of speculative_config guesses from the answers to all API keys, for all of them"
     )
 
     @property
@@ -294,9 +297,14 @@ class SchedulerConfig:
         """`speculative_config` as fields.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: it cannot be read, or `share_suffixes` has nothing to share.
         """
-        return NO_SPECULATION if self.speculative_config is None else parse_speculation(self.speculative_config)
+        given = NO_SPECULATION if self.speculative_config is None else parse_speculation(self.speculative_config)
+        if not self.share_suffixes:
+            return given
+        if not given.suffixes.max_tree_depth:
+            raise ValueError('share_suffixes needs speculative_config \'{"method": "suffix"}\'')
+        return dataclasses.replace(given, suffixes=dataclasses.replace(given.suffixes, share=True))
 
 
 @dataclass(frozen=True)

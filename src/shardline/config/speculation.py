@@ -9,8 +9,31 @@ from typing import Any
 
 _DEFAULT_LENGTH = 5
 _MOST_TOKENS = 64
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_MOST_REQUESTS = 1_000_000
+_METHODS = ("ngram", "suffix")
+_NGRAM_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
+_SUFFIX = "suffix_decoding_"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+
+
+@dataclass(frozen=True)
+class Suffixes:
+    """Drafts from a sequence itself and from earlier answers, by the longest suffix that occurred there. The names of
+    the first four are vLLM's, behind `suffix_decoding_`."""
+
+    max_tree_depth: int = 24
+    """The most last tokens that are compared; 0: drafts are by `ngram`."""
+    max_cached_requests: int = 10_000
+    """The most answers that are kept; 0: none."""
+    max_spec_factor: float = 1.0
+    """A draft has at most this many times as many tokens as were equal before it."""
+    min_token_prob: float = 0.1
+    """Guesses are made if they are right at least this often."""
+    share: bool = False
+    """Whether the answers of one owner are guessed from for others."""
+
+
+NO_SUFFIXES = Suffixes(0, 0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -22,14 +45,17 @@ class Speculation:
     prompt_lookup_min: int
     prompt_lookup_max: int
     """A draft follows an earlier occurrence of the last n tokens, where n is as large as possible between the two."""
+    suffixes: Suffixes = NO_SUFFIXES
+    """If they have a depth, drafts are theirs, and the two lengths mean nothing."""
 
 
 NO_SPECULATION = Speculation(0, 0, 0)
 
 
 def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
-    """Read `--speculative-config`, or the keyword of `LLM`. If one of the two lengths is missing, the other one counts
-    for both, as in vLLM; if both are missing, they are 5.
+    """Read `--speculative-config`, or the keyword of `LLM`. If one of the two lengths of `ngram` is missing, the other
+    one counts for both, as in vLLM; if both are missing, they are 5. A draft of `suffix` may be as long as its tree is
+    deep if `num_speculative_tokens` is missing, as in vLLM.
 
     Raises:
         ValueError: it is not JSON, has other keys or values, or asks for another method.
@@ -44,16 +70,22 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
         raise ValueError(f"speculative_config must be a JSON object like {_EXAMPLE}, got {given!r}")
     method = fields.get("method")
     model = fields.get("model")
-    if method != "ngram":
+    if method not in _METHODS:
         what = f"the model {model!r}" if method is None and model is not None else repr(method)
-        raise ValueError(f'the method of speculative_config must be "ngram", the only one so far, got {what}')
+        raise ValueError(f'the method of speculative_config must be "ngram" or "suffix", got {what}')
     if model is not None:
         raise ValueError(
-            f'the method "ngram" of speculative_config drafts from the text: leave out the model {model!r}'
+            f'the method "{method}" of speculative_config drafts from the text: leave out the model {model!r}'
         )
-    unknown = [name for name in fields if name not in _KEYS]
+    own = _NGRAM_KEYS if method == "ngram" else tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1]
+    known = ("method", "num_speculative_tokens", *own)
+    unknown = [name for name in fields if name not in known]
     if unknown:
-        raise ValueError(f"speculative_config has the unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}")
+        raise ValueError(f"speculative_config has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    return _ngram(fields) if method == "ngram" else _suffix(fields)
+
+
+def _ngram(fields: Mapping[str, Any]) -> Speculation:
     shortest, longest = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
     if shortest is None:
         shortest = _DEFAULT_LENGTH if longest is None else longest
@@ -69,8 +101,33 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
     return speculation
 
 
+def _suffix(fields: Mapping[str, Any]) -> Speculation:
+    depth = _whole(fields, _SUFFIX + "max_tree_depth", fields.get(_SUFFIX + "max_tree_depth", Suffixes.max_tree_depth))
+    requests = fields.get(_SUFFIX + "max_cached_requests", Suffixes.max_cached_requests)
+    if type(requests) is not int or not 0 <= requests <= _MOST_REQUESTS:
+        raise ValueError(
+            f"{_SUFFIX}max_cached_requests of speculative_config must be a whole number from 0 to {_MOST_REQUESTS}, "
+            f"got {requests!r}"
+        )
+    suffixes = Suffixes(
+        depth,
+        requests,
+        _number(fields, _SUFFIX + "max_spec_factor", Suffixes.max_spec_factor, _MOST_TOKENS),
+        _number(fields, _SUFFIX + "min_token_prob", Suffixes.min_token_prob, 1),
+    )
+    most = _whole(fields, "num_speculative_tokens", fields.get("num_speculative_tokens", depth))
+    return Speculation(most, 0, 0, suffixes)
+
+
 def _whole(fields: Mapping[str, Any], name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
         got = repr(value) if name in fields else "nothing"
         raise ValueError(f"{name} of speculative_config must be a whole number from 1 to {_MOST_TOKENS}, got {got}")
     return value
+
+
+def _number(fields: Mapping[str, Any], name: str, usual: float, most: int) -> float:
+    value = fields.get(name, usual)
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise ValueError(f"{name} of speculative_config must be a number from 0 to {most}, got {value!r}")
+    return float(value)

@@ -52,6 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds, time.monotonic() of the front process."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
+    owner: str = ""
+    """Whose it is: the answers of one owner never make those of another one faster."""
     constraints: Constraints | None = None
     embeds: PromptEmbeds | None = None
     streamed: bool = True

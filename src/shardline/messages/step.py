@@ -43,7 +43,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Guesses of the tokens after the one at `start`. The step computes these too, and samples a token at each of its
     positions; `num_tokens` includes them. The result has the tokens up to the first that differs from its guess."""
     allowed: bytes = b""
-    """The tokens that the sequence's grammar allows next, as bits in words of 32; empty: it has no grammar."""
+    """The tokens that the sequence's grammar allows at each position that is sampled, as bits in words of 32; empty: it
+    has no grammar."""
 
     @property
     def num_samples(self) -> int:

@@ -34,8 +34,11 @@ class NextTokens(Protocol):
     def append_token(self, token_id: int) -> None:
         """Note a token of the output."""
 
-    def set_grammar(self, allowed: bytes) -> None:
-        """Note what the grammar allows next, see `SequenceStep.allowed`."""
+    def set_grammar(self, allowed: bytes, num_guessed: int = 0) -> None:
+        """Note what the grammar allows next and after so many guesses, see `SequenceStep.allowed`."""
+
+    def with_guesses(self, token_ids: Sequence[int]) -> NextTokens:
+        """The constraints as if the first guesses were right, which are these."""
 
     def find_allowed(self) -> npt.NDArray[np.int32]:
         """The tokens that may come next, as bits in words of 32.
@@ -136,6 +139,8 @@ class WorkerSequence:
         known = self.num_tokens - self.num_guessed
         view = copy.copy(self)
         view.num_tokens, view.num_guessed = known + count, 0
+        if self.mask is not None:
+            view.mask = self.mask.with_guesses(self.tokens[known : known + count].tolist())
         if self.has_penalties:
             view.output_counts = Counter(self.output_counts)
             view.output_counts.update(self.tokens[known : known + count].tolist())
@@ -221,7 +226,7 @@ class SequenceTable:
             sequence.append_token(step.token_id)
         sequence.append_guesses(step.draft_token_ids)
         if sequence.mask is not None:
-            sequence.mask.set_grammar(step.allowed)
+            sequence.mask.set_grammar(step.allowed, sequence.num_guessed)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 

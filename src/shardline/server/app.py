@@ -127,8 +127,7 @@ def _middleware(service: Service) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
-    if service.keys.are_required or service.keys.has_admin:
-        stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=not config.disable_ui))
+    stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=not config.disable_ui))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
     if service.observer.tracer is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shardline.api.requests import request_owner
 from shardline.config.server import ServerConfig
 from shardline.server.errors import ApiError
 from shardline.server.middleware import INSIDE, OPEN_PATHS, route_path
 
+_SECRET = secrets.token_bytes(32)
 logger = logging.getLogger(__name__)
 
 
@@ -63,6 +66,11 @@ class ApiKeys:
         logger.info("read %d key(s) from %s", len(self._from_file), self._file)
 
 
+def _owner(key: str) -> str:
+    """A name for who has a key. It tells nothing about the key."""
+    return hashlib.blake2b(key.encode("utf-8", "replace"), key=_SECRET, digest_size=12).hexdigest()
+
+
 def _digests(keys: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -90,7 +98,8 @@ ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
+    """Notes whose requests are, and refuses those without a valid key as bearer token, except for the paths of
+    OPEN_PATHS. A router may have checked keys that this server does not need.
 
     Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
     """
@@ -108,6 +117,7 @@ class AuthMiddleware:
             key = headers.get("authorization", "")
             if not key and "x-api-key" in headers:  # as clients of Anthropic send it
                 key = f"Bearer {headers['x-api-key']}"
+            request_owner.set(_owner(key) if key else "")
             error = self._check(route_path(scope), key)
             if error is not None:
                 await error.response()(scope, receive, send)

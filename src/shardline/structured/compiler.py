@@ -70,6 +70,11 @@ class Matcher:
         if not (self._matcher.is_stopped() or self._matcher.is_error()):
             self._matcher.consume_tokens([self._vocabulary.end_id if is_end else token_id])
 
+    def take_back(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise AssertionError(f"the grammar does not go back: {self._matcher.get_error()}")
+
     @property
     def is_finished(self) -> bool:
         """Whether nothing can follow."""

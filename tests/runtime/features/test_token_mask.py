@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shardline.messages.request import Constraints
-from shardline.messages.step import SequenceStart
+from shardline.messages.step import SequenceResult, SequenceStart
 from shardline.models.partition import Span
-from shardline.runtime.features.constraints import MaskMemory, TokenMask, collect_masks, make_mask
+from shardline.runtime.features.constraints import MaskMemory, TokenMask, _refuse, collect_masks, make_mask
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.sampling_params import SamplingParams
 
@@ -62,6 +62,26 @@ def test_a_grammar_is_one_of_the_constraints() -> None:
     assert allowed(mask) == {4}
     mask.set_grammar(bits(4, 1999) + bits(5))  # and of one with more
     assert allowed(mask) == {4, 1999}
+
+
+def test_guesses_are_as_if_they_were_right() -> None:
+    mask = make((10,), bad_words=((8, 9),), min_tokens=3)
+    mask.set_grammar(bits(8, 11, EOS) + bits(9, 11, EOS) + bits(9, EOS), 2)
+    assert allowed(mask) == {8, 11}
+    assert allowed(mask.with_guesses([])) == {8, 11}
+    assert allowed(mask.with_guesses([8])) == {11}
+    assert allowed(mask.with_guesses([8, 11])) == {9, EOS}
+    assert allowed(mask) == {8, 11}
+
+
+@pytest.mark.parametrize(("num_right", "kept"), [(0, None), (1, [5]), (2, [5, 6]), (3, [5, 6, 7])])
+def test_what_comes_before_a_refusal_is_kept(num_right: int, kept: list[int] | None) -> None:
+    result = SequenceResult(1, [5, 6, 7], digests=["a", "b", "c"])
+    refused = _refuse(result, num_right, "no token may follow")
+    if kept is None:
+        assert (refused.error, refused.refused) == ("no token may follow", True)
+    else:
+        assert (refused.token_ids, refused.digests, refused.error) == (kept, ["a", "b", "c"][:num_right], "")
 
 
 def test_an_empty_mask_is_an_error() -> None:

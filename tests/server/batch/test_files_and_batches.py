@@ -81,6 +81,7 @@ def test_a_batch_from_end_to_end(shared: Running, client: openai.OpenAI) -> None
     assert "not JSON" in wrong["broken"]["error"]["message"]
     assert "Supported endpoints: /v1/completions" in wrong["r3"]["response"]["body"]["error"]["message"]
     assert {entry.priority for entry in shared.engine.requests[-2:]} == {PRIORITY}
+    assert {entry.owner for entry in shared.engine.requests[-2:]} == {batch.id}
     with pytest.raises(openai.ConflictError, match="status 'completed'"):
         client.batches.cancel(batch_id)
 

@@ -14,7 +14,7 @@ import select
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -43,6 +43,8 @@ class Followed:
     end_ids: tuple[int, ...]
     tokens: list[int]
     """All of its output so far."""
+    guesses: list[int] = field(default_factory=list)
+    """What may follow these, in the next job."""
     is_trial: bool = False
     lane: Lane | None = None
     num_sent: int | None = None
@@ -145,9 +147,9 @@ class Lane:
             followed = self._unsent[0]
             tokens, drops = followed.tokens[followed.num_sent or 0 :], tuple(self._drops)
             if followed.num_sent is None:
-                job = MaskJob(followed.key, tokens, followed.grammar, followed.end_ids, drops)
+                job = MaskJob(followed.key, tokens, [], followed.grammar, followed.end_ids, drops)
             else:
-                job = MaskJob(followed.key, tokens, drops=drops)
+                job = MaskJob(followed.key, tokens, followed.guesses, drops=drops)
             body = msgspec.msgpack.encode(job)
             if len(body) > _LARGE and self._sent:
                 return
@@ -199,10 +201,12 @@ class MaskLanes:
         followed = self._followed[key] = Followed(key, grammar, tuple(end_ids), list(token_ids))
         self._ask(followed)
 
-    def advance(self, key: int, token_ids: Sequence[int]) -> None:
-        """Ask for the mask after these further tokens. The last mask must have been answered."""
+    def advance(self, key: int, token_ids: Sequence[int], guesses: Sequence[int] = ()) -> None:
+        """Ask for the mask after these further tokens, and for those after guesses of the tokens that follow. The last
+        mask must have been answered."""
         followed = self._followed[key]
         followed.tokens += token_ids
+        followed.guesses = list(guesses)
         self._ask(followed)
 
     def drop(self, key: int) -> None:
@@ -346,7 +350,11 @@ class MaskLanes:
                 self._ask(followed)
 
     def _is_at_fault(self, culprit: Followed, limit: Limit, *, was_fast: bool) -> bool:
-        """Whether a sequence in whose job a worker has ended cannot go on."""
+        """Whether a sequence in whose job a worker has ended cannot go on. Guesses may have been at fault: without them
+        it tries again."""
+        if culprit.guesses:
+            culprit.guesses = []
+            return False
         culprit.attempts += 1
         if was_fast and limit in (Limit.TIME, Limit.DEADLINE):
             self._known[_digest(culprit.grammar)] = False

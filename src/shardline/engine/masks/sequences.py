@@ -15,6 +15,9 @@ from shardline.messages.step import StepResult
 PATIENCE = 0.005
 """Seconds without an answer after which the next step goes on without the sequences that have no mask yet."""
 
+_MOST_GUESSES = 8
+"""Each has a mask, which takes up to 20 KB in the plan and up to 1 ms."""
+
 
 class SequenceMasks:
     """The constrained sequences of an engine, each with the scheduler that it belongs to."""
@@ -51,7 +54,9 @@ class SequenceMasks:
                     place = places[step.seq_id]
                     if not entries[place].error:
                         awaited[sequence.mask_key] = place
-                        self._lanes.advance(sequence.mask_key, entries[place].token_ids)
+                        tokens = entries[place].token_ids
+                        guesses = scheduler.foresee(sequence, tokens, _MOST_GUESSES)
+                        self._lanes.advance(sequence.mask_key, tokens, guesses)
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:
                 if (awaited_place := awaited.pop(key, None)) is not None and answer.finished:
@@ -97,4 +102,4 @@ class SequenceMasks:
             scheduler.queues.leave(sequence, State.FINISHED)
             scheduler.registry.finish_sequence(sequence, "stop" if answer.finished else "length")
         else:
-            scheduler.queues.give_mask(sequence, answer.words)
+            scheduler.queues.give_mask(sequence, answer.words, answer.guesses)

@@ -85,7 +85,9 @@ class PlanBuilder:
         count = end - start + len(draft)
         allowed = b""
         if sample and sequence.allowed:
-            allowed, sequence.allowed, sequence.awaits_mask = sequence.allowed, b"", True
+            num_words = len(sequence.allowed) // (1 + len(sequence.foreseen))
+            allowed = sequence.allowed[: num_words * (1 + len(draft))]
+            sequence.allowed, sequence.foreseen, sequence.awaits_mask = b"", [], True
         step = SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, draft, allowed)
         self.draft_budget -= len(draft)
         sequence.awaits_draft = bool(draft)

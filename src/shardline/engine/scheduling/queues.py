@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Sequence
 
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.scheduling.sequence import LiveSequence, State
@@ -71,9 +72,9 @@ class SequenceQueues:
             sequence.state = State.WAITING
             self.waiting.push(sequence)
 
-    def give_mask(self, sequence: LiveSequence, allowed: bytes) -> None:
-        """Note the mask of a sequence's next token, see `LiveSequence.allowed`."""
-        sequence.allowed, sequence.awaits_mask = allowed, False
+    def give_mask(self, sequence: LiveSequence, allowed: bytes, foreseen: Sequence[int] = ()) -> None:
+        """Note the masks of a sequence's next token and of those after guesses, see `LiveSequence.allowed`."""
+        sequence.allowed, sequence.foreseen, sequence.awaits_mask = allowed, list(foreseen), False
         if sequence.state is State.PARKED:
             self.add(sequence)
 

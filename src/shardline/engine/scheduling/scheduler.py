@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -39,7 +39,7 @@ class Scheduler:
     """Continuous batching with chunked prefill over a paged KV cache.
 
     It only decides: it never waits, and uses no clock and no tensor. The caller may say what time it is (`now`, in
-    seconds of any clock), for the timelines of sequences; no decision depends on it.
+    seconds of any clock), for the timelines of sequences; no decision depends on it but how much is drafted.
 
     The caller's loop, with at most `max_in_flight` plans scheduled and not yet updated, updates in plan order:
 
@@ -104,6 +104,8 @@ class Scheduler:
         self.in_flight: deque[PlanInFlight] = deque()
         self.num_steps = 0
         """Plans so far, the empty ones included."""
+        self._updated = 0.0
+        """When the last result came."""
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._num_step_tokens = 0
         self.preemptions = PreemptionLog(warns=warns)
@@ -129,6 +131,8 @@ class Scheduler:
         for sequence in self.registry.find_sequences(request_ids):
             self.queues.leave(sequence, State.FINISHED)
             self.registry.finish_sequence(sequence, "abort")
+            if self._proposer is not None:  # the front aborts what reaches a stop string
+                self._proposer.note_end(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
@@ -213,7 +217,10 @@ class Scheduler:
                 outputs.append(output)
         if self._proposer is not None and flying.steps and not flying.starts and all(s.decodes for s in flying.steps):
             num_rows = sum(step.num_tokens for step in flying.steps)
-            self._proposer.note_decode(len(flying.steps), num_rows, step_result.seconds)
+            num_sampled = sum(len(entry.token_ids) for entry in step_result.results)
+            seconds = now - self._updated or step_result.seconds
+            self._proposer.note_decode(len(flying.steps), num_rows, num_sampled, seconds)
+        self._updated = now
         num_tokens = self.registry.totals.tokens - tokens_before
         if num_tokens:
             self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
@@ -256,9 +263,15 @@ class Scheduler:
 
     def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
         """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
-        if self._proposer is None:
-            return []
-        return self._proposer.propose(sequence, self._builder.draft_budget // num_left)
+        limit = self._builder.draft_budget // num_left
+        if sequence.allowed:
+            return sequence.foreseen[: max(0, limit)]
+        return [] if self._proposer is None else self._proposer.propose(sequence, limit)
+
+    def foresee(self, sequence: LiveSequence, token_ids: Sequence[int], most: int) -> list[int]:
+        """Up to `most` guesses of what follows `token_ids`, the result that is there, of a sequence with a grammar. A
+        later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
+        return [] if self._proposer is None else self._proposer.propose(sequence, most, token_ids)
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
@@ -329,4 +342,6 @@ class Scheduler:
             output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
             self.queues.leave(sequence, State.FINISHED)
+            if self._proposer is not None:
+                self._proposer.note_end(sequence)
         return output

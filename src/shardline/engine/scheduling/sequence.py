@@ -147,7 +147,9 @@ class LiveSequence:
     mask_key: int = -1
     """What its masks are asked for by, if it has a grammar."""
     allowed: bytes = b""
-    """The tokens that its grammar allows next, see `SequenceStep.allowed`."""
+    """The tokens that its grammar allows next, and after each of `foreseen`, see `SequenceStep.allowed`."""
+    foreseen: list[int] = field(default_factory=list)
+    """Guesses of its next tokens that its grammar allows; the next step may have them."""
     awaits_draft: bool = False
     """A plan in flight has a draft of it, so where its next step begins is not known."""
     awaits_mask: bool = False

@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens of a sequence when they occurred before.
+"""Where the last tokens of a sequence occurred in it before.
 
 The idea is prompt lookup decoding (A. Saxena, 2023), which vLLM calls ngram.
 """
@@ -6,122 +6,6 @@ The idea is prompt lookup decoding (A. Saxena, 2023), which vLLM calls ngram.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
-
-from shardline.config.speculation import Speculation
-from shardline.engine.scheduling.sequence import LiveSequence
-from shardline.engine.speculative.payoff import Acceptance, RowCost
-from shardline.messages.stats import DraftStats
-from shardline.messages.step import SequenceResult, SequenceStep
-
-_LONGEST_PAUSE = 63
-"""Steps without a draft after guesses that did not pay."""
-_LONGEST_SEARCH_PAUSE = 3
-"""Steps without a draft after nothing was found to guess from."""
-_HOPELESS = 4
-"""Guesses that did not pay with which a sequence begins if those of others have not."""
-_KEPT_OF_SEQUENCE, _KEPT_OF_ALL = 0.5, 0.99
-_FIRST_RIGHT, _FIRST_JUDGED = 1.2, 2.0
-"""What a guess of a sequence is worth before one was judged."""
-
-
-@dataclass
-class _Guesser:
-    """What is known about guesses of one sequence."""
-
-    lookup: PromptLookup
-    acceptance: Acceptance
-    pause: int = 0
-    """Steps that go without a draft."""
-    misses: int = 0
-    """How many drafts did not pay since the last one that did."""
-    unmatched: int = 0
-    """How often nothing was found since then."""
-
-    def note_miss(self, count: int) -> None:
-        """Note guesses that did not pay."""
-        self.misses += count
-        self.pause = min(2**self.misses - 1, _LONGEST_PAUSE)
-
-
-class NgramProposer:
-    """A `Proposer` that answers at once.
-
-    A draft is as long as each of its tokens is accepted more often than its row costs, by what was accepted of the
-    sequence, and by the measured times of steps. If no token pays, or none is found, more and more steps go without a
-    draft, and are planned ahead. So a text that nobody can guess costs little.
-    """
-
-    def __init__(self, config: Speculation) -> None:
-        self._config = config
-        self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
-        self._num_drafts = 0
-        self._num_tokens = 0
-        self._accepted = [0] * config.num_speculative_tokens
-        self._row_cost = RowCost()
-        self._cost = self._row_cost.of_row(1)
-        self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
-        """That of all sequences, with which new ones begin."""
-
-    def wants(self, sequence: LiveSequence) -> bool:
-        """See `Proposer`."""
-        if sequence.request.constraints is not None or sequence.limit - sequence.num_tokens <= 1:
-            return False
-        return self._find(sequence).pause == 0
-
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
-        """See `Proposer`."""
-        if sequence.request.constraints is not None:
-            return []
-        guesser = self._find(sequence)
-        if guesser.pause:
-            guesser.pause -= 1
-            return []
-        limit = min(limit, sequence.limit - len(sequence.tokens) - 1, self._config.num_speculative_tokens)
-        if limit <= 0 or sequence.num_pending:
-            return []
-        length = guesser.acceptance.best_length(self._cost)
-        draft = guesser.lookup.find_continuation(sequence.tokens, min(limit, max(1, length)))
-        if not draft:
-            guesser.unmatched += 1
-            guesser.pause = min(guesser.unmatched // 2, _LONGEST_SEARCH_PAUSE)
-        elif length == 0:
-            # One guess, now and then, shows whether the text can be guessed again.
-            guesser.note_miss(1)
-        else:
-            guesser.unmatched = guesser.misses = 0
-        return draft
-
-    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
-        """Note how many tokens of a step's draft were accepted."""
-        if (num_proposed := len(step.draft_token_ids)) == 0:
-            return
-        num_accepted = len(result.token_ids) - 1
-        self._num_drafts += 1
-        self._num_tokens += num_proposed
-        for position in range(num_accepted):
-            self._accepted[position] += 1
-        self._guessers[sequence].acceptance.note(num_accepted, num_proposed, _KEPT_OF_SEQUENCE)
-        self._usual.note(num_accepted, num_proposed, _KEPT_OF_ALL)
-
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """See `Proposer`."""
-        self._row_cost.note(num_sequences, num_rows, seconds)
-        self._cost = self._row_cost.of_row(num_sequences)
-
-    def _find(self, sequence: LiveSequence) -> _Guesser:
-        guesser = self._guessers.get(sequence)
-        if guesser is None:
-            usual = Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
-            guesser = self._guessers[sequence] = _Guesser(PromptLookup(self._config), usual)
-            if usual.best_length(self._cost) == 0:
-                guesser.note_miss(_HOPELESS)
-        return guesser
-
-    def stats(self) -> DraftStats:
-        """Counters since the engine's start."""
-        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted))
 
 
 class PromptLookup:
@@ -130,8 +14,9 @@ class PromptLookup:
     Tokens are kept as a text, one character for each, because Python searches texts at the speed of C.
     """
 
-    def __init__(self, config: Speculation) -> None:
-        self._config = config
+    def __init__(self, shortest: int, longest: int) -> None:
+        """How many last tokens are searched: as many as possible between the two."""
+        self._shortest, self._longest = shortest, longest
         self._text = ""
 
     def find_continuation(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -139,10 +24,24 @@ class PromptLookup:
 
         They followed the latest earlier occurrence of as many of the last tokens as possible.
         """
+        end, length = self.find_match(tokens)
+        return self.read(end, limit) if length else []
+
+    def find_match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Where the latest earlier occurrence of as many of the last tokens as possible ends, and how many these are;
+        0: there is none. `tokens` must begin with those of the last call."""
         self._text += "".join(map(chr, tokens[len(self._text) :]))
-        text, config = self._text, self._config
-        for count in range(min(config.prompt_lookup_max, len(text) - 1), config.prompt_lookup_min - 1, -1):
-            place = text.rfind(text[-count:], 0, len(text) - 1)
-            if place >= 0:
-                return list(map(ord, text[place + count : place + count + limit]))
-        return []
+        text = self._text
+        last, longest = len(text) - 1, min(self._longest, len(text) - 1)
+        end = length = 0
+        wanted = self._shortest
+        while wanted <= longest and (place := text.rfind(text[-wanted:], 0, last)) >= 0:
+            end, length = place + wanted, wanted
+            while length < longest and length < end and text[end - length - 1] == text[last - length]:
+                length += 1
+            wanted = length + 1
+        return end, length
+
+    def read(self, start: int, limit: int) -> list[int]:
+        """Up to `limit` tokens from this place on."""
+        return list(map(ord, self._text[start : start + limit]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 _KEPT = 0.9
@@ -10,17 +9,81 @@ _KEPT = 0.9
 _FIRST_COST = 0.1
 """A row's cost beside a step's before it has been measured."""
 _LEAST_COST = 0.01
-_MARGIN = 1.5
-"""How many times its cost a guess must be worth: a step with a draft is planned while no other one runs, and what a
-batch gains at its other sequences comes too late for its slowest one."""
+_MARGIN_ALONE, _MARGIN = 1.1, 1.5
+"""How many times its cost a guess must be worth, if a sequence is alone, and if it is not: what a batch gains at its
+other sequences comes too late for its slowest one."""
+_MOST_GUESSES = 64
 _LONGEST_STALL = 3.0
 """A step that took more than that many times as long as usual was held up by something else."""
+
+
+_SETTLING = 2
+"""Steps after a gate has changed that were planned before, or while no other one ran."""
+_TRIAL = 8
+"""Steps after which an open gate may close."""
+_FIRST_CLOSED, _LONGEST_CLOSED = 8, 128
+_MEASURED, _BETWEEN = 2, 128
+"""Steps that measure those without drafts, after so many with them."""
+_NEEDED_ALONE, _NEEDED = 0.99, 1.1
+"""How many times as fast drafts must be, for one sequence and for several: the slowest one gains less than most."""
+
+
+class Gate:
+    """Decides whether anything is drafted: a batch with drafts, all its waits for tokens included, is compared with the
+    same batch without them, and as long as it is not faster, fewer and fewer steps try again."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._settling = 0
+        self._left = _MEASURED
+        """Steps until it changes, if it is closed, or has not closed before."""
+        self._num_steps = 0
+        """Steps since it opened."""
+        self._closed = 0
+        """How long it was closed because drafts did not pay; 0: they did."""
+        self._worth = self._spent = 0.0
+        """What the tokens of recent steps would take without drafts, and what they took, in seconds."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next plan may have drafts."""
+        return self._is_open
+
+    def note(self, num_sequences: int, speed: float, seconds: float) -> bool:
+        """Note a step; `speed`: how many tokens each of its sequences got, on average, in a plain step's time; 0: that
+        is not known. Returns whether it is one without drafts, and tells how long these take."""
+        if self._settling:
+            self._settling -= 1
+            return False
+        if not self._is_open:
+            self._left -= 1
+            if self._left <= 0:
+                self._change()
+            return True
+        self._num_steps += 1
+        if speed:
+            self._worth = _KEPT * self._worth + speed * seconds
+            self._spent = _KEPT * self._spent + seconds
+        if self._num_steps >= _TRIAL and self._worth < self._spent * (_NEEDED if num_sequences > 1 else _NEEDED_ALONE):
+            self._closed = min(_LONGEST_CLOSED, 2 * self._closed or _FIRST_CLOSED)
+            self._left = self._closed
+            self._change()
+        elif self._num_steps >= _BETWEEN:
+            self._closed, self._left = 0, _MEASURED
+            self._change()
+        return False
+
+    def _change(self) -> None:
+        self._is_open, self._settling, self._num_steps = not self._is_open, _SETTLING, 0
+        if self._closed:
+            self._worth = self._spent = 0.0
 
 
 class RowCost:
     """What the rows of guesses cost decode steps, beside steps of as many sequences without guesses.
 
     Everything is measured, recent steps weighing most, so nothing about the machine, the model or the load is assumed.
+    Seconds are those from one step's end to the next one's: a step with guesses is planned while no other one runs.
     """
 
     def __init__(self) -> None:
@@ -30,8 +93,9 @@ class RowCost:
         """Seconds that guesses have taken, and their number."""
 
     def note(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """Note a step that only decoded, and whose rows are its sequences and their guesses."""
-        usual = self._plain_seconds(num_sequences)
+        """Note a step that only decoded, and whose rows are its sequences and their guesses; without guesses, one that
+        was planned ahead."""
+        usual = self.plain_seconds(num_sequences)
         if num_rows == num_sequences:
             known = self._plain.get(num_sequences, seconds)
             self._plain[num_sequences] = _KEPT * known + (1.0 - _KEPT) * min(seconds, _LONGEST_STALL * known)
@@ -41,13 +105,13 @@ class RowCost:
 
     def of_row(self, num_sequences: int) -> float:
         """What a row for a guess costs a step of so many sequences, in tokens that the step would sample meanwhile."""
-        usual = self._plain_seconds(num_sequences)
+        usual = self.plain_seconds(num_sequences)
         if not usual or not self._guesses:
             return _FIRST_COST
         return min(1.0, max(_LEAST_COST, num_sequences * self._extra / self._guesses / usual))
 
-    def _plain_seconds(self, num_sequences: int) -> float:
-        """Those of the nearest number of sequences that has been seen; 0: none has."""
+    def plain_seconds(self, num_sequences: int) -> float:
+        """Seconds of a step without guesses, of the nearest number of sequences that has been seen; 0: none has."""
         if num_sequences in self._plain or not self._plain:
             return self._plain.get(num_sequences, 0.0)
         return self._plain[min(self._plain, key=lambda seen: abs(seen - num_sequences))]
@@ -70,7 +134,19 @@ class Acceptance:
         self.right = kept * self.right + num_accepted
         self.judged = kept * self.judged + num_accepted + (num_accepted < num_proposed)
 
-    def best_length(self, cost: float) -> int:
-        """The number of guesses of which each is right so much more often than its row costs that a draft pays."""
-        needed = _MARGIN * cost
-        return int(math.log(needed) / math.log(self.probability)) if needed < 1.0 else 0
+    def best_length(self, cost: float, num_sequences: int = 1, least: float = 0.0) -> int:
+        """The number of guesses that pay, each of which is right with at least the probability `least`.
+
+        A guess is right if all before it were: with p**k. It pays if this is a greater part of what the sequence gets
+        from a step than its row is of the step's time. So a sequence that gains much already holds up others no longer,
+        and the speed of one that is alone is at its maximum. `cost`: see `RowCost.of_row`.
+        """
+        row = cost / num_sequences
+        needed = cost * (_MARGIN if num_sequences > 1 else _MARGIN_ALONE)
+        right, gained = self.probability, 1.0
+        for count in range(_MOST_GUESSES):
+            if right < least or right * (1.0 + count * row) < needed * gained:
+                return count
+            gained += right
+            right *= self.probability
+        return _MOST_GUESSES

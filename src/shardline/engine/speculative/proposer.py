@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from shardline.config.speculation import Speculation
@@ -20,19 +21,23 @@ class Proposer(Protocol):
     def wants(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, so that it waits until all tokens are known."""
 
-    def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
+    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
         """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence; none, unless all of its tokens
         are known. It is called for each step that decodes.
 
-        At least one token that the sequence may still get remains for the step to sample. A sequence with constraints
-        gets no draft: its grammar reads tokens one after another, and cannot go back.
+        At least one token that the sequence may still get remains for the step to sample. For a sequence with a grammar
+        it is called before its `new_tokens` are applied, as soon as they are there: the grammar must allow the guesses.
         """
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note the result of each step that samples, before its tokens become the sequence's."""
 
-    def note_decode(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """Note the time of a step that decoded so many sequences, and sampled so many rows with those of drafts."""
+    def note_end(self, sequence: LiveSequence) -> None:
+        """Note that a sequence has all of its answer, unless it ends by an error."""
+
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Note a step that only decoded so many sequences, sampled so many rows with those of drafts, and got so many
+        tokens, and the time since the end of the step before it."""
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""
@@ -42,6 +47,11 @@ def make_proposer(config: Speculation) -> Proposer | None:
     """The proposer that the user has chosen; None: nothing is drafted."""
     if config.num_speculative_tokens == 0:
         return None
-    from shardline.engine.speculative.ngram import NgramProposer
+    if config.suffixes.max_tree_depth:
+        from shardline.engine.speculative.suffix import SuffixProposer
 
-    return NgramProposer(config)
+        return SuffixProposer(config)
+    from shardline.engine.speculative.ngram import PromptLookup
+    from shardline.engine.speculative.text_proposer import TextProposer
+
+    return TextProposer(config, lambda _: PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -39,15 +40,24 @@ class TokenMask:
         self._bans_tokens = bool(self._banned_bits.any())
         self._output: list[int] = list(start.token_ids[start.num_prompt_tokens :])
         self._allowed = _bits(constraints.allowed_token_ids, self._num_words) if constraints.allowed_token_ids else None
-        self._grammar = b""
+        self._grammar: list[bytes] = []
+        """What the grammar allows next, and after each guess; empty: it has none."""
 
     def append_token(self, token_id: int) -> None:
         """Note a token of the output."""
         self._output.append(token_id)
 
-    def set_grammar(self, allowed: bytes) -> None:
-        """Note what the grammar allows next, see `SequenceStep.allowed`."""
-        self._grammar = allowed
+    def set_grammar(self, allowed: bytes, num_guessed: int = 0) -> None:
+        """Note what the grammar allows next and after so many guesses, see `SequenceStep.allowed`."""
+        size = len(allowed) // (1 + num_guessed)
+        self._grammar = [allowed[start : start + size] for start in range(0, len(allowed), size or 1)]
+
+    def with_guesses(self, token_ids: Sequence[int]) -> TokenMask:
+        """The constraints as if the first guesses were right, which are these."""
+        view = copy.copy(self)
+        view._output = [*self._output, *token_ids]
+        view._grammar = self._grammar[len(token_ids) :]
+        return view
 
     def find_allowed(self) -> Words:
         """The tokens that may come next, as bits [ceil(vocab_size / 32)].
@@ -78,7 +88,7 @@ class TokenMask:
         if not self._grammar:
             return np.full(self._num_words, -1, dtype=np.int32)
         words = np.zeros(self._num_words, dtype=np.int32)  # the model's vocabulary may be padded, or the tokenizer's
-        given = np.frombuffer(self._grammar, dtype=np.int32)[: self._num_words]
+        given = np.frombuffer(self._grammar[0], dtype=np.int32)[: self._num_words]
         words[: len(given)] = given
         return words
 
@@ -106,8 +116,8 @@ class StepConstraints(Feature):
     def __init__(self, memory: MaskMemory, wait_for_step: Callable[[], object]) -> None:
         self._memory = memory
         self._wait_for_step = wait_for_step
-        self._refusals: dict[int, str] = {}
-        """Why no token may follow, by sequence."""
+        self._refusals: dict[int, tuple[int, str]] = {}
+        """By sequence, after how many guesses no token may follow, and why."""
 
     def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
         """In a greedy step, the search itself leaves tokens out."""
@@ -125,10 +135,7 @@ class StepConstraints(Feature):
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         refusals = self._refusals
         return [
-            msgspec.structs.replace(result, error=refusals[result.seq_id], refused=True)
-            if result.seq_id in refusals
-            else result
-            for result in results
+            _refuse(result, *refusals[result.seq_id]) if result.seq_id in refusals else result for result in results
         ]
 
     def _collect(self, running: RunningStep) -> TokenMasks | None:
@@ -139,8 +146,24 @@ class StepConstraints(Feature):
         while any(sequence.num_pending for sequence in running.rows if sequence.mask is not None):
             self._wait_for_step()
         masks, errors = collect_masks([sequence.mask for sequence in running.rows])
-        self._refusals.update({running.rows[row].seq_id: error for row, error in errors.items()})
+        for row, error in errors.items():
+            seq_id = running.rows[row].seq_id
+            first = next(place for place, other in enumerate(running.rows) if other.seq_id == seq_id)
+            self._refusals.setdefault(seq_id, (row - first, error))
         return masks
+
+
+def _refuse(result: SequenceResult, num_right: int, error: str) -> SequenceResult:
+    """The result of a sequence that cannot go on if its first `num_right` guesses are right. Then it has these, and the
+    next step refuses it."""
+    if num_right == 0:
+        return msgspec.structs.replace(result, error=error, refused=True)
+    return msgspec.structs.replace(
+        result,
+        token_ids=result.token_ids[:num_right],
+        logprobs=result.logprobs and result.logprobs[:num_right],
+        digests=result.digests and result.digests[:num_right],
+    )
 
 
 def make_mask(start: SequenceStart, vocab_size: int) -> TokenMask | None:

@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
+from shardline.api.requests import request_owner
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.batch.answer_log import AnswerLog, OtherAnswers
 from shardline.server.openai.batch.executor import BatchExecutor, BatchStopped
@@ -129,6 +130,7 @@ class BatchJobs:
     async def _run(self, batch: Batch) -> None:
         """Run a batch to its end, unless the server ends first."""
         usual_priority.set(PRIORITY)
+        request_owner.set(batch.id)
         log = AnswerLog(
             self.store.path_of(batch.output_id),
             self.store.path_of(batch.errors_id),

@@ -1,0 +1,101 @@
+"""Whether drafts pay, in a model of step times: a row of guesses takes a part of a step, and so does a step that is not
+planned ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from shardline.config.speculation import Speculation
+from shardline.engine.scheduling.sequence import KVState, LiveSequence
+from shardline.engine.speculative.payoff import Acceptance, Gate
+from shardline.engine.speculative.text_proposer import TextProposer
+from shardline.messages.step import SequenceResult, SequenceStep
+from tests.engine.fake_worker import make_request
+
+WAIT = 0.03
+NUM_TOKENS = 150
+RIGHT, WRONG = 1, 0
+
+
+class Text:
+    """Guesses are found with one probability, and right with another one."""
+
+    def __init__(self, dice: random.Random, found: float, right: float) -> None:
+        self._dice, self._found, self._right = dice, found, right
+
+    def find_continuation(self, tokens: Sequence[int], limit: int) -> list[int]:
+        if self._dice.random() >= self._found:
+            return []
+        return [RIGHT if self._dice.random() < self._right else WRONG for _ in range(limit)]
+
+
+def run(num_sequences: int, row: float, text: Text, num_batches: int = 2) -> float:
+    """How many times as fast batches are, each until its last sequence ends, as without drafts."""
+    proposer = TextProposer(Speculation(8, 1, 1), lambda sequence: text)
+    dice, seconds = random.Random(1), 0.0
+    for _ in range(num_batches):
+        requests = [make_request(f"r{number}", [5], NUM_TOKENS) for number in range(num_sequences)]
+        live = [LiveSequence(request, NUM_TOKENS + 1, (0, 0.0, 0), [5], KVState([[]], [0])) for request in requests]
+        had_draft = False
+        while live:
+            waits = had_draft or any(proposer.wants(sequence) for sequence in live)
+            for sequence in live:
+                sequence.num_pending = 0 if waits else 1
+            drafts = [proposer.propose(sequence, 8) for sequence in live]
+            num_rows = len(live) + sum(map(len, drafts))
+            had_draft = num_rows > len(live)
+            step_seconds = (1.0 + row * (num_rows - len(live)) + WAIT * waits) * (1.0 + 0.05 * dice.random())
+            num_sampled = 0
+            for sequence, draft in zip(live, drafts, strict=True):
+                found = [RIGHT] * (1 + [*draft, WRONG].index(WRONG))
+                step = SequenceStep(0, 0, 1 + len(draft), [[]], -1, True, False, draft)
+                proposer.note_result(sequence, step, SequenceResult(0, found))
+                sequence.tokens += found
+                num_sampled += len(found)
+            proposer.note_decode(len(live), num_rows, num_sampled, step_seconds)
+            seconds += step_seconds
+            live = [sequence for sequence in live if len(sequence.tokens) < sequence.limit]
+    return num_batches * NUM_TOKENS * 1.025 / seconds
+
+
+@pytest.mark.parametrize(("num_sequences", "rows"), [(1, (0.02, 0.4)), (8, (0.02, 0.05, 0.12)), (32, (0.01, 0.03))])
+def test_drafts_never_make_a_batch_slower(num_sequences: int, rows: tuple[float, ...]) -> None:
+    for row in rows:
+        for found, right in ((1.0, 0.0), (0.3, 0.3), (0.5, 0.5), (0.3, 0.8), (1.0, 0.8)):
+            gains = [run(num_sequences, row, Text(random.Random(seed), found, right)) for seed in range(3)]
+            assert sum(gains) / 3 > 0.97, (num_sequences, row, found, right, gains)
+            assert min(gains) > 0.94, (num_sequences, row, found, right, gains)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "row", "least"), [(1, 0.02, 3.0), (1, 0.1, 2.0), (8, 0.02, 1.5), (32, 0.01, 1.05)]
+)
+def test_drafts_that_are_right_pay(num_sequences: int, row: float, least: float) -> None:
+    assert run(num_sequences, row, Text(random.Random(0), 1.0, 0.8)) > least
+
+
+def test_a_draft_is_as_long_as_one_sequence_is_fastest() -> None:
+    for right in (0.3, 0.6, 0.9):
+        for row in (0.02, 0.1, 0.3):
+            speeds = [sum(right**k for k in range(count + 1)) / (1.0 + row * count) for count in range(65)]
+            chosen = Acceptance(right, 1.0).best_length(row)
+            assert speeds[chosen] > 0.95 * max(speeds)
+            assert chosen <= speeds.index(max(speeds))
+
+
+def test_a_gate_that_does_not_pay_opens_less_and_less() -> None:
+    gate, opened = Gate(), list[int]()
+    for step in range(1000):
+        if gate.is_open and (not opened or opened[-1] < step - 20):
+            opened.append(step)
+        gate.note(1, 0.9, 1.0)
+    gaps = [after - before for before, after in pairwise(opened)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 128
+    while not gate.is_open:
+        gate.note(1, 1.0, 1.0)
+    assert sum(gate.note(1, 1.5, 1.0) for _ in range(1000)) == pytest.approx(1000 * 2 / 134, abs=3)
