@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -26,8 +28,10 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
     The model is downloaded from the hub if it is not on this host yet.
 
     Raises:
-        ValueError: the model, the layout or the memory does not allow it. The message says what would work.
+        ValueError: the model, the layout or the memory does not allow it, or the watermark's key cannot be read. The
+            message says what would work.
     """
+    key = None if config.model.watermark is None else config.model.watermark.load_key()
     machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
@@ -35,4 +39,4 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
         _log.warning("%s", warning)
     if deployment.reasons:
         _log.info("chosen: %s", "; ".join(deployment.reasons))
-    return deployment
+    return deployment if key is None else msgspec.structs.replace(deployment, watermark=key)
