@@ -37,10 +37,10 @@ from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
 
-MARKS: dict[str, WatermarkKey | None] = {
-    NO_MARK: None,
-    KGW: KGWKey(hashing_key=15485863),
-    SYNTHID: SynthIDKey(keys=tuple(range(100, 2000, 95)), ngram_len=3, context_history_size=9),
+MARKS: dict[str, tuple[WatermarkKey, ...]] = {
+    NO_MARK: (),
+    KGW: (KGWKey(hashing_key=15485863),),
+    SYNTHID: (SynthIDKey(keys=tuple(range(100, 2000, 95)), ngram_len=3, context_history_size=9),),
 }
 """The engine's key in each case. Few contexts are remembered, so that some are forgotten."""
 
@@ -92,7 +92,7 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
 
 def marked(requests: Sequence[Request], mark: str) -> list[Request]:
     """The requests, most of which ask for a mark, unless the case has none."""
-    if MARKS[mark] is None:
+    if not MARKS[mark]:
         return list(requests)
     return [
         msgspec.structs.replace(

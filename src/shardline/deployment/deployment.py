@@ -176,8 +176,8 @@ class Deployment(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
-    watermark: WatermarkKey | None = None
-    """The secret with which answers are marked; None: they have no mark."""
+    watermark: tuple[WatermarkKey, ...] = ()
+    """The one secret with which answers are marked; empty: they have no mark."""
 
     @property
     def last_token_known(self) -> bool:

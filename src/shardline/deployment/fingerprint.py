@@ -75,7 +75,7 @@ def numeric_contract(deployment: Deployment, kernel_path: str) -> NumericContrac
     # The spec has the rope frequencies, which may depend on max_model_len.
     digest.update(_describe(deployment.spec).encode())
     layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
-    mark = "" if deployment.watermark is None else f"-{key_name(deployment.watermark)}"
+    mark = "".join(f"-{key_name(key)}" for key in deployment.watermark)
     return NumericContract(
         weights=digest.hexdigest(),
         dtype=deployment.dtype,

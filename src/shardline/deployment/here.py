@@ -31,7 +31,7 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
         ValueError: the model, the layout or the memory does not allow it, or the watermark's key cannot be read. The
             message says what would work.
     """
-    key = None if config.model.watermark is None else config.model.watermark.load_key()
+    keys = () if config.model.watermark is None else (config.model.watermark.load_key(),)
     machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
@@ -39,4 +39,4 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
         _log.warning("%s", warning)
     if deployment.reasons:
         _log.info("chosen: %s", "; ".join(deployment.reasons))
-    return deployment if key is None else msgspec.structs.replace(deployment, watermark=key)
+    return msgspec.structs.replace(deployment, watermark=keys)

@@ -77,7 +77,7 @@ class Runner:
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        watermark_key: WatermarkKey | None = None,
+        watermark: tuple[WatermarkKey, ...] = (),
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
@@ -103,8 +103,7 @@ class Runner:
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
             self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]
-            if watermark_key is not None:
-                self._features.append(Watermark(watermark_key, vocab_size, self._wait_for_oldest))
+            self._features += [Watermark(key, vocab_size, self._wait_for_oldest) for key in watermark]
         if stage.embeds_prompts:
             self._features.append(Pooling())
         if finite_checker is not None:
