@@ -7,10 +7,16 @@ import pytest
 import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
+from shardline.config.engine import LogprobsMode
+from shardline.models.partition import Span
 from shardline.runtime.features.watermark import GreenMark, TournamentMark
+from shardline.runtime.parallel.groups import make_single_rank_groups
+from shardline.runtime.sampling.inputs import Draws, SamplingInput
+from shardline.runtime.sampling.reports import Wanted
+from shardline.runtime.sampling.sampler import Sampler, SamplingPlan
 from shardline.sampling_params import SamplingParams
 from shardline.watermark.keys import KGWKey, SynthIDKey, parse_key
-from tests.runtime.ops.helpers import randn
+from tests.runtime.ops.helpers import KERNELS, randn
 
 VOCAB_SIZE = 300
 TEXT = np.array([5, 7, 5, 9, 2, 7, 5, 9, 8, 5, 7, 5, 9], dtype=np.int64)
@@ -86,3 +92,25 @@ def test_the_first_tokens_may_have_no_mark(rng: torch.Generator) -> None:
             mark.edit(row, np.arange(length), 3, SamplingParams(temperature=1.0))
             changed.append(bool((row != logits.numpy()).any()))
         assert changed == [False, *[not skips] * 3, True, True, True]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_raw_log_probabilities_are_those_before_the_mark(rng: torch.Generator, mode: LogprobsMode) -> None:
+    logits = randn(2, 50, rng=rng)
+    sampler = Sampler(
+        KERNELS, [Span(0, 50)], make_single_rank_groups()["tensor"], torch.device("cpu"), logprobs_mode=mode
+    )
+    one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    draws = Draws(one, zero.int(), one, torch.zeros(2), zero, zero, zero)
+    plan = SamplingPlan([1, 2], [Wanted(1), Wanted(1)], SamplingInput(zero, draws, None))
+    marked = logits.clone()
+    marked[0, 7] += 40.0
+
+    def mark(rows: torch.Tensor) -> None:
+        rows.copy_(marked)
+
+    sampled = sampler.sample_tokens(logits.clone(), plan, plan.inputs, editors=[mark])
+    assert sampled.tokens[0] == 7
+    assert sampled.reports is not None
+    reported = (logits if mode == "raw_logprobs" else marked).log_softmax(1).gather(1, sampled.tokens[:, None])[:, 0]
+    torch.testing.assert_close(sampled.reports.rows.chosen_logprobs, reported)

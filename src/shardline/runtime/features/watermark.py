@@ -116,7 +116,6 @@ class TournamentMark:
             return
         context = self._tournament.hash_contexts(token_ids[len(token_ids) - size :])
         candidates = strongest(row, MOST_CANDIDATES)
-        candidates = candidates[np.isfinite(row[candidates])]
         hold_tournament_(row, candidates, self._tournament.bits(context, candidates), sampling.temperature)
 
 

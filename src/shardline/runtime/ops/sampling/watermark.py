@@ -6,6 +6,7 @@ equal bits: no library's exp or log, and no sum in an order that depends on vect
 
 from __future__ import annotations
 
+from math import factorial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ MOST_CANDIDATES = 1024
 _LN2, _LN2_HIGH, _LN2_LOW = 0.6931471805599453, 0.693147180369123816490, 1.90821492927058770002e-10
 """ln 2, and its two parts, of which the first has few digits, so that its products are exact."""
 _HALF_ROOT = 0.7071067811865476
+_TAYLOR = [1.0 / factorial(number) for number in range(14)]
+"""Of exp."""
 
 
 class Filters(NamedTuple):
@@ -38,12 +41,12 @@ def add_bonus_(row: Row, green: npt.NDArray[np.bool_], bonus: float) -> None:
 
 
 def strongest(row: Row, count: int) -> Ids:
-    """The `count` tokens with the largest logits (all, if there are fewer): larger logit first, then lower id."""
-    if count < len(row):
-        least = np.partition(row, len(row) - count)[len(row) - count]
-        ids = np.flatnonzero(row >= least)
-    else:
-        ids = np.arange(len(row))
+    """The `count` tokens with the largest logits, or all whose logits are finite, if these are fewer: larger logit
+    first, then lower id."""
+    ids = np.flatnonzero(row > -np.inf)
+    if count < len(ids):
+        alive = row[ids]
+        ids = ids[alive >= np.partition(alive, len(ids) - count)[len(ids) - count]]
     return ids[np.argsort(-row[ids], kind="stable")][:count]
 
 
@@ -103,9 +106,10 @@ def exponential(x: Doubles) -> Doubles:
     kept = np.where(alive, x, 0.0)
     powers = np.rint(kept * (1.0 / _LN2))
     rest = kept - powers * _LN2_HIGH - powers * _LN2_LOW
-    total = np.ones_like(rest)
-    for number in range(13, 0, -1):
-        total = total * rest / number + 1.0
+    total = np.full_like(rest, _TAYLOR[-1])
+    for factor in _TAYLOR[-2::-1]:
+        np.multiply(total, rest, out=total)
+        np.add(total, factor, out=total)
     return np.where(alive, np.ldexp(total, powers.astype(np.int32)), 0.0)
 
 
