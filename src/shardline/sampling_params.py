@@ -140,6 +140,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Keep only that many of the prompt's last tokens; -1: as many as the model takes, None: refuse a longer prompt."""
     logits_processors: Any = None
     """Refused: no code of users runs in the engine."""
+    watermarking: bool | None = None
+    """Whether the output is marked with the engine's key; None: if it has one."""
     logits_digest: bool = False
     """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
 

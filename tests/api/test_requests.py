@@ -55,6 +55,19 @@ def test_what_could_not_be_sent_is_refused(params: SamplingParams, options: dict
         builder().build_request("r", [5], params, **options)
 
 
+@pytest.mark.parametrize(
+    ("has_key", "asked", "marked"), [(True, None, True), (True, True, True), (True, False, None), (False, False, None)]
+)
+def test_outputs_are_marked_if_there_is_a_key(has_key: bool, asked: bool | None, marked: bool | None) -> None:
+    request = builder(has_watermark=has_key).build_request("r", [5], SamplingParams(watermarking=asked))
+    assert [child.sampling.watermarking for child in request.children] == [marked]
+
+
+def test_a_mark_without_a_key_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"watermarking needs a key, .* without --watermark-config"):
+        builder().build_request("r", [5], SamplingParams(watermarking=True))
+
+
 def test_a_prompt_that_is_too_long_is_an_error_of_its_own() -> None:
     with pytest.raises(ContextLengthExceeded, match="10 tokens"):
         builder().build_request("r", [5] * 10, SamplingParams())

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import defstruct
 from msgspec.structs import astuple
@@ -18,6 +19,7 @@ from shardline.deployment import fingerprint
 from shardline.deployment.fingerprint import numeric_contract, weights_fingerprint
 from shardline.models.feed_forward import Dense, Routing
 from shardline.models.parts import Norm, Part, Rope
+from shardline.watermark.keys import KGWKey, SynthIDKey
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.loader.packer import pack_checkpoint
@@ -106,3 +108,12 @@ def test_a_packed_format_is_named_with_its_groups(tmp_path: Path) -> None:
 def test_dummy_weights_are_named_by_their_seed(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     assert _of(folder, weights=False, dummy_seed=1) != _of(folder, weights=False, dummy_seed=2)
+
+
+def test_servers_with_unlike_keys_have_unlike_contracts() -> None:
+    plain = resolve_on(machine())
+    marks = [(), (KGWKey(hashing_key=1),), (KGWKey(hashing_key=2),), (SynthIDKey(keys=(1, 2)),)]
+    prints = [numeric_contract(msgspec.structs.replace(plain, watermark=mark), "avx2").fingerprint for mark in marks]
+    assert len(set(prints)) == len(marks)
+    assert ["-kgw" in name for name in prints] == [False, True, True, False]
+    assert all(len(name) <= len(prints[0]) + len("-synthid0123") for name in prints)

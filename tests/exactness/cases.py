@@ -15,6 +15,7 @@ WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
 NO_DRAFTS, DRAFTS = "no-drafts", "drafts"
+NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
@@ -49,6 +50,8 @@ class Case(NamedTuple):
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
     """drafts: most guesses of the next tokens are right, some are wrong."""
+    mark: str = NO_MARK
+    """kgw, synthid: most requests are marked, by this scheme."""
 
     @property
     def name(self) -> str:
@@ -99,6 +102,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
         (NO_DRAFTS, DRAFTS),
+        (NO_MARK, KGW, SYNTHID),
     ]
 
 

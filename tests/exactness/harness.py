@@ -29,13 +29,21 @@ from shardline.models.sharding import Spans
 from shardline.runtime.loader.weights import CheckpointWeights
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
+from shardline.watermark.keys import KGWKey, SynthIDKey, WatermarkKey
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
-from tests.exactness.cases import NO_DRAFTS, PACKED, WHOLE_EXPERTS, Case
+from tests.exactness.cases import KGW, NO_DRAFTS, NO_MARK, PACKED, SYNTHID, WHOLE_EXPERTS, Case
 from tests.exactness.stored import STORED
 from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
+
+MARKS: dict[str, tuple[WatermarkKey, ...]] = {
+    NO_MARK: (),
+    KGW: (KGWKey(hashing_key=15485863),),
+    SYNTHID: (SynthIDKey(keys=tuple(range(100, 2000, 95)), ngram_len=3, context_history_size=9),),
+}
+"""The engine's key in each case. Few contexts are remembered, so that some are forgotten."""
 
 BLOCK_SIZE = 16
 """The smallest, so that short prompts cross block bounds."""
@@ -83,11 +91,30 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
     return requests
 
 
+def marked(requests: Sequence[Request], mark: str) -> list[Request]:
+    """The requests, most of which ask for a mark, unless the case has none."""
+    if not MARKS[mark]:
+        return list(requests)
+    return [
+        msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, watermarking=True if index % 4 else None)
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
 def start_engine(
-    model: Path, *, tensor: int = 1, pipeline: int = 1, lockstep: int = 1, hosts: str = "one-host", **options: object
+    model: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    lockstep: int = 1,
+    hosts: str = "one-host",
+    mark: str = NO_MARK,
+    **options: object,
 ) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
-    `hosts`: as in `Case`."""
+    `hosts` and `mark`: as in `Case`."""
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
@@ -104,7 +131,7 @@ def start_engine(
         block_size=BLOCK_SIZE,
         **options,
     )
-    setup = _spread(resolve_here(config), hosts)
+    setup = msgspec.structs.replace(_spread(resolve_here(config), hosts), watermark=MARKS[mark])
     quantized: AbstractContextManager[object] = nullcontext()
     if scheme in (PACKED, *FORMS):
         setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
@@ -173,11 +200,13 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
     return answers
 
 
-def golden(model: Path, dtype: str, quantization: str, kv: str, requests: Sequence[Request]) -> dict[str, Answer]:
+def golden(
+    model: Path, dtype: str, quantization: str, kv: str, requests: Sequence[Request], mark: str = NO_MARK
+) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
     with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
         engine, executor = start_engine(
-            model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, enable_prefix_caching=False
+            model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, enable_prefix_caching=False, mark=mark
         )
         answers = run(engine, requests, "alone")
         engine.close()
@@ -244,7 +273,13 @@ def _run_case(
             replica_options["max_model_len"] = longest
             replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens)
         engine, executor = start_engine(
-            model, tensor=case.tensor, pipeline=case.pipeline, lockstep=lockstep, hosts=case.hosts, **replica_options
+            model,
+            tensor=case.tensor,
+            pipeline=case.pipeline,
+            lockstep=lockstep,
+            hosts=case.hosts,
+            mark=case.mark,
+            **replica_options,
         )
         try:
             if case.cache == "warm":

@@ -9,8 +9,11 @@ import pytest
 from shardline.messages.request import Request
 from tests.exactness.cases import (
     DRAFTS,
+    KGW,
+    NO_MARK,
     SAMPLED_FAMILIES,
     SCHEMES,
+    SYNTHID,
     Case,
     full_matrix,
     latent_layouts,
@@ -18,7 +21,7 @@ from tests.exactness.cases import (
     layouts_of_own_parts,
     pairwise_sample,
 )
-from tests.exactness.harness import Answer, golden, make_requests, run, run_case, start_engine
+from tests.exactness.harness import Answer, golden, make_requests, marked, run, run_case, start_engine
 from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import make_checkpoint
 
@@ -26,12 +29,13 @@ VOCAB_SIZE = 256
 
 
 class Goldens:
-    """Checkpoint, requests and golden answers of each family, dtype, quantization and KV type, made when asked for."""
+    """Checkpoint, requests and golden answers of each family, dtype, quantization, KV type and mark, made when asked
+    for."""
 
     def __init__(self, folder: Path, few: int) -> None:
         """`few`: requests of a case in which memory is not tight."""
         self._folder, self._few = folder, few
-        self._known: dict[tuple[str, str, str, str], dict[str, Answer]] = {}
+        self._known: dict[tuple[str, str, str, str, str], dict[str, Answer]] = {}
         self.requests = make_requests(VOCAB_SIZE, 12)
 
     def model(self, family: str, quantization: str = "none") -> Path:
@@ -42,14 +46,15 @@ class Goldens:
 
     def requests_of(self, case: Case) -> list[Request]:
         """As many as preempt each other where memory is tight."""
-        return self.requests if case.memory == "tight" else self.requests[: self._few]
+        return marked(self.requests if case.memory == "tight" else self.requests[: self._few], case.mark)
 
-    def answers(self, family: str, dtype: str, quantization: str = "none", kv: str = "kv-auto") -> dict[str, Answer]:
-        key = family, dtype, quantization, kv
+    def answers(
+        self, family: str, dtype: str, quantization: str = "none", kv: str = "kv-auto", mark: str = NO_MARK
+    ) -> dict[str, Answer]:
+        key = family, dtype, quantization, kv, mark
         if key not in self._known:
-            self._known[key] = golden(
-                self.model(family, quantization), dtype, quantization, kv.removeprefix("kv-"), self.requests
-            )
+            model, requests = self.model(family, quantization), marked(self.requests, mark)
+            self._known[key] = golden(model, dtype, quantization, kv.removeprefix("kv-"), requests, mark)
         return self._known[key]
 
 
@@ -95,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_one_answer(case: Case, goldens: Goldens) -> None:
     requests = goldens.requests_of(case)
-    golden_answers = goldens.answers(case.family, case.dtype, case.quantization, case.kv)
+    golden_answers = goldens.answers(case.family, case.dtype, case.quantization, case.kv, case.mark)
     expected = {request.request_id: golden_answers[request.request_id] for request in requests}
     answers, stats = run_case(goldens.model(case.family, case.quantization), case, requests, expected)
     for request_id, answer in answers.items():
@@ -131,3 +136,15 @@ def test_the_golden_is_no_constant(goldens: Goldens, dtype: str) -> None:
     digests = [digest for answer in expected.values() for digest in answer.digests]
     assert len(digests) == sum(len(answer.token_ids) for answer in expected.values())
     assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("mark", [KGW, SYNTHID])
+def test_marks_change_the_answers_that_ask_for_them(goldens: Goldens, mark: str) -> None:
+    """And no others, though they are in the same engine."""
+    plain, changed = goldens.answers("llama", "float32"), goldens.answers("llama", "float32", mark=mark)
+    same = {request_id for request_id, answer in plain.items() if answer == changed[request_id]}
+    asked = {request.request_id for request in marked(goldens.requests, mark) if request.sampling.watermarking}
+    greedy = {request.request_id for request in goldens.requests if request.sampling.temperature == 0.0}
+    assert same >= goldens.answers("llama", "float32").keys() - asked
+    assert not same & (asked - greedy)
+    assert (greedy <= same) == (mark == SYNTHID)

@@ -39,6 +39,7 @@ class RecordingSampler(Sampler):
         inputs: SamplingInput,
         masks: TokenMasks | None = None,
         readers: Sequence[Callable[[Tensor], None]] = (),
+        editors: Sequence[Callable[[Tensor], None]] = (),
     ) -> Sampled:
         self.logits.append(local_logits.clone())
         for read in readers:

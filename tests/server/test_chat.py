@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from tests.server.conftest import Running, serve
 from tests.server.fake_engine import REPLY
@@ -162,6 +163,9 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"seed": 2**63}, "seed"),
         ({"messages": [{"role": "user", "content": "x", "colours": [0] * 65_537}]}, "messages"),
         ({"watermarking": True}, "watermarking"),
+        ({"watermark": True}, "watermarking"),
+        ({"watermark": True, "watermarking": False}, "watermark"),
+        ({"watermark": True, "use_beam_search": True}, "use_beam_search"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
         ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer_params.prompt_token_ids"),
@@ -185,6 +189,21 @@ def test_a_bound_that_is_exceeded_is_named(http: httpx.Client) -> None:
     for seed, code in ((2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")):
         answer = http.post("/v1/chat/completions", json={"messages": HI, "seed": seed})
         assert answer.json()["error"]["code"] == code
+
+
+def test_answers_are_marked_if_the_server_has_a_key() -> None:
+    """The fields of TGI and of vLLM."""
+    key = {"scheme": "kgw", "key_file": "read by the engine only"}
+    with serve(engine_config=EngineConfig.from_options(watermark_config=key)) as running, running.http() as other:
+        for fields, marked in (
+            ({}, True),
+            ({"watermark": True}, True),
+            ({"watermark": False}, None),
+            ({"watermarking": False}, None),
+            ({"watermarking": False, "watermark": False}, None),
+        ):
+            assert other.post("/v1/chat/completions", json={"messages": HI, **fields}).status_code == 200
+            assert running.engine.requests[-1].sampling.watermarking is marked
 
 
 def test_a_prompt_that_another_server_has_rendered(shared: Running, http: httpx.Client) -> None:

@@ -228,7 +228,12 @@ async def search_async(
 def step_params(params: BeamSearchParams, seed: int) -> SamplingParams:
     """The parameters of each request of a search: twice as many candidates as beams, as in transformers."""
     return SamplingParams(
-        max_tokens=1, temperature=params.temperature, logprobs=2 * params.beam_width, seed=seed, detokenize=False
+        max_tokens=1,
+        temperature=params.temperature,
+        logprobs=2 * params.beam_width,
+        seed=seed,
+        detokenize=False,
+        watermarking=False,
     )
 
 

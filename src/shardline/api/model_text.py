@@ -46,6 +46,7 @@ class ModelText:
             max_logprobs=config.model.max_logprobs,
             embeds_size=self.embeds_size,
             takes_embeds=config.model.enable_prompt_embeds,
+            has_watermark=config.model.watermark is not None,
         )
 
 

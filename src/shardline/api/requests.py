@@ -124,6 +124,7 @@ class RequestBuilder:
         max_logprobs: the most log probabilities at each token; -1: the whole vocabulary.
         embeds_size: numbers in a row of prompt_embeds; 0: the model takes none.
         takes_embeds: whether prompts may have such rows.
+        has_watermark: whether the engine has a key with which it marks outputs.
     """
 
     tokenizer: Tokenizer | None
@@ -134,6 +135,7 @@ class RequestBuilder:
     max_logprobs: int = 20
     embeds_size: int = 0
     takes_embeds: bool = False
+    has_watermark: bool = False
 
     def build_request(
         self,
@@ -235,6 +237,7 @@ class RequestBuilder:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+            watermarking=True if self.has_watermark and params.watermarking is not False else None,
             **self._reports(params, len(ids), room),
         )
         sampling = _engine_params(params)
@@ -370,6 +373,8 @@ class RequestBuilder:
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
+        if params.watermarking and not self.has_watermark:
+            raise ValueError("watermarking needs a key, and the engine was started without --watermark-config")
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
 

@@ -17,6 +17,7 @@ from shardline.config.fields import option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.vllm import take_keywords
+from shardline.config.watermark import WatermarkConfig, parse_watermark
 from shardline.weights.formats import format_names
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,11 @@ class ModelConfig:
         "and filters; logits: no log probabilities but the logits themselves",
         choices=get_args(LogprobsMode),
     )
+    watermark_config: str | None = option(
+        None,
+        'mark answers, as JSON: {"scheme": "kgw", "key_file": "key.json"}, or "synthid"; `shardline watermark key` '
+        'makes the key; requests with "watermark": false get no mark',
+    )
     enable_prompt_embeds: bool = option(
         False, "prompts may have rows of hidden states (prompt_embeds) in place of tokens"
     )
@@ -132,6 +138,15 @@ class ModelConfig:
     def hub_access(self) -> HubAccess:
         """How the hub is asked."""
         return HubAccess(self.hf_token or None, self.download_dir)
+
+    @property
+    def watermark(self) -> WatermarkConfig | None:
+        """`watermark_config` as fields; None: answers have no mark.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        return parse_watermark(self.watermark_config)
 
     @property
     def config_overrides(self) -> dict[str, Any]:
@@ -434,6 +449,8 @@ def _validate(config: EngineConfig) -> None:
     _check_replica_shares(config)
     if config.scheduler.speculation.num_speculative_tokens and config.embeds:
         raise ValueError("speculative_config drafts tokens, and runner pooling makes none: leave one of them out")
+    if config.model.watermark is not None and config.embeds:
+        raise ValueError("watermark_config marks tokens, and runner pooling makes none: leave one of them out")
     if config.model.max_logprobs < -1:
         raise ValueError(f"max_logprobs must be at least 0, or -1 for all, got {config.model.max_logprobs}")
     if not -(2**63) <= config.model.seed < 2**63:

@@ -17,6 +17,7 @@ from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
+from shardline.watermark.keys import WatermarkKey
 from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
@@ -178,6 +179,8 @@ class Deployment(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
+    watermark: tuple[WatermarkKey, ...] = ()
+    """The one secret with which answers are marked; empty: they have no mark."""
 
     @property
     def last_token_known(self) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.parts import Part
+from shardline.watermark.keys import key_name
 
 NUMERICS_VERSION = 8
 """Part of the contract. It changes whenever a request may get other bits than in the version before."""
@@ -47,7 +48,7 @@ class NumericContract(msgspec.Struct, frozen=True):
     kv_dtype: str = ""
     """The KV cache's dtype, if it is not `dtype`."""
     numerics: str = ""
-    """The version of the numerics; if they are fast, the layout too."""
+    """The version of the numerics; if they are fast, the layout too; if answers are marked, the key's name."""
     kernel_path: str = ""
 
     @property
@@ -74,12 +75,13 @@ def numeric_contract(deployment: Deployment, kernel_path: str) -> NumericContrac
     # The spec has the rope frequencies, which may depend on max_model_len.
     digest.update(_describe(deployment.spec).encode())
     layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
+    mark = "".join(f"-{key_name(key)}" for key in deployment.watermark)
     return NumericContract(
         weights=digest.hexdigest(),
         dtype=deployment.dtype,
         format=deployment.weight_format.open_format().label,
         kv_dtype="" if deployment.cache.dtype == deployment.dtype else deployment.cache.dtype,
-        numerics=f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}",
+        numerics=(f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}") + mark,
         kernel_path=kernel_path,
     )
 

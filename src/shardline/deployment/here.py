@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from msgspec.structs import replace
+import msgspec
 
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
@@ -23,9 +23,9 @@ def probe_here(config: EngineConfig) -> Machine:
     machine = probe_machine(gpus=parallel.device in ("auto", "cuda"))
     (host,) = machine.hosts
     if parallel.device in ("xpu", "mps"):
-        return Machine((replace(host, devices=(*host.devices, *probe_torch(parallel.device))),))
+        return Machine((msgspec.structs.replace(host, devices=(*host.devices, *probe_torch(parallel.device))),))
     if parallel.device == "cuda" and parallel.kernels == "torch" and not host.of_kind("cuda"):  # AMD's GPUs
-        return Machine((replace(host, devices=(*host.devices, *probe_torch("cuda"))),))
+        return Machine((msgspec.structs.replace(host, devices=(*host.devices, *probe_torch("cuda"))),))
     return machine
 
 
@@ -35,8 +35,10 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
     The model is downloaded from the hub if it is not on this host yet.
 
     Raises:
-        ValueError: the model, the layout or the memory does not allow it. The message says what would work.
+        ValueError: the model, the layout or the memory does not allow it, or the watermark's key cannot be read. The
+            message says what would work.
     """
+    keys = () if config.model.watermark is None else (config.model.watermark.load_key(),)
     machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
@@ -44,4 +46,4 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
         _log.warning("%s", warning)
     if deployment.reasons:
         _log.info("chosen: %s", "; ".join(deployment.reasons))
-    return deployment
+    return msgspec.structs.replace(deployment, watermark=keys)

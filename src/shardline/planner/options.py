@@ -36,7 +36,7 @@ stages are an environment variable."""
 
 _ONLY_OURS = (
     "router_policy", "step_timeout", "on_failure", "max_restarts", "cpu_threads", "max_num_waiting", "join_timeout",
-    "join_token_file",
+    "join_token_file", "watermark_config",
 )  # fmt: skip
 """Options without a counterpart in vLLM."""
 

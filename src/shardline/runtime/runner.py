@@ -22,12 +22,14 @@ from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.prompt_embeds import PromptRows
 from shardline.runtime.features.scores import Scores
+from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
+from shardline.watermark.keys import WatermarkKey
 
 
 class PendingStep:
@@ -75,6 +77,7 @@ class Runner:
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        watermark: tuple[WatermarkKey, ...] = (),
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
@@ -100,6 +103,7 @@ class Runner:
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
             self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]
+            self._features += [Watermark(key, vocab_size, self._wait_for_oldest) for key in watermark]
         if stage.embeds_prompts:
             self._features.append(Pooling())
         if finite_checker is not None:
@@ -191,7 +195,7 @@ class Runner:
         if step.greedy:
             sampled = sampler.choose_best(output)
         else:
-            sampled = sampler.sample_tokens(output, sampling, inputs, running.masks, running.readers)
+            sampled = sampler.sample_tokens(output, sampling, inputs, running.masks, running.readers, running.editors)
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in running.sampled:
             sequence.append_pending()

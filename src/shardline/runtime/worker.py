@@ -87,6 +87,7 @@ class Worker:
             self._finite_checker,
             self._expert_load,
             deployment.logprobs_mode,
+            deployment.watermark,
         )
         return RankReport(
             rank=place.rank,

@@ -38,6 +38,8 @@ class RunningStep:
     readers: list[Callable[[Tensor], None]] = field(default_factory=list)
     """Called with the rows' logits [R, vocab_size] as the model computed them, which change afterwards; not in a greedy
     step."""
+    editors: list[Callable[[Tensor], None]] = field(default_factory=list)
+    """Called with the same rows after penalties and masks, which they change in place; not in a greedy step."""
     masks: TokenMasks | None = None
     """The tokens that the sampled rows may have; None: all."""
     tensors: list[Tensor] = field(default_factory=list)

@@ -120,25 +120,29 @@ class Sampler:
         inputs: SamplingInput,
         masks: TokenMasks | None = None,
         readers: Sequence[Callable[[Tensor], None]] = (),
+        editors: Sequence[Callable[[Tensor], None]] = (),
     ) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
 
         `inputs`: `plan.inputs`, on the device of the logits. `masks`: the tokens that some rows may have. `readers`
-        get the whole rows [R, vocab_size] before they are overwritten, unless all rows are greedy.
+        get the whole rows [R, vocab_size] before they are overwritten, unless all rows are greedy. `editors` change
+        them in place after penalties and masks.
         """
-        if inputs.draws is None and masks is None:
+        if inputs.draws is None and masks is None and not editors:
             return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, self._widths)
         reports = any(wanted is not None for wanted in plan.wanted)
         for read in readers:
             read(logits)
         reported = logits
-        if reports and not self._is_processed and (inputs.penalties is not None or masks is not None):
+        if reports and not self._is_processed and (inputs.penalties is not None or masks is not None or editors):
             reported = logits.clone()
         if inputs.penalties is not None:
             penalize_(self._kernels, logits, inputs.penalties)
         if masks is not None:
             mask_tokens_(self._kernels, logits, masks)
+        for edit in editors:
+            edit(logits)
         if inputs.draws is None:
             return Sampled(greedy_argmax(self._kernels, logits)[0])
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())

@@ -211,7 +211,10 @@ class SamplingFields(IgnoredFields):
     """Of beam search, see BeamSearchParams."""
     prompt_logprobs: Annotated[int, Field(strict=False)] | None = None
     logits_processors: Any = None
+    watermark: bool | None = None
+    """Whether the answer is marked with the server's key, as TGI's clients ask for it; None: if it has one."""
     watermarking: bool | None = None
+    """The same, as vLLM's clients ask for it."""
     lora_path: Any = None
     truncate_prompt_tokens: int | None = None
     """Keep only that many of the prompt's tokens; -1: as many as leave room for one token of output."""
@@ -253,7 +256,21 @@ class SamplingFields(IgnoredFields):
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
-        refuse_if(bool(self.watermarking), "watermarking", "Answers have no watermark.")
+        refuse_if(
+            {self.watermark, self.watermarking} == {True, False},
+            "watermark",
+            "'watermark' and 'watermarking' are one field: set one of them.",
+        )
+        refuse_if(
+            bool(self.use_beam_search) and self.wants_mark is True,
+            "use_beam_search",
+            "Beam search draws no tokens, so 'watermark' is not supported with it.",
+        )
+
+    @property
+    def wants_mark(self) -> bool | None:
+        """`watermark`, or its other name."""
+        return self.watermarking if self.watermark is None else self.watermark
 
     def max_reasoning_tokens(self, has_reasoning: bool) -> int | None:
         """The budget of reasoning; None: there is none. `has_reasoning`: whether the server tells reasoning apart.
@@ -339,6 +356,7 @@ class SamplingFields(IgnoredFields):
             values.setdefault("min_tokens", self.min_new_tokens)
         if not self.logprob_token_ids:
             values.pop("logprob_token_ids", None)
+        values["watermarking"] = self.wants_mark
         if self.logit_bias:
             values["logit_bias"] = _parse_bias(self.logit_bias)
         try:

@@ -110,7 +110,12 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         labels = labels or body.label_token_ids[:1]
         request_id = new_id("generative-scoring-")
         wanted = [
-            SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=labels[first : first + MAX_NAMED_LOGPROBS])
+            SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                logprob_token_ids=labels[first : first + MAX_NAMED_LOGPROBS],
+                watermarking=False,
+            )
             for first in range(0, len(labels), MAX_NAMED_LOGPROBS)
         ]
         generation = await Generation.start(
