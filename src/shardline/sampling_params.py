@@ -142,6 +142,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Refused: no code of users runs in the engine."""
     logits_digest: bool = False
     """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
+    receipt: bool = False
+    """Give each choice a receipt, see `receipts.receipt.Receipt`, by which `LLM.verify` can check it."""
 
     def __post_init__(self) -> None:
         def require(holds: bool, message: str) -> None:

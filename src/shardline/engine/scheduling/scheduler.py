@@ -96,6 +96,8 @@ class Scheduler:
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
         self._proposer = make_proposer(limits.speculation)
+        self._expects = False
+        """Whether a request has had `expected_token_ids`."""
         self.kv = KVCache(
             cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
@@ -120,6 +122,7 @@ class Scheduler:
         """
         sequence = self.registry.add_request(request)
         if sequence is not None:
+            self._expects = self._expects or bool(request.expected_token_ids)
             sequence.recorder.added = now
             self.queues.add(sequence)
         return sequence
@@ -168,13 +171,18 @@ class Scheduler:
     def awaits_tokens(self) -> bool:
         """Whether the next plan may have drafts once the results of those in flight are known. Sequences with a draft
         in flight are in no plan before that, so a batch would fall apart."""
-        proposer = self._proposer
-        if proposer is None or self.last_token_known:
+        if (self._proposer is None and not self._expects) or self.last_token_known:
             return False
         return any(
-            sequence.awaits_draft or (sequence.num_pending and proposer.wants(sequence))
+            sequence.awaits_draft or (sequence.num_pending and self._may_draft(sequence))
             for sequence in self.queues.running
         )
+
+    def _may_draft(self, sequence: LiveSequence) -> bool:
+        """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
+        if sequence.request.expected_token_ids:
+            return sequence.request.constraints is None
+        return self._proposer is not None and self._proposer.wants(sequence)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
@@ -256,9 +264,10 @@ class Scheduler:
 
     def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
         """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
-        if self._proposer is None:
-            return []
-        return self._proposer.propose(sequence, self._builder.draft_budget // num_left)
+        limit = self._builder.draft_budget // num_left
+        if sequence.request.expected_token_ids:
+            return sequence.expected_next(limit)
+        return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
@@ -289,12 +298,13 @@ class Scheduler:
         sequence.num_computed = step.start + step.num_tokens - len(step.draft_token_ids)
         if step.draft_token_ids:
             sequence.awaits_draft = False
-        if self._proposer is not None and step.sample and result is not None and not result.error:
+        if step.sample and result is not None and not result.error:
             if step.draft_token_ids:
                 # The step has computed the keys and values of the accepted tokens, too.
                 sequence.num_computed += len(result.token_ids) - 1
                 sequence.num_scheduled += len(result.token_ids) - 1
-            self._proposer.note_result(sequence, step, result)
+            if self._proposer is not None and not sequence.request.expected_token_ids:
+                self._proposer.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
             sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
         if step.sample:
