@@ -202,7 +202,7 @@ def _receipts_in(value: Any) -> list[Any]:
 
 def _choosing(params: SamplingParams) -> dict[str, Any]:
     """The parameters that choose tokens and are not at their defaults; parameters of later versions are among them."""
-    found: dict[str, Any] = msgspec.to_builtins(params, str_keys=True)  # without defaults
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(params))  # without defaults
     return {name: found[name] for name in sorted(found) if name not in _CHOOSES_NO_TOKEN | _ELSEWHERE}
 
 
