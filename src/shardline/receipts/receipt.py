@@ -14,21 +14,11 @@ from msgspec import Meta
 
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import Constraints, Request
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import CHOOSE_NO_TOKEN, RESOLVED, SamplingParams
 
 PREFIX_CHARS = 8
 """Of each position's digest, the receipt lists that many hex digits: they name the first position that differs. The
 chained digest covers the whole digests, so it decides whether all are equal."""
-
-_CHOOSES_NO_TOKEN = frozenset(
-    {
-        "n", "stop", "logprobs", "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "output_kind",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "truncate_prompt_tokens",
-        "logits_processors", "logits_digest", "receipt",
-    }
-)  # fmt: skip
-_ELSEWHERE = frozenset({"seed", "structured_outputs", "allowed_token_ids", "bad_words"})
-"""What the receipt has in other fields: the seed that was drawn, and the constraints in tokens."""
 
 TokenIds = list[Annotated[int, Meta(ge=0, lt=2**32)]]
 
@@ -139,7 +129,7 @@ def make_receipt(
         contract_sha256=contract.sha256,
         prompt_token_ids=request.prompt_token_ids,
         sampling=_choosing(request.sampling),
-        seed=str(request.sampling.seed),
+        seed=str(request.sampling.seed or 0),
         choice=request.choice,
         eos_token_ids=list(request.eos_token_ids),
         constraints=None if own is None else TokenConstraints.from_message(own),
@@ -203,12 +193,12 @@ def _receipts_in(value: Any) -> list[Any]:
 def _choosing(params: SamplingParams) -> dict[str, Any]:
     """The parameters that choose tokens and are not at their defaults; parameters of later versions are among them."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(params))  # without defaults
-    return {name: found[name] for name in sorted(found) if name not in _CHOOSES_NO_TOKEN | _ELSEWHERE}
+    return {name: found[name] for name in sorted(found) if name not in CHOOSE_NO_TOKEN | RESOLVED}
 
 
 def _convert(sampling: dict[str, Any]) -> SamplingParams:
     for name in sampling:
-        if name in _CHOOSES_NO_TOKEN | _ELSEWHERE:
+        if name in CHOOSE_NO_TOKEN | RESOLVED:
             raise ValueError(f"this is no receipt: its sampling parameters have {name!r}")
     try:
         return msgspec.convert(sampling, SamplingParams, str_keys=True)

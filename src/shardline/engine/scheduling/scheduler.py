@@ -181,7 +181,7 @@ class Scheduler:
     def _may_draft(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
         if sequence.request.expected_token_ids:
-            return sequence.request.constraints is None
+            return sequence.may_expect
         return self._proposer is not None and self._proposer.wants(sequence)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:

@@ -214,10 +214,15 @@ class LiveSequence:
         if self.num_reported is not None:
             self.num_reported = end
 
+    @property
+    def may_expect(self) -> bool:
+        """Whether its expected tokens can be drafts. A sequence with constraints has none, see `Proposer.propose`."""
+        return self.request.constraints is None
+
     def expected_next(self, most: int) -> list[int]:
         """Up to `most` tokens that the request expects after its output; at least one that it may still get is left
-        for the step to sample. A sequence with constraints gets none, see `Proposer.propose`."""
-        if self.num_pending or self.request.constraints is not None:
+        for the step to sample."""
+        if self.num_pending or not self.may_expect:
             return []
         first = self.num_output_tokens
         return self.request.expected_token_ids[first : first + max(0, min(most, self.limit - len(self.tokens) - 1))]
