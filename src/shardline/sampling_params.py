@@ -144,6 +144,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Whether the output is marked with the engine's key; None: if it has one."""
     logits_digest: bool = False
     """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
+    receipt: bool = False
+    """Give each choice a receipt, see `receipts.receipt.Receipt`, by which `LLM.verify` can check it."""
 
     def __post_init__(self) -> None:
         def require(holds: bool, message: str) -> None:
@@ -223,3 +225,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings as a tuple, also if `stop` is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+CHOOSE_NO_TOKEN = frozenset(
+    {
+        "n", "stop", "logprobs", "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "output_kind",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "truncate_prompt_tokens",
+        "logits_processors", "logits_digest", "receipt",
+    }
+)  # fmt: skip
+"""The parameters that change no token of an output. A receipt holds all others."""
+RESOLVED = frozenset({"seed", "structured_outputs", "allowed_token_ids", "bad_words"})
+"""The parameters of which an engine's request has something else: the seed that was drawn, constraints in tokens."""

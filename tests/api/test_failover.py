@@ -234,7 +234,7 @@ PARAMS = [
     SamplingParams(max_tokens=20),
     SamplingParams(max_tokens=30, n=2, logprobs=1),
     SamplingParams(max_tokens=40, stop="Q"),
-    SamplingParams(max_tokens=15, logits_digest=True),
+    SamplingParams(max_tokens=15, receipt=True, seed=3),
 ]
 
 

@@ -37,6 +37,7 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ids": (CHAT, CALLS, {"messages": HI, "tools": TOOLS, "return_token_ids": True, "logprobs": True}),
     "reasoning": (CHAT, f"<think>Hm.\n</think>\n\n{REPLY}", {"messages": HI, **USAGE}),
     "length": (CHAT, REPLY, {"messages": HI, "max_tokens": 7, "logits_digest": True}),
+    "receipt": (CHAT, REPLY, {"messages": HI, "n": 2, "seed": 5, "receipt": True}),
     "schema": (CHAT, '{"a": 1}', {"messages": HI, "response_format": {"type": "json_object"}}),
     "echo": (COMPLETIONS, REPLY, {"prompt": "Say", "n": 2, "echo": True, "logprobs": 2, "max_tokens": 20, **USAGE}),
     "prompts": (COMPLETIONS, REPLY, {"prompt": ["Say", "Tell"], "n": 2, "max_tokens": 20, **USAGE}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +10,12 @@ from torch import Tensor
 from shardline.messages.step import SequenceResult, SequenceStart, StepPlan
 from shardline.runtime.features.base import RunningStep
 from shardline.runtime.features.digests import Digests
+from shardline.runtime.ops.sampling.row_digests import row_digests_reference
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
 from shardline.sampling_params import SamplingParams
+from tests.runtime.ops.helpers import KERNELS
 
 
 def forward(step: StepInput, hidden: Tensor) -> Tensor:
@@ -29,10 +30,10 @@ def running(params: Sequence[SamplingParams]) -> RunningStep:
 
 def test_rows_that_ask_get_the_digest_of_their_logits_before_any_change() -> None:
     step = running([SamplingParams(), SamplingParams(logits_digest=True), SamplingParams(logits_digest=True)])
-    digests = Digests().begin(step)
+    digests = Digests(KERNELS).begin(step)
     assert digests is not None
     logits = torch.randn(3, 7)
-    expected = [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in logits]
+    expected = [f"{value % 2**64:016x}" for value in row_digests_reference(logits).tolist()]
     for read in step.readers:
         read(logits)
     logits.zero_()  # as penalties change them
@@ -44,5 +45,5 @@ def test_rows_that_ask_get_the_digest_of_their_logits_before_any_change() -> Non
 def test_steps_without_digests_read_no_logits() -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)):
         step = running([params])
-        assert Digests().begin(step) is None
+        assert Digests(KERNELS).begin(step) is None
         assert step.readers == []

@@ -153,6 +153,17 @@ void greedy_argmax(nb::handle logits_object, nb::handle ids_object, nb::handle v
   });
 }
 
+void row_digests(nb::handle logits_object, nb::handle digests_object) {
+  const Tensor logits(logits_object, "logits");
+  check_logits(logits);
+  int64_t* digests = per_row<int64_t>(digests_object, "digests", DType::kInt64, logits);
+  nb::gil_scoped_release release;
+  parallel_for(logits.size(0), [&](int64_t row) {
+    const float* row_logits = logits.as<float>() + row * logits.row_stride();
+    digests[row] = static_cast<int64_t>(kernels().hash_row(row_logits, logits.size(1)));
+  });
+}
+
 // best [M, 2, num_panels]: values, then ids as int32; pairs [M, 2]: the largest value of the row, and its id.
 void choose_best(nb::handle best_object, nb::handle pairs_object) {
   const Tensor best(best_object, "best"), pairs(pairs_object, "pairs");
@@ -199,6 +210,7 @@ void bind_sampling(nb::module_& m) {
       static_cast<void (*)(nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle, nb::handle)>(&logprobs),
       "logits"_a, "chosen"_a, "top_n"_a, "chosen_logprobs"_a, "chosen_ranks"_a, "top_ids"_a, "top_logprobs"_a);
   m.def("mask_tokens", &mask_tokens, "logits"_a, "rows"_a, "bits"_a);
+  m.def("row_digests", &row_digests, "logits"_a, "digests"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);
   m.def("choose_best", &choose_best, "best"_a, "pairs"_a);
   m.def("greedy_argmax", &greedy_argmax, "logits"_a, "ids"_a, "values"_a);

@@ -31,4 +31,5 @@
   KERNEL(void, round_rows_e4m3, const RoundRowsArgs& args) \
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
-  KERNEL(void, merge_partials, const MergePartialsArgs& args)
+  KERNEL(void, merge_partials, const MergePartialsArgs& args) \
+  KERNEL(uint64_t, hash_row, const float* logits, int64_t count)

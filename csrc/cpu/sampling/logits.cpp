@@ -1,4 +1,6 @@
 // Passes over a row of logits, from which sampling and log-probabilities are made.
+#include <cstring>
+
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
 #include "simd/vec_math.h"
@@ -27,6 +29,19 @@ void mask_logits(float* logits, int64_t count, const uint32_t* bits) {
       store_n(logits + i, is_allowed ? load_n(logits + i, end - i) : banned, end - i);
     }
   }
+}
+
+uint64_t hash_row(const float* logits, int64_t count) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, logits + i, sizeof bits);
+    uint64_t x = static_cast<uint64_t>(i) << 32 | bits;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    sum += x ^ x >> 31;
+  }
+  return sum;
 }
 
 void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out) {

@@ -131,7 +131,7 @@ class AsyncLLM:
             ready[0].fingerprint,
             ready[0].max_concurrency,
             [line for replica in ready for line in replica.report],
-            text.request_builder(self.config, max_model_len),
+            text.request_builder(self.config, max_model_len, ready[0].contract),
             Streams(self._replicas, text.tokenizer),
             text.pooler,
             text.sampling_defaults,

@@ -34,6 +34,8 @@ from shardline.config.vllm import note_variables, options_from_variables
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
+from shardline.receipts.check import Verdict, check_output
+from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
@@ -134,7 +136,7 @@ class LLM:
         for line in self.report:
             logger.info("%s", line)
         self._runner = BatchRunner(self._replicas, OutputProcessor(text.tokenizer), events)
-        self._builder = text.request_builder(config, self.max_model_len)
+        self._builder = text.request_builder(config, self.max_model_len, ready[0].contract)
 
     def generate(
         self,
@@ -207,6 +209,30 @@ class LLM:
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with ProgressBar(len(requests), use_tqdm) as progress:
             return self._runner.run(requests, progress.count_request)
+
+    def verify(self, receipts: Sequence[Receipt]) -> list[Verdict]:
+        """Run the requests of receipts again, and say of each whether its output and all logits are the same bits.
+
+        The outputs are known, so each step computes many of their tokens at once. The layout does not matter. Receipts
+        are in `CompletionOutput.receipt`; `receipts.receipt.read_receipt` reads their JSON.
+
+        Raises:
+            ContractDiffers: a receipt is of another model, dtype or kernel path.
+            ValueError: a receipt has tokens or parameters that the model does not take.
+            RuntimeError: a request could not run, for example because its grammar is refused.
+        """
+        if self._text.pooler is not None:
+            raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
+        with self._lock:
+            requests = [self._builder.build_from_receipt(str(next(self._ids)), receipt) for receipt in receipts]
+            outputs, _ = self._run_requests(requests, use_tqdm=False)
+        verdicts = []
+        for receipt, output in zip(receipts, outputs, strict=True):
+            (choice,) = output.outputs
+            if choice.error:
+                raise (ValueError if choice.refused else RuntimeError)(choice.error)
+            verdicts.append(check_output(receipt, choice.token_ids, choice.digests or ()))
+        return verdicts
 
     def beam_search(
         self,

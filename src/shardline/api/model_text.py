@@ -12,6 +12,7 @@ import msgspec
 from shardline.api.pooling import Pooler
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig, ModelConfig, json_object
+from shardline.deployment.fingerprint import NumericContract
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -35,7 +36,9 @@ class ModelText:
     pooler: Pooler | None = None
     """What becomes of prompts that are not continued; None: prompts are continued."""
 
-    def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
+    def request_builder(
+        self, config: EngineConfig, max_model_len: int, contract: NumericContract | None = None
+    ) -> RequestBuilder:
         """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
         return RequestBuilder(
             tokenizer=self.tokenizer,
@@ -47,6 +50,7 @@ class ModelText:
             embeds_size=self.embeds_size,
             takes_embeds=config.model.enable_prompt_embeds,
             has_watermark=config.model.watermark is not None,
+            contract=contract,
         )
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -14,6 +15,7 @@ from shardline.api.requests import PreparedRequest
 from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
 from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
+from shardline.receipts.receipt import make_receipt
 from shardline.sampling_params import SamplingParams
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.stop_strings import StopMatcher
@@ -27,11 +29,13 @@ class ChoiceState:
 
     # Thousands of streams do not fit the caches, so every token pays for each line of memory that it touches.
     __slots__ = (
-        "_detokenizer", "_eos_token_ids", "_matcher", "_params", "arrival", "first_token_time", "last_token_time",
-        "num_cached_tokens", "output", "timeline",
+        "_detokenizer", "_eos_token_ids", "_make_receipt", "_matcher", "_params", "arrival", "first_token_time",
+        "last_token_time", "num_cached_tokens", "output", "timeline",
     )  # fmt: skip
 
-    def __init__(self, output: CompletionOutput, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, output: CompletionOutput, request: PreparedRequest, child: Request, tokenizer: Tokenizer | None
+    ) -> None:
         params = request.params
         self.output = output
         self._params = params
@@ -48,12 +52,14 @@ class ChoiceState:
         self._matcher: StopMatcher | None = None
         if params.stop_strings:
             self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
-        self.arrival = request.children[output.index].arrival_time
+        contract = request.contract
+        self._make_receipt = None if contract is None else partial(make_receipt, contract, child)
+        self.arrival = child.arrival_time
         self.first_token_time = 0.0
         self.last_token_time = 0.0
         self.timeline = EngineTimeline()
         self.num_cached_tokens = 0
-        self._eos_token_ids = () if params.ignore_eos else request.children[output.index].eos_token_ids
+        self._eos_token_ids = () if params.ignore_eos else child.eos_token_ids
 
     def add_output(self, step: SequenceOutput, now: float) -> bool:
         """Add the tokens of a step. Returns whether a stop string ended the choice; then the engine must be told."""
@@ -93,7 +99,8 @@ class ChoiceState:
             ValueError: it has come to its end.
         """
         count, output = len(so_far.token_ids), self.output
-        known = SequenceOutput("", output.index, so_far.token_ids, [UNKNOWN_SCORE] * count, [""] * count)
+        digests = so_far.digests or [""] * count
+        known = SequenceOutput("", output.index, so_far.token_ids, [UNKNOWN_SCORE] * count, digests)
         self.add_output(known, 0.0)
         if so_far.finished:
             self._set_finished("stop", None)
@@ -176,8 +183,11 @@ class ChoiceState:
         self.output.text += text
 
     def _set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.output.finish_reason = reason
-        self.output.stop_reason = stop_reason
+        output = self.output
+        output.finish_reason = reason
+        output.stop_reason = stop_reason
+        if self._make_receipt is not None and reason != "error":
+            output.receipt = self._make_receipt(output.token_ids, output.digests or ())
 
 
 class RequestState:
@@ -201,12 +211,13 @@ class RequestState:
                     index=child.choice,
                     token_logprobs=None if params.logprobs is None else [],
                     decode=decode,
-                    digests=[] if params.logits_digest else None,
+                    digests=[] if request.children[0].sampling.logits_digest else None,
                 )
                 for child in request.children
             ],
         )
-        self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
+        pairs = zip(self.output.outputs, request.children, strict=True)
+        self.choices = [ChoiceState(output, request, child, tokenizer) for output, child in pairs]
         if request.so_far is not None:
             self.output.num_cached_tokens = request.so_far.num_cached_tokens or 0
             for choice, so_far in zip(self.choices, request.so_far.choices, strict=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.messages.timeline import RequestMetrics
+from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
 
 Decode = Callable[[int], str | None]
@@ -53,6 +54,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """One entry for each token; None: the request did not ask for them. `logprobs` has them in vLLM's shape."""
     decode: Decode = decode_nothing
     digests: list[str] | None = None
+    receipt: Receipt | None = None
+    """There once the choice has ended, if the request asked for it."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""

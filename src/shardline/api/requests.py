@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
@@ -13,7 +13,10 @@ import msgspec
 
 from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
 from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import Constraints, PromptEmbeds, Request
+from shardline.receipts.check import check_contract
+from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
@@ -102,6 +105,8 @@ class PreparedRequest:
     """Special tokens that are part of the text even if others are skipped."""
     so_far: PromptSoFar | None = None
     """What has been reported elsewhere; None: it begins here."""
+    contract: NumericContract | None = None
+    """Under which it runs; None: nobody wants a receipt."""
 
     def origin(self) -> PromptSoFar:
         """What another server needs to go on with it, without the output so far."""
@@ -125,6 +130,7 @@ class RequestBuilder:
         embeds_size: numbers in a row of prompt_embeds; 0: the model takes none.
         takes_embeds: whether prompts may have such rows.
         has_watermark: whether the engine has a key with which it marks outputs.
+        contract: the engine's; None: it makes no receipts.
     """
 
     tokenizer: Tokenizer | None
@@ -136,6 +142,7 @@ class RequestBuilder:
     embeds_size: int = 0
     takes_embeds: bool = False
     has_watermark: bool = False
+    contract: NumericContract | None = None
 
     def build_request(
         self,
@@ -218,6 +225,8 @@ class RequestBuilder:
             ids = ids[-(self.max_model_len - 1 if count == -1 else count) :]  # -1: the most that leave room for output
         self._check_prompt(ids)
         self._check_params(params)
+        if params.receipt:
+            self._check_receipt(embeds)
         if not -(2**63) <= priority < 2**63:
             raise ValueError("priority must fit in 64 bits")
         if len(cache_salt) > MAX_SALT_CHARS:
@@ -270,7 +279,40 @@ class RequestBuilder:
             )
             for choice in range(params.n)
         ]
-        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far)
+        contract = self.contract if params.receipt else None
+        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far, contract)
+
+    def build_from_receipt(self, request_id: str, receipt: Receipt) -> PreparedRequest:
+        """The request of a receipt, which ends where its output would differ from the receipt's.
+
+        Raises:
+            ContractDiffers: it ran under another contract, which the message compares with this one.
+            ContextLengthExceeded: this engine was started for shorter texts.
+            ValueError: it has tokens or parameters that the model does not take.
+        """
+        assert self.contract is not None
+        check_contract(receipt, self.contract)
+        ids, output = receipt.prompt_token_ids, receipt.output_token_ids
+        self._check_prompt(ids)
+        if len(ids) + len(output) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"prompt and output of the receipt have {len(ids) + len(output)} tokens, more than the "
+                f"{self.max_model_len} that this engine was started for; raise --max-model-len"
+            )
+        request = receipt.request(f"{request_id}-0", time.monotonic())
+        own = request.constraints or Constraints()
+        params = msgspec.structs.replace(request.sampling, allowed_token_ids=own.allowed_token_ids or None)
+        self._check_params(params)
+        _check_vocabulary("output_token_ids", output, self.vocab_size)
+        _check_vocabulary("eos_token_ids", receipt.eos_token_ids, self.vocab_size)
+        _check_vocabulary("bad_words", [token_id for word in own.bad_words for token_id in word], self.vocab_size)
+        return PreparedRequest(request_id, None, ids, request.sampling, [request])
+
+    def _check_receipt(self, embeds: PromptEmbeds | None) -> None:
+        if self.contract is None or self.contract.numerics.startswith("fast"):
+            raise ValueError("receipt needs exact numerics: the bits of fast ones depend on the batch and the layout")
+        if embeds is not None:
+            raise ValueError("receipt is not compatible with prompt_embeds: it holds token ids only")
 
     def _reports(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
         """The numbers of log probabilities at each token, without -1.
@@ -370,13 +412,17 @@ class RequestBuilder:
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logprob_token_ids", params.logprob_token_ids or ()),
         ):
-            for token_id in ids:
-                if not 0 <= token_id < self.vocab_size:
-                    raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
+            _check_vocabulary(name, ids, self.vocab_size)
         if params.watermarking and not self.has_watermark:
             raise ValueError("watermarking needs a key, and the engine was started without --watermark-config")
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {vocab_size} tokens")
 
 
 def _check_named(token_ids: Sequence[int], count: int | None) -> None:
@@ -406,6 +452,8 @@ def _engine_params(params: SamplingParams) -> SamplingParams:
         truncate_prompt_tokens=None,
         detokenize=True,
         output_kind=RequestOutputKind.CUMULATIVE,
+        logits_digest=params.logits_digest or params.receipt,
+        receipt=False,
     )
     try:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))

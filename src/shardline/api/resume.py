@@ -24,6 +24,8 @@ class ChoiceSoFar(msgspec.Struct, forbid_unknown_fields=True):
 
     token_ids: list[int] = []
     finished: bool = False
+    digests: list[Annotated[str, Meta(max_length=64)]] | msgspec.UnsetType = msgspec.UNSET
+    """Of the logits of all tokens, if the request wants a receipt."""
 
 
 class PromptSoFar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -48,6 +50,8 @@ class PromptSoFar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         for choice in self.choices:
             if any(not 0 <= token_id < vocab_size for token_id in choice.token_ids):
                 raise ValueError(f"resume has a token id outside of the vocabulary, which has {vocab_size} tokens")
+            if len(choice.digests or ()) != (len(choice.token_ids) if params.receipt else 0):
+                raise ValueError("resume has digests that are not those of its tokens")
             left = (params.max_tokens or 0) - len(choice.token_ids)
             if left < (0 if choice.finished else 1):
                 raise ValueError("resume has a choice with more tokens than the request may generate")

@@ -84,6 +84,11 @@ class RequestStream:
         """Where the time has gone so far."""
         return self.output.metrics or self._state.metrics()
 
+    @property
+    def wants_receipt(self) -> bool:
+        """Whether each choice gets a receipt."""
+        return self._state.request.contract is not None
+
     def origin(self) -> PromptSoFar:
         """See `PreparedRequest.origin`."""
         return self._state.request.origin()

@@ -71,6 +71,7 @@ class ServerConfig:
     )
     enable_force_include_usage: bool = option(False, "every event of a stream has the usage so far")
     return_tokens_as_token_ids: bool = option(False, "log probabilities name tokens as token_id:N, not by their texts")
+    receipts: bool = option(False, "every answer has a receipt, which `shardline verify` checks")
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")

@@ -212,6 +212,9 @@ class CommonKernels(Protocol):
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None:
         """The largest of each row of logits [M, V], to values [M], and the lowest id that has it, to ids [M]."""
 
+    def row_digests(self, logits: Tensor, digests: Tensor, /) -> None:
+        """A digest of the bits of each row of logits [M, V], to digests [M]."""
+
     def mask_tokens(self, logits: Tensor, rows: Tensor, bits: Tensor, /) -> None:
         """Sets the logits [M, V] of tokens to -inf, in some rows, where their bit is not set."""
 

@@ -44,6 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`seed` and `max_tokens` are never None here."""
     output_token_ids: list[int] = []
     """Tokens that another replica, or another server, has generated before it failed; the output goes on after them."""
+    expected_token_ids: list[int] = []
+    """The output of the request when it ran before: steps compute many of these tokens at once, as drafts. The output
+    ends at the first token that differs."""
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0

@@ -125,9 +125,11 @@ class Transcript:
             progress = _decoder.decode(data)
             prompt = self._so_far.prompts[progress.prompt]
             prompt.num_cached_tokens = progress.num_cached_tokens
-            for index, token_ids, finished in progress.choices:
+            for place, (index, token_ids, finished) in enumerate(progress.choices):
                 choice = prompt.choices[index]
                 choice.token_ids += token_ids
                 choice.finished = finished
+                if progress.digests:
+                    choice.digests = (choice.digests or []) + progress.digests[place]
         except (msgspec.DecodeError, IndexError):
             self.problem = "what it says of its tokens makes no sense"

@@ -102,7 +102,7 @@ class Runner:
             self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
-            self._features += [Digests(), Drafts(), Scores(stage, self._sampler), constraints]
+            self._features += [Digests(backend.kernels), Drafts(), Scores(stage, self._sampler), constraints]
             self._features += [Watermark(key, vocab_size, self._wait_for_oldest) for key in watermark]
         if stage.embeds_prompts:
             self._features.append(Pooling())

@@ -79,6 +79,8 @@ def run_server(
         logger.info("%s", line)
     raise_file_limit()
     bound_heap()
+    if server_config.receipts and engine_config.parallel.numerics != "exact":
+        raise ValueError("--receipts needs --numerics exact: otherwise bits depend on the batch and the layout")
     check_tls(server_config)
     load_middleware(server_config)
     started = time.monotonic()

@@ -40,6 +40,8 @@ class Progress(msgspec.Struct, array_like=True):
     num_cached_tokens: int
     choices: list[tuple[int, list[int], bool]]
     """Of each choice that has changed: its index, its new token ids, and whether it has ended."""
+    digests: list[list[str]] = []
+    """For each of these choices, the digests of its new tokens' logits, if the request wants a receipt."""
 
 
 def read_resume(value: Any) -> Resume | None:
@@ -90,12 +92,16 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
         if not body:
             continue  # the next mark has these tokens, too
         prompt, output = update
-        changed = []
+        changed: list[tuple[int, list[int], bool]] = []
+        digests: list[list[str]] = []
+        wants_receipt = streams[prompt].wants_receipt
         for choice in output.outputs:
             state = len(choice.token_ids), choice.finished()
             before = marked[prompt].get(choice.index, (0, False))
             if state != before:
                 marked[prompt][choice.index] = state
                 changed.append((choice.index, choice.token_ids[before[0] :], state[1]))
-        body += make_mark(Progress(prompt, output.num_cached_tokens, changed))
+                if wants_receipt:
+                    digests.append((choice.digests or [])[before[0] :])
+        body += make_mark(Progress(prompt, output.num_cached_tokens, changed, digests))
     yield events.send(None)

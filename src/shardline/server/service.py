@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardline import env
 from shardline.api.prompt_embeds import Rows, decode_rows
@@ -51,6 +51,11 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served; responses contain the first one."""
         return self.config.served_model_name or usual_names(self.llm.config.model.model)
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling parameters of requests that leave them out; not before the engine is ready."""
+        return {**self.llm.model.sampling_defaults, **({"receipt": True} if self.config.receipts else {})}
 
     @cached_property
     def chat(self) -> ChatSetup:

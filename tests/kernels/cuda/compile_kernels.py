@@ -260,6 +260,7 @@ CASES: dict[str, Callable[[], None]] = {
     "greedy_argmax": lambda: KERNELS.greedy_argmax(
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),
+    "row_digests": lambda: KERNELS.row_digests(torch.empty(4, 128256), torch.empty(4, dtype=torch.int64)),
     "sample": lambda: sample(4, 128256),
     "penalize": lambda: penalize(4, 128256, 1000),
     "logprobs": lambda: logprobs(4, 128256, 5),

@@ -96,6 +96,8 @@ class Scheduler:
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
         self._proposer = make_proposer(limits.speculation)
+        self._expects = False
+        """Whether a request has had `expected_token_ids`."""
         self.kv = KVCache(
             cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
@@ -122,6 +124,7 @@ class Scheduler:
         """
         sequence = self.registry.add_request(request)
         if sequence is not None:
+            self._expects = self._expects or bool(request.expected_token_ids)
             sequence.recorder.added = now
             self.queues.add(sequence)
         return sequence
@@ -172,13 +175,18 @@ class Scheduler:
     def awaits_tokens(self) -> bool:
         """Whether the next plan may have drafts once the results of those in flight are known. Sequences with a draft
         in flight are in no plan before that, so a batch would fall apart."""
-        proposer = self._proposer
-        if proposer is None or self.last_token_known:
+        if (self._proposer is None and not self._expects) or self.last_token_known:
             return False
         return any(
-            sequence.awaits_draft or (sequence.num_pending and proposer.wants(sequence))
+            sequence.awaits_draft or (sequence.num_pending and self._may_draft(sequence))
             for sequence in self.queues.running
         )
+
+    def _may_draft(self, sequence: LiveSequence) -> bool:
+        """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
+        if sequence.request.expected_token_ids:
+            return sequence.may_expect
+        return self._proposer is not None and self._proposer.wants(sequence)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
@@ -266,6 +274,8 @@ class Scheduler:
         limit = self._builder.draft_budget // num_left
         if sequence.allowed:
             return sequence.foreseen[: max(0, limit)]
+        if sequence.request.expected_token_ids:
+            return sequence.expected_next(limit)
         return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
     def foresee(self, sequence: LiveSequence, token_ids: Sequence[int], most: int) -> list[int]:
@@ -302,12 +312,13 @@ class Scheduler:
         sequence.num_computed = step.start + step.num_tokens - len(step.draft_token_ids)
         if step.draft_token_ids:
             sequence.awaits_draft = False
-        if self._proposer is not None and step.sample and result is not None and not result.error:
+        if step.sample and result is not None and not result.error:
             if step.draft_token_ids:
                 # The step has computed the keys and values of the accepted tokens, too.
                 sequence.num_computed += len(result.token_ids) - 1
                 sequence.num_scheduled += len(result.token_ids) - 1
-            self._proposer.note_result(sequence, step, result)
+            if self._proposer is not None and not sequence.request.expected_token_ids:
+                self._proposer.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
             sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
         if step.sample:

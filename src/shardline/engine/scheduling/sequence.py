@@ -216,6 +216,19 @@ class LiveSequence:
         if self.num_reported is not None:
             self.num_reported = end
 
+    @property
+    def may_expect(self) -> bool:
+        """Whether its expected tokens can be drafts. A sequence with constraints has none, see `Proposer.propose`."""
+        return self.request.constraints is None
+
+    def expected_next(self, most: int) -> list[int]:
+        """Up to `most` tokens that the request expects after its output; at least one that it may still get is left
+        for the step to sample."""
+        if self.num_pending or not self.may_expect:
+            return []
+        first = self.num_output_tokens
+        return self.request.expected_token_ids[first : first + max(0, min(most, self.limit - len(self.tokens) - 1))]
+
     def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
         """Note that workers get all tokens known now, and that the first `num_cached_tokens` need no computation."""
         self.seq_id = seq_id
@@ -231,11 +244,14 @@ class LiveSequence:
         """Append generated tokens, up to the one that finishes the sequence.
 
         Returns how many were appended, and the reason if the sequence is finished. A stop token finishes it only if
-        there are at least `min_tokens` generated tokens, the stop token included.
+        there are at least `min_tokens` generated tokens, the stop token included. An output that is expected ends at
+        the first token that differs.
         """
-        tokens = self.tokens
+        tokens, expected = self.tokens, self.request.expected_token_ids
         for count, token_id in enumerate(token_ids, 1):
             tokens.append(token_id)
+            if expected and expected[self.num_output_tokens - 1 : self.num_output_tokens] != [token_id]:
+                return count, "stop"
             if token_id in self.stop_token_ids and self.num_output_tokens >= self.request.sampling.min_tokens:
                 return count, "stop"
             if len(tokens) >= self.limit:

@@ -21,6 +21,7 @@ from shardline.kernels.cuda.triton import (
     quantize,
     rope,
     routing,
+    row_digests,
     sampling,
     softcap,
 )
@@ -55,6 +56,7 @@ class CudaKernels(RowKernels):
     greedy_argmax = staticmethod(sampling.greedy_argmax)
     penalize = staticmethod(penalties.penalize)
     mask_tokens = staticmethod(mask.mask_tokens)
+    row_digests = staticmethod(row_digests.row_digests)
     logprobs = staticmethod(logprobs.logprobs)
     sample = staticmethod(sampling.sample)
 

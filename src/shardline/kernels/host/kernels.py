@@ -38,6 +38,7 @@ class HostKernels(Fp8PanelKernels):
     softcap = staticmethod(_cpu.softcap)
     mask_tokens = staticmethod(_cpu.mask_tokens)
     greedy_argmax = staticmethod(_cpu.greedy_argmax)
+    row_digests = staticmethod(_cpu.row_digests)
     logprobs = staticmethod(_cpu.logprobs)
     sample = staticmethod(_cpu.sample)
 

@@ -7,12 +7,27 @@ from torch import Tensor
 
 _GREEDY_BELOW = 1e-5
 _WORD = 0xFFFFFFFF
+_MIXERS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+"""Shifts and factors of SplitMix64, see `runtime.ops.sampling.row_digests`."""
 
 
 def greedy_argmax(logits: Tensor, ids: Tensor, values: Tensor) -> None:
     known = _without_nan(logits)
     torch.argmax(known, 1, out=ids)
     values.copy_(known.gather(1, ids[:, None])[:, 0])
+
+
+def row_digests(logits: Tensor, digests: Tensor) -> None:
+    places = torch.arange(logits.shape[1], device=logits.device) << 32
+    mixed = places | (logits.contiguous().view(torch.int32).long() & _WORD)
+    for shift, factor in _MIXERS:
+        mixed = (mixed ^ _shift_right(mixed, shift)) * factor
+    torch.sum(mixed ^ _shift_right(mixed, 31), 1, out=digests)
+
+
+def _shift_right(values: Tensor, shift: int) -> Tensor:
+    """Of int64, as if it had no sign."""
+    return (values >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

@@ -25,6 +25,7 @@ class TorchKernels(ExpertKernels, AttentionKernels):
     count_exchanged = staticmethod(experts.count_exchanged)
     route_experts = staticmethod(experts.route_experts)
     greedy_argmax = staticmethod(sampling.greedy_argmax)
+    row_digests = staticmethod(sampling.row_digests)
     mask_tokens = staticmethod(sampling.mask_tokens)
     penalize = staticmethod(sampling.penalize)
     sample = staticmethod(sampling.sample)

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
+import numpy as np
 from torch import Tensor
 
+from shardline.kernels.contract import Kernels
 from shardline.messages.step import SequenceResult
 from shardline.runtime.features.base import Feature, RunningStep
+from shardline.runtime.ops.sampling.row_digests import row_digests
 
 
 class Digests(Feature):
     """Reports the digest of each row that asks for it."""
 
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
     def begin(self, running: RunningStep) -> StepDigests | None:
         if running.sampling is None or running.sampling.is_greedy:
             return None
         rows = [row for row, sequence in enumerate(running.rows) if sequence.sampling.logits_digest]
-        return StepDigests(running, rows) if rows else None
+        return StepDigests(self._kernels, running, rows) if rows else None
 
 
 class StepDigests(Feature):
     """The digests of one step."""
 
-    def __init__(self, running: RunningStep, rows: list[int]) -> None:
+    def __init__(self, kernels: Kernels, running: RunningStep, rows: list[int]) -> None:
         """`rows`: those of the sampled rows whose digest is wanted."""
+        self._kernels = kernels
         self._rows = rows
         self._place = slice(0, 0)
         running.readers.append(lambda logits: self._read(running, logits))
 
     def _read(self, running: RunningStep, logits: Tensor) -> None:
-        self._place = running.download(*(logits[row].clone() for row in self._rows))
+        self._place = running.download(row_digests(self._kernels, logits))
 
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
-        for row, logits in zip(self._rows, running.copies[self._place], strict=True):
-            digest = hashlib.blake2b(logits.numpy().tobytes(), digest_size=8).hexdigest()
-            results[row] = msgspec.structs.replace(results[row], digests=[digest])
+        (digests,) = running.copies[self._place]
+        values = digests.numpy().view(np.uint64).tolist()
+        for row in self._rows:
+            results[row] = msgspec.structs.replace(results[row], digests=[f"{values[row]:016x}"])
         return results

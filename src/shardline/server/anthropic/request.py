@@ -170,11 +170,13 @@ class MessagesRequest(PromptFields):
     cache_salt: str | None = None
     priority: int | None = None
     seed: Seed | None = None
+    receipt: bool | None = None
+    """See `SamplingFields`."""
 
     @property
     def sampling(self) -> SamplingFields:
         """The fields that generating endpoints have in common."""
-        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed")
+        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed", "receipt")
         return SamplingFields(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
 
     @property

@@ -70,7 +70,7 @@ async def prepare_message(service: Service, body: MessagesRequest) -> PreparedCh
         ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
     """
     params = body.sampling.sampling_params(
-        max_tokens=body.max_tokens, logprobs=None, defaults=service.llm.model.sampling_defaults
+        max_tokens=body.max_tokens, logprobs=None, defaults=service.sampling_defaults
     )
     chat = await _encode(service, body)
     return await prepare_answer(

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from shardline.api.outputs import RequestOutput
+from shardline.receipts.receipt import Receipt
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.generation import SentChoice
@@ -60,6 +61,7 @@ class MessageObject(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorText(BaseModel):
@@ -123,7 +125,8 @@ class MessageWriter:
             self._add_output(update[1])
         ended = self._message(output)
         delta = {"stop_reason": ended.stop_reason, "stop_sequence": ended.stop_sequence}
-        self._events += [_event("message_delta", delta=delta, usage=ended.usage), _event("message_stop")]
+        receipt = {} if ended.receipt is msgspec.UNSET else {"receipt": ended.receipt}
+        self._events += [_event("message_delta", delta=delta, usage=ended.usage, **receipt), _event("message_stop")]
         yield self._take_events()
 
     def write_error(self, error: ApiError) -> bytes:
@@ -205,6 +208,7 @@ class MessageWriter:
             stop_reason=reason,
             stop_sequence=sequence,
             usage=MessageUsage(num_prompt - num_read - created, len(choice.token_ids), created, num_read),
+            receipt=choice.receipt or msgspec.UNSET,
         )
 
 

@@ -14,6 +14,7 @@ from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.messages.request import FinishReason, TokenLogprobs
+from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
 from shardline.server.observer import ObservedRequest
@@ -214,6 +215,8 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     digests: list[str] | None
+    receipt: Receipt | None
+    """There once the choice has ended, if the request asked for it."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
@@ -256,6 +259,7 @@ class SentChoice:
             output.token_ids[first:],
             None if output.token_logprobs is None else output.token_logprobs[first : self.num_tokens],
             None if output.digests is None else output.digests[first : self.num_tokens],
+            output.receipt,
             output.finish_reason,
             output.stop_reason,
         )

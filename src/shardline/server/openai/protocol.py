@@ -183,6 +183,8 @@ class SamplingFields(IgnoredFields):
     include_stop_str_in_output: bool | None = None
     logits_digest: bool | None = None
     """Report a digest of the logits of every token."""
+    receipt: bool | None = None
+    """Give every choice a receipt, see `receipts.receipt.Receipt`."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -253,6 +255,11 @@ class SamplingFields(IgnoredFields):
             bool(self.use_beam_search) and self.prompt_logprobs is not None,
             "use_beam_search",
             "'prompt_logprobs' is not supported with beam search.",
+        )
+        refuse_if(
+            bool(self.use_beam_search) and bool(self.receipt),
+            "receipt",
+            "'receipt' is not supported with beam search: its outputs are not sampled.",
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")

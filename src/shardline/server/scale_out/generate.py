@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
 from shardline.messages.request import TokenLogprobs
+from shardline.receipts.receipt import Receipt
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
@@ -124,6 +125,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True, frozen=True):
     """`GeneratedLogprobs`, or `ChatLogprobs` with a text; None: the request did not ask for them."""
     finish_reason: str | None
     stop_reason: int | str | None
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -201,6 +203,7 @@ class GenerateWriter:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            receipt=delta.receipt or msgspec.UNSET,
         )
 
     def _encode(self, choices: Sequence[GenerateChoice], usage: Usage | None, **fields: Any) -> bytes:

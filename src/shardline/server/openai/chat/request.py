@@ -230,7 +230,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     params = body.sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        defaults=service.llm.model.sampling_defaults,
+        defaults=service.sampling_defaults,
     )
     chat = await _encode(service, body)
     refuse_if(

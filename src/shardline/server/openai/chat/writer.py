@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from shardline.api.outputs import Logprob, RequestOutput
+from shardline.receipts.receipt import Receipt
 from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
@@ -87,6 +88,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -217,9 +219,11 @@ class ChatWriter:
         hides_tokens = not self._with_reasoning and answer_format.reasoning is not None
         self._with_ids = bool(body.return_token_ids) and not hides_tokens
         self._with_logprobs = bool(body.logprobs) and not hides_tokens
+        self._with_digests = bool(body.logits_digest)
+        self._with_receipt = not hides_tokens
         self.takes_long = bool(body.logprobs)
         """Whether a whole answer must not be written on the event loop."""
-        self._tokens_matter = self._with_ids or self._with_logprobs or bool(body.logits_digest)
+        self._tokens_matter = self._with_ids or self._with_logprobs or self._with_digests
         asked = body.return_tokens_as_token_ids
         self._tokens_as_ids = service.config.return_tokens_as_token_ids if asked is None else asked
         self._tokenizer = service.llm.model.tokenizer
@@ -246,8 +250,8 @@ class ChatWriter:
                 parser = self._format.make_parser()
                 message = self._parsed_message(parser, delta)
                 reason = self._finish_reason(delta, parser)
-            ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
-            choices.append(self._make_choice(choice.index, delta, message=message, **ending))
+            whole = self._make_choice(choice.index, delta, message=message)
+            choices.append(self._end_choice(whole, delta, reason))
         return self._envelope.encode_whole(output, choices)
 
     def write_chunks(self, generation: Generation) -> Events:
@@ -322,7 +326,7 @@ class ChatWriter:
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, and with the finish reason, if the choice ended."""
         parts = [self._make_choice(index, delta, delta=ChatDelta(content=delta.text))]
-        return parts if delta.finish_reason is None else _with_end(parts, delta, delta.finish_reason)
+        return parts if delta.finish_reason is None else self._with_end(parts, delta, delta.finish_reason)
 
     def _split_parsed(self, index: int, delta: Delta, parser: AnswerParser) -> list[ChatChoice]:
         """As `_split_delta`, of an answer that is parsed."""
@@ -344,7 +348,7 @@ class ChatWriter:
         if delta.finish_reason is None:
             return parts
         parts = parts or [self._without_tokens(index, ChatDelta())]
-        return _with_end(parts, delta, self._finish_reason(delta, parser))
+        return self._with_end(parts, delta, self._finish_reason(delta, parser))
 
     def _finish_reason(self, delta: Delta, parser: AnswerParser) -> str | None:
         """An answer that ends by itself and has a call ends because of it, unless the request named the function."""
@@ -398,15 +402,18 @@ class ChatWriter:
             index=index,
             logprobs=None if scores is None else chat_logprobs(self._pieces, new.token_ids, scores),
             token_ids=new.token_ids if self._with_ids else None,
-            logits_digests=msgspec.UNSET if new.digests is None else new.digests,
+            logits_digests=new.digests if self._with_digests and new.digests is not None else msgspec.UNSET,
             **fields,
         )
 
+    def _with_end(self, parts: list[ChatChoice], delta: Delta, reason: str | None) -> list[ChatChoice]:
+        """The last chunks of a choice: the finish reason is in the last of them that has content, as in vLLM."""
+        *before, last = parts
+        return [*before, self._end_choice(last, delta, reason)]
 
-def _with_end(parts: list[ChatChoice], delta: Delta, reason: str | None) -> list[ChatChoice]:
-    """The last chunks of a choice: the finish reason is in the last of them that has content, as in vLLM."""
-    *before, last = parts
-    return [*before, msgspec.structs.replace(last, finish_reason=reason, stop_reason=delta.stop_reason)]
+    def _end_choice(self, last: ChatChoice, delta: Delta, reason: str | None) -> ChatChoice:
+        receipt = (self._with_receipt and delta.receipt) or msgspec.UNSET
+        return msgspec.structs.replace(last, finish_reason=reason, stop_reason=delta.stop_reason, receipt=receipt)
 
 
 def _call_delta(call: CallDelta, parser: AnswerParser) -> ToolCall:

@@ -120,6 +120,11 @@ class CompletionRequest(SamplingFields):
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
         refuse_if(
+            bool(self.receipt) and self.generates_nothing,
+            "receipt",
+            "'receipt' is of generated tokens: 'max_tokens' must not be 0.",
+        )
+        refuse_if(
             bool(self.logprob_token_ids) and bool(self.echo) and self.generates_nothing,
             "logprob_token_ids",
             "'logprob_token_ids' is not supported when 'echo' is true and no output tokens are generated.",
@@ -205,7 +210,7 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     params = body.sampling_params(
         max_tokens=1 if body.generates_nothing else max_tokens,
         logprobs=body.logprobs,
-        defaults=service.llm.model.sampling_defaults,
+        defaults=service.sampling_defaults,
     )
     params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
     if body.ranks_choices:

@@ -10,6 +10,7 @@ import msgspec
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
 from shardline.messages.request import TokenLogprobs
+from shardline.receipts.receipt import Receipt
 from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_parts import LOWEST_LOGPROB, TokenPiece, TokenPieces, Usage, usage_of
 from shardline.server.openai.completions.request import CompletionRequest
@@ -87,6 +88,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -212,7 +214,8 @@ class CompletionWriter:
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if with_ids else None,
             prompt_token_ids=output.prompt_token_ids if with_ids and first else None,
-            logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
+            logits_digests=delta.digests if body.logits_digest and delta.digests is not None else msgspec.UNSET,
+            receipt=delta.receipt or msgspec.UNSET,
         )
 
     def _encode_response(

@@ -206,7 +206,7 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     params = body.sampling_params(
         max_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs,
-        defaults=service.llm.model.sampling_defaults,
+        defaults=service.sampling_defaults,
     )
     messages = await _read_conversation(body.instructions, earlier, _own_items(body))
     length = service.llm.model.max_model_len

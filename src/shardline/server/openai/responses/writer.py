@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from shardline.api.outputs import RequestOutput
+from shardline.receipts.receipt import Receipt
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import ChatLogprob, TokenPieces, chat_logprobs
@@ -144,6 +145,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None
     input_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
     output_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, kw_only=True, frozen=True):
@@ -382,5 +384,8 @@ class ResponseWriter:
         )
         if response.output_messages is not msgspec.UNSET:
             response.output_messages = [RawMessage(output.outputs[0].text, token_ids)]
+        if self._with_reasoning or self._format.reasoning is None:
+            # Its tokens would tell the reasoning that the answer leaves out.
+            response.receipt = output.outputs[0].receipt or msgspec.UNSET
         if self._keep is not None:
             self._keep(response)

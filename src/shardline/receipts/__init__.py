@@ -1,0 +1,1 @@
+"""Receipts of answers: what an answer depended on, and digests by which anyone can check it on any layout."""

@@ -1,0 +1,91 @@
+"""`shardline verify`, and `LLM.verify` with a real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shardline.api.llm import LLM
+from shardline.cli.main import main
+from shardline.receipts.check import ContractDiffers
+from shardline.receipts.receipt import Receipt, TokenConstraints
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", cpu_threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def made(llm: LLM) -> list[Receipt]:
+    """Of answers of every kind."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "n": 2, "ignore_eos": True},
+        {"temperature": 0.0, "stop": ["e"]},
+        {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(json=schema)},
+        {"temperature": 1.0, "bad_words": ["the"], "repetition_penalty": 1.2, "min_tokens": 20},
+    ]
+    params = [SamplingParams(max_tokens=40, receipt=True, **kind) for kind in kinds]
+    outputs = llm.generate(["Hello, how are you", "What is", "Say", "Tell me"], params, use_tqdm=False)
+    receipts = [choice.receipt for output in outputs for choice in output.outputs]
+    return [receipt for receipt in receipts if receipt is not None]
+
+
+def test_answers_of_every_kind_are_verified(llm: LLM, made: list[Receipt]) -> None:
+    assert len(made) == 5
+    assert {len(receipt.output_token_ids) for receipt in made[:2]} == {40}
+    verdicts = llm.verify(made)
+    assert [str(verdict) for verdict in verdicts if not verdict.equal] == []
+    assert [verdict.digest for verdict in verdicts] == [receipt.digest for receipt in made]
+
+
+def test_the_exit_code_says_whether_they_are_equal(
+    llm: LLM, made: list[Receipt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LLM, "from_config", lambda _: contextlib.nullcontext(llm))
+    file = tmp_path / "receipt.json"
+    file.write_bytes(msgspec.json.encode({"choices": [{"receipt": receipt} for receipt in made[:2]]}))
+    assert main(["verify", str(file), "--model", "demo"]) == 0
+    assert capsys.readouterr().out.count("equal: all 40 tokens") == 2
+    wrong = msgspec.json.decode(msgspec.json.encode(made[0]))
+    wrong["output_token_ids"][7] ^= 1
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(wrong).encode())))
+    assert main(["verify", "-", "demo", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["equal"], told["position"], told["own_token_id"]) == (False, 7, made[0].output_token_ids[7])
+    wrong["contract"]["kv_dtype"] = "int8"
+    wrong["contract_sha256"] = msgspec.convert(wrong["contract"], type(made[0].contract)).sha256
+    for content, part in ((json.dumps(wrong), "kv_dtype is int8 in the receipt"), ("{", "no receipt")):
+        file.write_text(content)
+        assert main(["verify", str(file), "--model", "demo"]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert part in line
+    assert main(["verify", str(tmp_path / "none"), "demo"]) == 2
+
+
+def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) -> None:
+    replace = msgspec.structs.replace
+    other, constraints = replace(made[0].contract, weights="0"), TokenConstraints(grammar="start: (")
+    for receipt, part in (
+        (replace(made[0], contract=other, contract_sha256=other.sha256), "weights"),
+        (replace(made[0], output_token_ids=[10**6], digests=["0"]), "output_token_ids"),
+        (replace(made[0], prompt_token_ids=[3] * 10**6), "max"),
+        (replace(made[0], output_token_ids=[3] * 10**6), "--max-model-len"),
+        (replace(made[3], constraints=constraints), "grammar"),
+    ):
+        with pytest.raises(ValueError, match=part) as error:
+            llm.verify([receipt])
+        assert isinstance(error.value, ContractDiffers) == (part == "weights")
+    assert llm.verify(made[:1])[0].equal
