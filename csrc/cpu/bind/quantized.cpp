@@ -61,13 +61,15 @@ Weight int4_weight(nb::handle panels, nb::handle scales, int64_t num_columns, in
   return int4_panels(panels, scales, round_up(num_columns, kPanelColumns) / kPanelColumns, depth);
 }
 
+template <bool kRotated>
 void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle scales_object, nb::handle sums_object) {
   const Tensor x(x_object, "x"), values(values_object, "values"), scales(scales_object, "scales");
   const Tensor sums(sums_object, "sums");
   x.is_floating().has_shape({-1, -1}).has_rows();
   check_quantized_rows(values, scales, sums, x.size(0), x.size(1));
   const QuantizeRowsArgs args = {x.dtype(),          x.data(),           x.row_stride(), values.as<int8_t>(),
-                                 scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
+                                 scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1),
+                                 kRotated};
   perform([args] { kernels().quantize_rows(args); });
 }
 
@@ -80,11 +82,13 @@ PackQuantizedArgs pack_args(nb::handle weight_object, nb::handle panels, nb::han
   const Weight to = checked(panels, scales, -1, weight.size(1));
   const PanelColumns place = panel_columns(Tensor(panels, "panels"), weight.size(0), first, half);
   return {weight.dtype(), weight.data(),  weight.row_stride(), to.panels,
-          to.scales,      weight.size(0), weight.size(1),      place};
+          to.scales,      weight.size(0), weight.size(1),      place,      false};
 }
 
-void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half) {
-  const PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int8_panels);
+void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half,
+               bool rotated) {
+  PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int8_panels);
+  args.rotated = rotated;
   nb::gil_scoped_release release;
   kernels().pack_int8(args);
 }
@@ -182,8 +186,10 @@ void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tens
 }
 
 void bind_quantized(nb::module_& m) {
-  m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
-  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
+  m.def("quantize_rows", &quantize_rows<false>, "x"_a, "values"_a, "scales"_a, "sums"_a);
+  m.def("quantize_rotated", &quantize_rows<true>, "x"_a, "values"_a, "scales"_a, "sums"_a);
+  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none(),
+        "rotated"_a = false);
   m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());

@@ -63,6 +63,7 @@ struct QuantizeRowsArgs {
   float* scales;   // [num_rows]
   int32_t* sums;   // [num_rows, 1 + number of groups]: the sum of the row's values, then the sum of each group
   int64_t num_rows, depth;
+  bool rotated;  // whether rows are mixed first, see rotate_row.h
 };
 
 // Rounds each group of columns of x to float8_e4m3fn: out = e4m3(x / scale), in the dtype of x, which holds it exactly.
@@ -87,6 +88,7 @@ struct PackQuantizedArgs {
   float* scales;  // [N padded to whole panels]
   int64_t num_columns, depth;
   PanelColumns place;
+  bool rotated;  // in int8: whether the weight is for rows that are mixed, see rotate_row.h
 };
 
 struct QuantizedLinearArgs {

@@ -11,7 +11,7 @@ import msgspec
 from shardline.deployment.deployment import Deployment
 from shardline.models.parts import Part
 
-NUMERICS_VERSION = 8
+NUMERICS_VERSION = 9
 """Part of the contract. It changes whenever a request may get other bits than in the version before."""
 
 _FIRST_FIELDS: Mapping[str, str] = {
