@@ -46,13 +46,11 @@ def rotate_reference(rows: Tensor) -> Tensor:
 
     Mixed twice, a row is itself times its number of parts.
     """
-    parts = num_parts(rows.shape[1])
-    mixed = rows.float().unflatten(1, (parts, -1))
-    bit = 1
+    (num_rows, columns), bit = rows.shape, 1
+    parts, mixed = num_parts(columns), rows.float()
     while bit < parts:
-        pairs = mixed.unflatten(1, (-1, 2, bit))
-        low, high = pairs.unbind(2)
+        pairs = mixed.reshape(num_rows, -1, 2, bit * (columns // parts))
         mixed = pairs.new_empty(pairs.shape)
-        mixed[:, :, 0], mixed[:, :, 1] = low + high, low - high
-        mixed, bit = mixed.flatten(1, 3), 2 * bit
-    return mixed.flatten(1)
+        mixed[:, :, 0], mixed[:, :, 1] = pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]
+        bit *= 2
+    return mixed.reshape(num_rows, columns)

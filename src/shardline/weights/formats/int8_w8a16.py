@@ -25,7 +25,6 @@ class Format(packed.Format):
     """See `base.WeightFormat`."""
 
     is_for_gpus: ClassVar[bool] = False
-    alternatives: ClassVar[str] = "int8_fast"
     packs_embedding: ClassVar[bool] = True
 
     @property
