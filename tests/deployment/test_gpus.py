@@ -233,5 +233,5 @@ def test_fp8_needs_a_gpu_that_computes_in_it() -> None:
     chosen = resolve_on(old, quantization="int8")
     assert chosen.weight_format.name == "int8_fast"
     assert "weights int8_fast (what GPUs have for int8)" in chosen.reasons
-    with pytest.raises(ValueError, match="quantization int8_w8a16 is for CPUs; use none, int8_fast or int4_fast, or --device cpu"):
+    with pytest.raises(ValueError, match="int8_w8a16 is for CPUs; use none, int8_fast or int4_fast, or --device cpu"):
         resolve_on(old, quantization="int8_w8a16")

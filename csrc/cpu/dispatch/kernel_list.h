@@ -31,4 +31,6 @@
   KERNEL(void, round_rows_e4m3, const RoundRowsArgs& args) \
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
-  KERNEL(void, merge_partials, const MergePartialsArgs& args)
+  KERNEL(void, merge_partials, const MergePartialsArgs& args) \
+  KERNEL(void, quantize_nibbles, const QuantizeNibblesArgs& args) \
+  KERNEL(void, quantize_bytes, const QuantizeBytesArgs& args)

@@ -108,6 +108,28 @@ struct QuantizedLinearArgs {
   const uint64_t* allowed;
 };
 
+// A dense weight [N, K] as codes with numbers for each 32 neighbours along K, as quantize_groups.cpp says: the value of
+// a code is code * scale - min. With G groups a row, `outer_groups` neighbouring ones share their outer numbers.
+constexpr int64_t kMostOuterGroups = 8;
+struct QuantizeNibblesArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* codes;                     // [N, K]
+  int8_t *scales, *mins;              // [N, G]
+  uint16_t *outer_scales, *outer_mins;  // [N, G / outer_groups], halves
+  int64_t num_rows, depth, outer_groups;
+};
+// The same with the value (code - 128) * scale.
+struct QuantizeBytesArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* codes;  // [N, K]
+  bf16* scales;    // [N, G]
+  int64_t num_rows, depth;
+};
+
 // Weights of codes of 4, 6 or 8 bits, whose columns along K share scales in groups of group_size neighbours, a multiple
 // of 8; the last group may be smaller. Codes are packed in panels of 64 columns: [panel][k / 8][kOctetBytes<bits>].
 // With 4 bits, an octet of k has 32 bits per column: even k in the lower half, odd k in the upper half, each four codes

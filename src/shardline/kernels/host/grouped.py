@@ -29,10 +29,11 @@ from shardline.kernels.host.grouped_forms import (
 )
 from shardline.kernels.host.memory import streamed_empty
 from shardline.kernels.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
+from shardline.kernels.page_cache import row_slices
 from shardline.kernels.tensors import LinearInput, as_tensor, check_features
 from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
-from shardline.weights.formats import int8_fast
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.formats import int4, int8_fast, int8_w8a16
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 if TYPE_CHECKING:
     from shardline.kernels.contract import Kernels
@@ -193,6 +194,34 @@ class GroupedPanelKernels(PanelKernels):
         if not all(can_multiply(part) for part in parts):
             return False
         return role != "expert" or all(have_one_form(parts[0], part) for part in parts)
+
+    @staticmethod
+    def quantize_nibbles(weight: Tensor) -> tuple[Tensor, TwoLevels, TwoLevels]:
+        """See `int4.NibbleKernels`."""
+        num_rows, columns = weight.shape
+        codes = torch.empty(num_rows, columns, dtype=torch.uint8)
+        inner, outer = (num_rows, int8_w8a16.num_groups(columns)), (num_rows, int4.num_outer_groups(columns))
+        scales, mins = (
+            TwoLevels(torch.empty(inner, dtype=torch.int8), torch.empty(outer, dtype=torch.float16)) for _ in range(2)
+        )
+        start = 0
+        for some in row_slices(weight):
+            rows = slice(start, start + len(some))
+            _cpu.quantize_nibbles(some, codes[rows], *scales.select_rows(rows), *mins.select_rows(rows))
+            start = rows.stop
+        return codes, scales, mins
+
+    @staticmethod
+    def quantize_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See `int8_w8a16.ByteKernels`."""
+        num_rows, columns = weight.shape
+        codes = torch.empty(num_rows, columns, dtype=torch.uint8)
+        scales, start = torch.empty(num_rows, int8_w8a16.num_groups(columns), dtype=torch.bfloat16), 0
+        for some in row_slices(weight):
+            rows = slice(start, start + len(some))
+            _cpu.quantize_bytes(some, codes[rows], scales[rows])
+            start = rows.stop
+        return codes, scales
 
     def grouped_linear(self, parts: Sequence[GroupedWeight], rounds_x: bool = False) -> PackedLinear:
         if _are_integers(parts):
