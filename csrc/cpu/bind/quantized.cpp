@@ -67,9 +67,9 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   const Tensor sums(sums_object, "sums");
   x.is_floating().has_shape({-1, -1}).has_rows();
   check_quantized_rows(values, scales, sums, x.size(0), x.size(1));
-  const QuantizeRowsArgs args = {x.dtype(),          x.data(),           x.row_stride(), values.as<int8_t>(),
-                                 scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1),
-                                 kRotated};
+  const QuantizeRowsArgs args = {x.dtype(),           x.data(),           x.row_stride(),
+                                 values.as<int8_t>(), scales.as<float>(), sums.as<int32_t>(),
+                                 x.size(0),           x.size(1),          kRotated};
   perform([args] { kernels().quantize_rows(args); });
 }
 
@@ -81,8 +81,8 @@ PackQuantizedArgs pack_args(nb::handle weight_object, nb::handle panels, nb::han
   weight.is_floating().has_shape({-1, -1}).has_rows();
   const Weight to = checked(panels, scales, -1, weight.size(1));
   const PanelColumns place = panel_columns(Tensor(panels, "panels"), weight.size(0), first, half);
-  return {weight.dtype(), weight.data(),  weight.row_stride(), to.panels,
-          to.scales,      weight.size(0), weight.size(1),      place,      false};
+  return {weight.dtype(), weight.data(), weight.row_stride(), to.panels, to.scales, weight.size(0), weight.size(1),
+          place,          false};
 }
 
 void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half,
@@ -216,7 +216,7 @@ void quantize_bytes(nb::handle weight_object, nb::handle codes_object, nb::handl
   const Tensor weight(weight_object, "weight"), codes(codes_object, "codes"), scales(scales_object, "scales");
   const int64_t num_groups = check_codes(weight, codes);
   scales.is(DType::kBFloat16).has_shape({weight.size(0), num_groups}).is_contiguous();
-  const QuantizeBytesArgs args = {weight.dtype(),     weight.data(),  weight.row_stride(), codes.as<uint8_t>(),
+  const QuantizeBytesArgs args = {weight.dtype(),    weight.data(),  weight.row_stride(), codes.as<uint8_t>(),
                                   scales.as<bf16>(), weight.size(0), weight.size(1)};
   nb::gil_scoped_release release;
   kernels().quantize_bytes(args);

@@ -115,8 +115,8 @@ struct QuantizeNibblesArgs {
   DType dtype;
   const void* weight;
   int64_t weight_stride;
-  uint8_t* codes;                     // [N, K]
-  int8_t *scales, *mins;              // [N, G]
+  uint8_t* codes;                       // [N, K]
+  int8_t *scales, *mins;                // [N, G]
   uint16_t *outer_scales, *outer_mins;  // [N, G / outer_groups], halves
   int64_t num_rows, depth, outer_groups;
 };

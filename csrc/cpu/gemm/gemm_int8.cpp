@@ -68,7 +68,8 @@ void pack_any_panel(const PackQuantizedArgs& args, int64_t panel_index) {
 void pack_int8(const PackQuantizedArgs& args) {
   const int64_t first = args.place.first_panel();
   parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
-    args.dtype == DType::kFloat32 ? pack_any_panel<float>(args, first + task) : pack_any_panel<bf16>(args, first + task);
+    args.dtype == DType::kFloat32 ? pack_any_panel<float>(args, first + task)
+                                  : pack_any_panel<bf16>(args, first + task);
   });
 }
 

@@ -130,7 +130,9 @@ inline float from_half(uint16_t half) {
   return value * 0x1p112f;
 }
 
-inline float clamped(float value, float least, float most) { return value < least ? least : value > most ? most : value; }
+inline float clamped(float value, float least, float most) {
+  return value < least ? least : value > most ? most : value;
+}
 
 // A number as a multiple of its outer one: 0 if that is zero.
 inline float in_levels(float number, float outer) { return number * inverse_of(outer); }
