@@ -38,9 +38,10 @@ def off_grid(tensors: Tensors, rng: torch.Generator) -> Tensors:
 
 
 def _moved(weight: Tensor, rng: torch.Generator) -> Tensor:
-    groups = weight.unflatten(1, (-1, 32))
+    groups = weight.reshape(len(weight), -1, 32)
     step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
-    return (groups + (torch.rand(groups.shape, generator=rng) - 0.5) * step).flatten(1)
+    moved: Tensor = groups + (torch.rand(groups.shape, generator=rng) - 0.5) * step
+    return moved.view(weight.shape)
 
 
 def outliers(tensors: Tensors, rng: torch.Generator) -> Tensors:
@@ -68,7 +69,8 @@ def main() -> None:
     out, found = Path(sys.argv[1]), resolve_model(_MODEL)
     config = {key: value for key, value in found.config.items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config))
-    tensors = load_gguf_checkpoint(str(found.gguf), return_tensors=True, model_to_load=model)["tensors"]
+    load: Any = load_gguf_checkpoint
+    tensors = load(str(found.gguf), return_tensors=True, model_to_load=model)["tensors"]
     dense = {name: torch.as_tensor(one).float() for name, one in tensors.items()}
     write(out / "plain", config, dense)
     write(out / "off_grid", config, off_grid(dense, torch.Generator().manual_seed(0)))
