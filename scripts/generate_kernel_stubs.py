@@ -10,10 +10,9 @@ import argparse
 import ast
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_LIST = ROOT / "csrc/cpu/kernels.toml"

@@ -14,12 +14,11 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-import tomllib
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-
 _PROTECTIVE_WORDS = re.compile(
     r"_(AUTH|AUTHORIZATION|CERT|CERTFILE|KEY|KEYS|KEYFILE|PASSWORD|SECRET|SSL|TLS|ALLOWLIST|DENYLIST)(_|$)"
 )

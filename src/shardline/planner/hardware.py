@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-
 GIB = 1 << 30
 GB = 1e9
 _PLAIN = ("bf16", "fp16", "fp32")
