@@ -1,10 +1,10 @@
 """Products with packed weights compared with bf16: `python -m perf.format_products --model llama3b`.
 
-For each form in which packed checkpoints are held, it runs the linears of one layer (qkv, o, gate and up, down) with M
-rows. It prints the time of bf16 divided by the form's, with the quartiles of the rounds. For M = 1, it also prints the
-rate at which weights are read, as a share of the rate of a plain read. Forms and bf16 are measured in turns, and each
-call uses the next of several copies of the layer, so weights come from memory, as in a model. With `--threads 1` it
-measures the thread's CPU time, which other programs on the machine disturb less.
+For each form in which packed checkpoints are held, or dense weights with `--quantization`, it runs the linears of one
+layer (qkv, o, gate and up, down) with M rows. It prints the time of bf16 divided by the form's, with the quartiles of
+the rounds. For M = 1, it also prints the rate at which weights are read, as a share of the rate of a plain read. Forms
+and bf16 are measured in turns, and each call uses the next of several copies of the layer, so weights come from memory,
+as in a model. With `--threads 1` it measures the thread's CPU time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from perf.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
 from tests.weights.forms import FORMS, quantize
 
 from shardline import _cpu
-from shardline.weights.base import PackedLinear, WeightFormat
-from shardline.weights.formats import fp8, packed, plain
+from shardline.weights.base import PackedLinear, weight_format
+from shardline.weights.formats import format_names, packed, plain
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 MODELS = {
@@ -30,6 +30,9 @@ MODELS = {
     "llama3b": [(5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)],
 }
 """[out_features, in_features] of a layer's linears."""
+_OPTION = "--quantization="
+SCHEMES = tuple(f"{_OPTION}{name}" for name in format_names() if name not in ("plain", "packed"))
+"""Formats in which dense weights are held, as options of the command line name them."""
 DEFAULT_FORMS = ("q4_0", "q4_k", "awq", "nf4", "mxfp4", "fp8", "fp8_block", "q8_0", "q6_k")
 
 
@@ -50,8 +53,8 @@ class Layer:
 
     @staticmethod
     def _pack(form: str, n: int, k: int) -> PackedLinear:
-        if form in ("bf16", "--quantization fp8"):
-            chosen: WeightFormat = plain.Format() if form == "bf16" else fp8.Format()
+        if form in ("bf16", *SCHEMES):
+            chosen = plain.Format() if form == "bf16" else weight_format(form.removeprefix(_OPTION))
             return chosen.pack_linear(KERNELS, torch.randn(n, k).bfloat16())
         return packed.Format().pack_linear(KERNELS, random_weight(form, n, k))
 
@@ -80,7 +83,7 @@ def measure(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama3b")
-    parser.add_argument("--forms", nargs="+", choices=(*FORMS, "--quantization fp8"), default=DEFAULT_FORMS)
+    parser.add_argument("--forms", nargs="+", choices=(*FORMS, *SCHEMES), default=DEFAULT_FORMS)
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 2, 4))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

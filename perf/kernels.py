@@ -35,7 +35,7 @@ SHAPES = {
 }
 GATE_UP = {"q05": (9728, 896), "llama1b": (16384, 2048)}
 ROWS = (1, 8, 32, 128, 512, 2048)
-FORMATS = {"bf16": "plain", "int8": "int8", "int4": "int4"}
+FORMATS = {"bf16": "plain", "int8": "int8_fast", "int4": "int4_fast"}
 DTYPES = tuple(FORMATS)
 KERNELS = HostKernels()
 COLD_BYTES = 96 << 20  # of all copies: more than the caches hold

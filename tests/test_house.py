@@ -23,8 +23,9 @@ MACHINE_PLACES = {"shardline/cluster/ray/placing.py": 1, "shardline/engine/execu
 LIBRARY_LINES = 5
 """Lines outside the back ends that use a machine's own library."""
 
-FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 2, "int8_w8a16": 1, "int4_w4a16": 0}
-"""Files besides its own that know a weight format; fp8 is also a name of a checkpoint's `quant_method`."""
+FORMAT_FILES = {"int8": 3, "int4": 1, "fp8": 2, "int8_w8a16": 1, "int8_fast": 4, "int4_fast": 1}
+"""Files besides its own that know a weight format. fp8 is also a name of a checkpoint's `quant_method`, and int8 and
+int4 are names of kernels."""
 
 NAMED_BY_OTHERS = ("shardline/checkpoints/gguf/", "shardline/text/reasoning_parsers/", "shardline/text/tool_parsers/")
 """GGUF has architectures of its own, and these files say which models they are. vLLM's users name formats of answers

@@ -59,8 +59,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "int8": {"quantization": "int8"},
-    "int4": {"quantization": "int4"},
+    "int8": {"quantization": "int8_fast"},
+    "int4": {"quantization": "int4_fast"},
     "int8 KV": {"kv_cache_dtype": "int8"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
 }
@@ -125,7 +125,7 @@ def every_same_tokens(device: str) -> dict[str, Any]:
         with random_model(model_type) as folder:
             result[model_type] = attempt(same_tokens, folder, device)
             if model_type in ("mixtral", "deepseek_v3"):
-                result[f"{model_type} int4"] = attempt(partial(same_tokens, folder, device, quantization="int4"))
+                result[f"{model_type} int4"] = attempt(partial(same_tokens, folder, device, quantization="int4_fast"))
     for name, options in _OPTIONS.items():
         result[f"demo {name}"] = attempt(partial(same_tokens, "demo", device, **options))
     return result
@@ -135,7 +135,7 @@ def precision_bars(ceilings: dict[str, float]) -> dict[str, Any]:
     """8B with quantized dummy weights: decode as a share of the time for bf16's bytes, and throughput."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
     result: dict[str, Any] = {}
-    for scheme in ("fp8", "int8"):
+    for scheme in ("fp8", "int8_fast"):
         with (
             shape_folder("8B") as folder,
             LLM(folder, device="cuda", load_format="dummy", quantization=scheme, **options) as llm,

@@ -9,7 +9,7 @@ from shardline.kernels.tensors import QuantizedRows
 from shardline.models.feed_forward import Routing
 from shardline.runtime.ops.moe import experts, routing
 from shardline.weights.base import weight_format
-from shardline.weights.formats import int8, packed
+from shardline.weights.formats import int8_fast, packed
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows, quantize_rows_reference
 
@@ -128,9 +128,9 @@ class WeightChecks(Inputs):
         """The bits equal the oracle's."""
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
         x, weight = self.randn(rows, depth).cpu(), self.randn(columns, depth).cpu()
-        expected = int8.Format().multiply_reference(self.kernels, x, weight, None, torch.float32)
+        expected = int8_fast.Format().multiply_reference(self.kernels, x, weight, None, torch.float32)
         # The weight is rounded on the host, as the oracle's is.
-        values, scales = int8.int8_weight_reference(weight)
+        values, scales = int8_fast.int8_weight_reference(weight)
         panels = torch.nn.functional.pad(values, (0, -depth % 32)).to(self.device)
         quantized, out = self._on_device(quantize_rows_reference(x)), self.poison(rows, columns, dtype=torch.float32)
         self.kernels.linear_int8(*quantized[:4], panels, scales.to(self.device), None, out)
@@ -139,7 +139,7 @@ class WeightChecks(Inputs):
 
     def linear_int4(self) -> float:
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
-        on_host, int4 = HostKernels(), weight_format("int4")
+        on_host, int4 = HostKernels(), weight_format("int4_fast")
         x, weight = quantize_rows(on_host, self.randn(rows, depth).cpu()), self.randn(columns, depth)
         expected = int4.pack_linear(on_host, weight.cpu())(x, out_dtype=torch.float32)
         out = int4.pack_linear(self.kernels, weight)(self._on_device(x), out_dtype=torch.float32)

@@ -25,8 +25,8 @@ class Case:
         return " ".join([room, self.checkpoint, *(f"{key}={value}" for key, value in self.options.items())])
 
 
-_FORMATS = [(dtype, weights) for dtype in ("float32", "bfloat16") for weights in ("none", "int8", "int4")]
-_LAYOUT_FORMATS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("float32", "int4"))
+_FORMATS = [(dtype, weights) for dtype in ("float32", "bfloat16") for weights in ("none", "int8", "int4_fast")]
+_LAYOUT_FORMATS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("float32", "int4_fast"))
 PACKED_MODELS = ("llama-gptq", "llama-awq", "mixtral-gptq", "mixtral-awq")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -43,7 +43,7 @@ GPU_CASES: list[tuple[str, str, str, str]] = [
     ("llama", "float32", "none", "auto"),
     ("llama", "bfloat16", "none", "auto"),
     ("llama", "float32", "int8", "auto"),
-    ("llama", "bfloat16", "int4", "int8"),
+    ("llama", "bfloat16", "int4_fast", "int8"),
     ("llama", "float32", "fp8", "auto"),
     ("llama-gptq", "float32", "packed", "auto"),
     ("llama-awq", "bfloat16", "packed", "auto"),
@@ -55,22 +55,22 @@ GPU_CASES: list[tuple[str, str, str, str]] = [
     ("gemma", "bfloat16", "none", "auto"),
     ("gemma2", "float32", "none", "auto"),
     ("gemma3_text", "bfloat16", "fp8", "auto"),
-    ("phi3", "float32", "int4", "auto"),
+    ("phi3", "float32", "int4_fast", "auto"),
     ("gpt2", "float32", "none", "auto"),
     ("gpt2", "bfloat16", "int8", "auto"),
     ("mixtral", "float32", "none", "auto"),
     ("mixtral", "bfloat16", "int8", "auto"),
     ("qwen2_moe", "bfloat16", "none", "auto"),
-    ("qwen2_moe", "float32", "int4", "auto"),
+    ("qwen2_moe", "float32", "int4_fast", "auto"),
     ("qwen3_moe", "bfloat16", "fp8", "auto"),
     ("deepseek_v2", "float32", "none", "fp8"),
     ("deepseek_v2", "bfloat16", "int8", "int8"),
     ("deepseek_v3", "float32", "none", "auto"),
-    ("deepseek_v3", "bfloat16", "int4", "auto"),
+    ("deepseek_v3", "bfloat16", "int4_fast", "auto"),
 ]
 """Checkpoint, dtype, weight format, KV format."""
 
-GPU_ROWS = [("llama", "bfloat16", "none"), ("llama", "float32", "int8"), ("mixtral", "float32", "none")]
+GPU_ROWS = [("llama", "bfloat16", "none"), ("llama", "float32", "int8_fast"), ("mixtral", "float32", "none")]
 """Cases with a prompt of more than 64 rows in one step. Layers are fused for at most 64 rows."""
 
 GPU_LAYOUTS = [("llama", "bfloat16", "tp2"), ("mixtral", "float32", "tp2 ep")]
@@ -109,7 +109,7 @@ def make_cases() -> list[Case]:
                 ("float32", "none"),
                 ("bfloat16", "none"),
                 ("bfloat16", "int8"),
-                ("float32", "int4"),
+                ("float32", "int4_fast"),
             ):
                 options = {**layout, "dtype": dtype, "quantization": weights, "distributed_executor_backend": "threads"}
                 # The largest layouts run with one format each.

@@ -20,7 +20,7 @@ from pathlib import Path
 from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 from scripts.house.machine import PROTOCOLS
 
-FORMATS = ("int8_w8a16", "int4_w4a16", "int8", "int4", "fp8")
+FORMATS = ("int8_w8a16", "int8_fast", "int4_fast", "int8", "int4", "fp8")
 """Names that begin with those of others come first."""
 _KERNELS = (f"{PACKAGE}.kernels", f"{PACKAGE}.runtime.machines")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")

@@ -29,7 +29,7 @@ def test_every_option_lands_where_it_belongs() -> None:
         ("tensor_parallel_size", "2", "whole number"),
         ("numerics", "sloppy", "exact, fast"),
         ("dtype", "int3", "bfloat16"),
-        ("quantization", "int3", "none, fp8, fp8_w8a8, int4, int4_w4a16, int8, int8_w8a16"),
+        ("quantization", "int3", "none, fp8, fp8_w8a8, int4, int4_fast, int8, int8_fast, int8_w8a16"),
         ("quantization", "w4a16", "now the format 'packed'"),
         ("gpu_memory_utilization", 1.5, "(0, 1]"),
         ("kv_cache_memory", "4 parsecs", "4GiB"),

@@ -148,7 +148,7 @@ def test_the_bits_that_a_checkpoint_has_packed_are_kept(tmp_path: Path) -> None:
     assert resolved.keeps_packed
     on_cpu = resolve_on(TWO, **{**options, "device": "cpu"})
     assert on_cpu.weight_format == FormatChoice("packed", 32, packs_all=True)
-    for scheme, name in (("none", "plain"), ("int8", "int8")):
+    for scheme, name in (("none", "plain"), ("int8", "int8_fast"), ("int4", "int4_fast")):
         chosen = resolve_on(TWO, **options, quantization=scheme)
         assert chosen.weight_format.name == name
         assert not chosen.keeps_packed
@@ -230,4 +230,8 @@ def test_fp8_needs_a_gpu_that_computes_in_it() -> None:
         for capability in ("sm_89", "sm_90", "sm_120"):
             new = Machine((host(gpu(80 * GIB, 79 * GIB, capability=capability)),))
             resolve_on(new, **{option: "fp8"})
-    assert resolve_on(old, quantization="int8").weight_format.name == "int8"
+    chosen = resolve_on(old, quantization="int8")
+    assert chosen.weight_format.name == "int8_fast"
+    assert "weights int8_fast (what GPUs have for int8)" in chosen.reasons
+    with pytest.raises(ValueError, match="int8_w8a16 is for CPUs; use none, int8_fast or int4_fast, or --device cpu"):
+        resolve_on(old, quantization="int8_w8a16")

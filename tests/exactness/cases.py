@@ -77,7 +77,7 @@ def _meet(a: Any, b: Any) -> bool:
     return (a, b) != ("alone", "tight")
 
 
-SCHEMES = ("none", "int8", "int4", "fp8", PACKED)
+SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
 """Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
 
 KV_TYPES = ("kv-auto", INT8_KV, FP8_KV)
@@ -155,7 +155,7 @@ def layouts_of_own_parts() -> list[Case]:
     for index, family in enumerate(OWN_PARTS):
         kv = "kv-auto" if index % 2 else (INT8_KV, FP8_KV)[index % 4 // 2]
         experts = WHOLE_EXPERTS if has_experts(family) and index % 3 == 0 else "split-experts"
-        quantization = ("none", "none", "int8", "int4")[index % 4]
+        quantization = ("none", "none", "int8", "int4_fast")[index % 4]
         cases.append(Case(family, "bfloat16", 3, 2, 1, *rest, quantization, experts, kv, "one-host"))
     return cases
 

@@ -89,7 +89,7 @@ STORED = {
     "fp8-blocks-w8a8": _stored("fp8 blocks", "mixtral")._replace(quantization="fp8_w8a8"),
     "fp8-a-tensor": _stored("fp8 a tensor"),
     "fp8-a-tensor-w8a8": _stored("fp8 a tensor")._replace(quantization="fp8_w8a8"),
-    "fp8-blocks-as-int4-w4a16": _stored("fp8 blocks", "mixtral")._replace(quantization="int4_w4a16"),
+    "fp8-blocks-as-int4": _stored("fp8 blocks", "mixtral")._replace(quantization="int4"),
     "gguf-q5_1-as-int8-w8a16": _gguf("llama", "Q5_1")._replace(quantization="int8_w8a16"),
     "fbgemm-fp8": _stored("fbgemm"),
     "compressed-float": _stored("float an output"),
@@ -107,7 +107,7 @@ SAMPLED_STORED = (
     "awq",
     "gptq-act-order",
     "fp8-blocks-w8a8",
-    "fp8-blocks-as-int4-w4a16",
+    "fp8-blocks-as-int4",
     "nf4",
     "mxfp4",
 )

@@ -63,7 +63,7 @@ def test_log_probabilities_of_a_text(tokenizer: Tokenizer, their_model: Any) -> 
     assert (difference.abs() > 0.5).sum() == 0
 
 
-@pytest.mark.parametrize(("scheme", "most"), [("int8_w8a16", 0.007), ("int4_w4a16", 0.05)])
+@pytest.mark.parametrize(("scheme", "most"), [("int8_w8a16", 0.007), ("int8", 0.015), ("int4", 0.05)])
 def test_formats_keep_the_model(scheme: str, most: float, tmp_path: Path) -> None:
     text, report = tmp_path / "text.txt", tmp_path / "quality.json"
     text.write_text(_TEXT[:6000], encoding="utf-8")
@@ -119,7 +119,7 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
             assert answers(other) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4_w4a16"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_layouts_give_one_answer_in_other_formats(scheme: str) -> None:
     found = []
     params = SamplingParams(max_tokens=24, temperature=0.0, logits_digest=True)

@@ -17,7 +17,7 @@ from shardline.weights.formats import format_names
 from shardline.weights.rows import quantize_rows
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-EXACT_ORACLES = {"int8", "int4"}
+EXACT_ORACLES = {"int8", "int8_fast", "int4_fast"}
 """Formats whose oracle has the product's very bits; the others' sums are in fp64."""
 
 PARTS = [(150,), (1, 149), (64, 64, 22), (65, 0, 85), (7, 3, 1, 139)]

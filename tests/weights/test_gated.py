@@ -12,7 +12,7 @@ from shardline.weights.base import weight_format
 from shardline.weights.formats import plain
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-FORMATS = ["plain", "int8", "int4"]
+FORMATS = ["plain", "int8", "int8_fast", "int4_fast"]
 NAMES = ["silu", "gelu_tanh", "gelu", "relu"]
 
 

@@ -32,7 +32,7 @@ def test_formats_are_options() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8_fast", "int4_fast"])
 def test_only_what_no_norm_precedes_is_quantized_alone(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,8 @@ void set_grouped(ExpertStack& stack, const Tensor& panels, nb::handle scales_obj
   stack.input_scales = fixed.is(DType::kFloat32).has_shape({panels.size(0)}).is_contiguous().as<float>();
 }
 
-// Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes made, with the experts as the first dimension.
+// Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes made, with the experts as the first dimension. The
+// scales of a rotated weight are a tuple of one.
 ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType dtype, int64_t columns, int64_t depth) {
   const Tensor panels(panels_object, "panels");
   const int64_t num_panels = round_up(columns, kPanelColumns) / kPanelColumns;
@@ -109,7 +110,8 @@ ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType d
   } else if (panels.rank() == 4 && panels.size(3) != kInt4GroupBytes) {
     set_grouped(stack, panels, scales_object, num_panels, depth);
   } else {
-    const Tensor scales(scales_object, "scales");
+    stack.rotated = nb::isinstance<nb::tuple>(scales_object) && nb::len(scales_object) == 1;
+    const Tensor scales(stack.rotated ? nb::object(scales_object[0]) : nb::borrow(scales_object), "scales");
     scales.is(DType::kFloat32).has_shape({panels.size(0), num_panels * kPanelColumns}).is_contiguous();
     stack.scales = scales.as<float>();
     panels.is(DType::kUInt8).is_contiguous();

@@ -84,8 +84,8 @@ class PyGroup {
     check_quantized_rows(values, scales, sums, num_rows, depth);
     std::vector<int64_t> row_bytes;
     for (int64_t width : widths) row_bytes.push_back(width * item_size(local));
-    const QuantizeRowsArgs to = {local.dtype(),      nullptr, depth, values.as<int8_t>(), scales.as<float>(),
-                                 sums.as<int32_t>(), 0,       depth};
+    const QuantizeRowsArgs to = {
+        local.dtype(), nullptr, depth, values.as<int8_t>(), scales.as<float>(), sums.as<int32_t>(), 0, depth, false};
     exchange(timeout_s, [this, timeout_s, row_bytes, to, num_rows, from = local.data()] {
       const auto take = [&](int64_t first, int64_t count, const std::vector<const char*>& pieces) {
         quantize_joined(to, row_bytes, first, count, pieces);

@@ -61,13 +61,15 @@ Weight int4_weight(nb::handle panels, nb::handle scales, int64_t num_columns, in
   return int4_panels(panels, scales, round_up(num_columns, kPanelColumns) / kPanelColumns, depth);
 }
 
+template <bool kRotated>
 void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle scales_object, nb::handle sums_object) {
   const Tensor x(x_object, "x"), values(values_object, "values"), scales(scales_object, "scales");
   const Tensor sums(sums_object, "sums");
   x.is_floating().has_shape({-1, -1}).has_rows();
   check_quantized_rows(values, scales, sums, x.size(0), x.size(1));
-  const QuantizeRowsArgs args = {x.dtype(),          x.data(),           x.row_stride(), values.as<int8_t>(),
-                                 scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
+  const QuantizeRowsArgs args = {x.dtype(),           x.data(),           x.row_stride(),
+                                 values.as<int8_t>(), scales.as<float>(), sums.as<int32_t>(),
+                                 x.size(0),           x.size(1),          kRotated};
   perform([args] { kernels().quantize_rows(args); });
 }
 
@@ -79,12 +81,14 @@ PackQuantizedArgs pack_args(nb::handle weight_object, nb::handle panels, nb::han
   weight.is_floating().has_shape({-1, -1}).has_rows();
   const Weight to = checked(panels, scales, -1, weight.size(1));
   const PanelColumns place = panel_columns(Tensor(panels, "panels"), weight.size(0), first, half);
-  return {weight.dtype(), weight.data(),  weight.row_stride(), to.panels,
-          to.scales,      weight.size(0), weight.size(1),      place};
+  return {weight.dtype(), weight.data(), weight.row_stride(), to.panels, to.scales, weight.size(0), weight.size(1),
+          place,          false};
 }
 
-void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half) {
-  const PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int8_panels);
+void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half,
+               bool rotated) {
+  PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int8_panels);
+  args.rotated = rotated;
   nb::gil_scoped_release release;
   kernels().pack_int8(args);
 }
@@ -170,6 +174,54 @@ void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
   perform([args] { kernels().linear_int4(args); });
 }
 
+// Checks a dense weight, its codes and the number of groups of a row, which is returned.
+int64_t check_codes(const Tensor& weight, const Tensor& codes) {
+  weight.is_floating().has_shape({-1, -1}).has_rows();
+  check_depth(weight.size(1));
+  codes.is(DType::kUInt8).has_shape({weight.size(0), weight.size(1)}).is_contiguous();
+  return round_up(weight.size(1), kGroupDepth) / kGroupDepth;
+}
+
+void quantize_nibbles(nb::handle weight_object, nb::handle codes_object, nb::handle scales_object,
+                      nb::handle outer_scales_object, nb::handle mins_object, nb::handle outer_mins_object) {
+  const Tensor weight(weight_object, "weight"), codes(codes_object, "codes"), scales(scales_object, "scales");
+  const Tensor outer_scales(outer_scales_object, "outer_scales"), mins(mins_object, "mins");
+  const Tensor outer_mins(outer_mins_object, "outer_mins");
+  const int64_t num_groups = check_codes(weight, codes), rows = weight.size(0);
+  for (const Tensor* inner : {&scales, &mins}) inner->is(DType::kInt8).has_shape({rows, num_groups}).is_contiguous();
+  outer_scales.has_shape({rows, -1});
+  const int64_t num_outer = outer_scales.size(1);
+  for (const Tensor* outer : {&outer_scales, &outer_mins}) {
+    outer->is(DType::kFloat16).has_shape({rows, num_outer}).is_contiguous();
+  }
+  if (num_outer < 1 || num_groups % num_outer != 0 || num_groups / num_outer > kMostOuterGroups) {
+    raise_value_error("1 to " + std::to_string(kMostOuterGroups) + " groups share their outer numbers");
+  }
+  const QuantizeNibblesArgs args = {weight.dtype(),
+                                    weight.data(),
+                                    weight.row_stride(),
+                                    codes.as<uint8_t>(),
+                                    scales.as<int8_t>(),
+                                    mins.as<int8_t>(),
+                                    outer_scales.as<uint16_t>(),
+                                    outer_mins.as<uint16_t>(),
+                                    rows,
+                                    weight.size(1),
+                                    num_groups / num_outer};
+  nb::gil_scoped_release release;
+  kernels().quantize_nibbles(args);
+}
+
+void quantize_bytes(nb::handle weight_object, nb::handle codes_object, nb::handle scales_object) {
+  const Tensor weight(weight_object, "weight"), codes(codes_object, "codes"), scales(scales_object, "scales");
+  const int64_t num_groups = check_codes(weight, codes);
+  scales.is(DType::kBFloat16).has_shape({weight.size(0), num_groups}).is_contiguous();
+  const QuantizeBytesArgs args = {weight.dtype(),    weight.data(),  weight.row_stride(), codes.as<uint8_t>(),
+                                  scales.as<bf16>(), weight.size(0), weight.size(1)};
+  nb::gil_scoped_release release;
+  kernels().quantize_bytes(args);
+}
+
 }  // namespace
 
 void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
@@ -182,13 +234,18 @@ void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tens
 }
 
 void bind_quantized(nb::module_& m) {
-  m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
-  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
+  m.def("quantize_rows", &quantize_rows<false>, "x"_a, "values"_a, "scales"_a, "sums"_a);
+  m.def("quantize_rotated", &quantize_rows<true>, "x"_a, "values"_a, "scales"_a, "sums"_a);
+  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none(),
+        "rotated"_a = false);
   m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_int8_best", &linear_int8_best, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a,
         "column_scales"_a, "bias"_a.none(), "num_columns"_a, "allowed"_a.none(), "best"_a);
+  m.def("quantize_nibbles", &quantize_nibbles, "weight"_a, "codes"_a, "scales"_a, "outer_scales"_a, "mins"_a,
+        "outer_mins"_a);
+  m.def("quantize_bytes", &quantize_bytes, "weight"_a, "codes"_a, "scales"_a);
   m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
 }

@@ -63,6 +63,7 @@ struct QuantizeRowsArgs {
   float* scales;   // [num_rows]
   int32_t* sums;   // [num_rows, 1 + number of groups]: the sum of the row's values, then the sum of each group
   int64_t num_rows, depth;
+  bool rotated;  // whether rows are mixed first, see rotate_row.h
 };
 
 // Rounds each group of columns of x to float8_e4m3fn: out = e4m3(x / scale), in the dtype of x, which holds it exactly.
@@ -87,6 +88,7 @@ struct PackQuantizedArgs {
   float* scales;  // [N padded to whole panels]
   int64_t num_columns, depth;
   PanelColumns place;
+  bool rotated;  // in int8: whether the weight is for rows that are mixed, see rotate_row.h
 };
 
 struct QuantizedLinearArgs {
@@ -104,6 +106,28 @@ struct QuantizedLinearArgs {
   Activation activation;  // of the gate
   bool best;              // int8 only, see LinearArgs
   const uint64_t* allowed;
+};
+
+// A dense weight [N, K] as codes with numbers for each 32 neighbours along K, as quantize_groups.cpp says: the value of
+// a code is code * scale - min. With G groups a row, `outer_groups` neighbouring ones share their outer numbers.
+constexpr int64_t kMostOuterGroups = 8;
+struct QuantizeNibblesArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* codes;                       // [N, K]
+  int8_t *scales, *mins;                // [N, G]
+  uint16_t *outer_scales, *outer_mins;  // [N, G / outer_groups], halves
+  int64_t num_rows, depth, outer_groups;
+};
+// The same with the value (code - 128) * scale.
+struct QuantizeBytesArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* codes;  // [N, K]
+  bf16* scales;    // [N, G]
+  int64_t num_rows, depth;
 };
 
 // Weights of codes of 4, 6 or 8 bits, whose columns along K share scales in groups of group_size neighbours, a multiple

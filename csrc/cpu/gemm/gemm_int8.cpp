@@ -1,5 +1,7 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias with bytes for x and weight.
 #include "gemm/gemm_int8_tile.h"
+#include "rowwise/rotate_row.h"
+#include "runtime/thread_pool.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
@@ -40,12 +42,34 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
   }
 }
 
+// Packs a panel of mixed rows, which are the weight of a product with mixed rows.
+template <class T>
+void pack_rotated_panel(const PackQuantizedArgs& args, int64_t panel_index) {
+  const int64_t panel_begin = panel_index * args.place.width - args.place.first;
+  const int64_t begin = max64(0, panel_begin), end = min64(args.num_columns, panel_begin + args.place.width);
+  float* mixed = static_cast<float*>(thread_scratch(static_cast<size_t>((end - begin) * args.depth) * sizeof(float)));
+  for (int64_t column = begin; column < end; ++column) {
+    const T* weight = static_cast<const T*>(args.weight) + column * args.weight_stride;
+    rotate_row(weight, args.depth, true, mixed + (column - begin) * args.depth);
+  }
+  PackQuantizedArgs rotated = args;
+  rotated.weight = mixed - begin * args.depth;
+  rotated.weight_stride = args.depth;
+  pack_panel<float>(rotated, panel_index);
+}
+
+template <class T>
+void pack_any_panel(const PackQuantizedArgs& args, int64_t panel_index) {
+  args.rotated ? pack_rotated_panel<T>(args, panel_index) : pack_panel<T>(args, panel_index);
+}
+
 }  // namespace
 
 void pack_int8(const PackQuantizedArgs& args) {
   const int64_t first = args.place.first_panel();
   parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
-    args.dtype == DType::kFloat32 ? pack_panel<float>(args, first + task) : pack_panel<bf16>(args, first + task);
+    args.dtype == DType::kFloat32 ? pack_any_panel<float>(args, first + task)
+                                  : pack_any_panel<bf16>(args, first + task);
   });
 }
 

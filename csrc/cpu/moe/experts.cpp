@@ -74,10 +74,10 @@ void copy_rows(const char* rows, int64_t stride_bytes, int64_t row_bytes, const 
   });
 }
 
-ExpertRows quantized_rows(DType dtype, const void* x, int64_t stride, int64_t depth, int64_t count) {
+ExpertRows quantized_rows(DType dtype, const void* x, int64_t stride, int64_t depth, int64_t count, bool rotated) {
   Workspace& own = workspace;
   const int64_t groups = num_groups(depth);
-  QuantizeRowsArgs args = {dtype, x, stride, nullptr, nullptr, nullptr, count, depth};
+  QuantizeRowsArgs args = {dtype, x, stride, nullptr, nullptr, nullptr, count, depth, rotated};
   args.values = static_cast<int8_t*>(own.rows.get(count * groups * kGroupDepth));
   args.scales = static_cast<float*>(own.scales.get(count * static_cast<int64_t>(sizeof(float))));
   args.sums = static_cast<int32_t*>(own.sums.get(count * (groups + 1) * static_cast<int64_t>(sizeof(int32_t))));
@@ -283,7 +283,7 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   if (count == 0) return;
   ExpertRows rows = {args.dtype, args.x, args.x_stride, nullptr, nullptr, nullptr};
   if (reads_quantized(args.weight.kind)) {
-    rows = quantized_rows(args.dtype, args.x, args.x_stride, args.depth, slots.num_tokens);
+    rows = quantized_rows(args.dtype, args.x, args.x_stride, args.depth, slots.num_tokens, args.weight.rotated);
   }
   const int64_t columns = args.gated ? 2 * args.width : args.width;
   void* products = workspace.products.get(count * columns * bytes_of(args.dtype));
@@ -303,7 +303,7 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   if (count == 0) return products;
   ExpertRows rows = {args.dtype, args.x, args.depth, nullptr, nullptr, nullptr};
   if (reads_quantized(args.weight.kind)) {
-    rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
+    rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count, args.weight.rotated);
   }
   rows = with_ordered_columns(rows, args.weight, args.depth, slots);
   rows = with_group_sums(rows, args.weight, args.depth, count);

@@ -36,6 +36,7 @@ struct ExpertStack {
   WeightKind kind;
   const char* panels;
   const float* scales;  // [num_experts, columns padded to whole panels]; null for floating weights
+  bool rotated;         // whether x is mixed before it becomes bytes, see rotate_row.h
   int64_t num_experts, num_panels, panel_bytes;
   GroupedLinearArgs grouped;  // of the first expert, for this kind: the weight without panels
   const int32_t* order;       // [num_experts, depth]: the column of x in each packed place; null: columns are in order

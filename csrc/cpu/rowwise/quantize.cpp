@@ -1,5 +1,6 @@
 #include "dispatch/variant.h"
 #include "rowwise/quantize_row.h"
+#include "rowwise/rotate_row.h"
 #include "runtime/thread_pool.h"
 #include "simd/vec_fp8.h"
 
@@ -11,7 +12,10 @@ constexpr int64_t kSmallWork = 1 << 14;
 template <class T>
 void quantize(const QuantizeRowsArgs& args, int64_t row) {
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-  quantize_row(x, args.depth, row, args.values, args.scales, args.sums);
+  if (!args.rotated) return quantize_row(x, args.depth, row, args.values, args.scales, args.sums);
+  float* mixed = static_cast<float*>(thread_scratch(static_cast<size_t>(args.depth) * sizeof(float)));
+  rotate_row(x, args.depth, false, mixed);
+  quantize_row(mixed, args.depth, row, args.values, args.scales, args.sums);
 }
 
 // The nearest values of float8_e4m3fn; larger ones become the largest.

@@ -100,10 +100,10 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; "
-        "int8_w8a16, int4_w4a16: the CPU rounds weights only, so less is lost and prompts take longer; fp8: in fp8, "
-        "which GPUs also compute in; fp8_w8a8: the CPU rounds activations to fp8 too, also for fp8 checkpoints; "
-        "default: as the checkpoint packs them; others state how the checkpoint is "
+        "format of linear weights; none: the activations' dtype; int8: computed in int8; int4, int8_w8a16: the CPU "
+        "rounds weights only, so prompts take longer; int8_fast, int4_fast: computed in int8, and much is lost, as on "
+        "GPUs with int8 and int4; fp8: in fp8, which GPUs also compute in; fp8_w8a8: the CPU rounds activations to fp8 "
+        "too, also for fp8 checkpoints; default: as the checkpoint packs them; others state how the checkpoint is "
         "quantized, which is found without them",
         choices=("none", *(name for name in format_names() if name not in ("plain", "packed")), *STORED_METHODS),
         aliases=("q",),

@@ -69,6 +69,8 @@ def choose_weight_format(
     if not held.is_for_gpus and kernels == "torch":
         raise ValueError(f"quantization {asked} needs the CPU's own kernels; use int8, fp8, or leave --kernels out")
     if not held.is_for_gpus and devices[0].kind != "cpu":
+        if held.on_gpus:
+            return FormatChoice(held.on_gpus)
         raise ValueError(f"quantization {asked} is for CPUs; use {held.alternatives}, or --device cpu")
     if held.takes_e4m3 and is_there:
         return _with_e4m3(asked, stored)

@@ -25,6 +25,9 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     reasons = []
     if stored.is_packed and asked.model.quantization is None and asked.model.load_format != "dummy":
         reasons.append(f"weights {_weights(deployment)}")
+    held, wanted = deployment.weight_format.name, asked.model.quantization
+    if held not in ("plain", "packed", wanted):
+        reasons.append(f"weights {held} (what GPUs have for {wanted})")
     if asked.parallel.device == "auto" and deployment.device == "cuda":
         gpus = [host.devices[index] for index in host.of_kind("cuda")]
         reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")

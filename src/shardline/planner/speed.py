@@ -73,7 +73,8 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
 
 def deployment_work(deployment: Deployment) -> StepWork:
     """The work of the rank with the most weights."""
-    rules = usual_rules().get(deployment.weight_format.name, StoredRules())
+    label, _, _ = deployment.weight_format.name.partition("_")  # int8_fast has the bytes of int8
+    rules = usual_rules().get(label, StoredRules())
     sizes = [rank.num_bytes for rank in deployment.weights]
     return step_work(
         deployment.spec,

@@ -52,7 +52,7 @@ PLAIN = FormatChoice()
 class PackedLinear(ABC):
     """A weight [out_features, in_features], ready to multiply."""
 
-    input_form: ClassVar[InputForm] = "tensor"
+    input_form: InputForm = "tensor"
     """The form in which it reads x best; a tensor always works."""
     out_features: int
 
@@ -90,7 +90,7 @@ class PackedLinear(ABC):
 class PackedGatedLinear(ABC):
     """The gate and up weights, [out_features, in_features] each, ready to multiply the same rows."""
 
-    input_form: ClassVar[InputForm] = "tensor"
+    input_form: InputForm = "tensor"
 
     @property
     @abstractmethod
@@ -133,13 +133,24 @@ class GroupScales(NamedTuple):
         return sum(part.nbytes for part in (self.scales, self.mins, self.zeros, self.order) if part is not None)
 
 
+class RotatedScales(NamedTuple):
+    """The scales of E experts whose products read rows with mixed parts; see `weights.rotation`."""
+
+    scales: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.scales.nbytes
+
+
 @dataclass(frozen=True)
 class PackedExperts:
     """One linear [out_features, in_features] for each of E experts, each packed like a single linear."""
 
     panels: Tensor
     """[E, ...]: the packed values of each weight, in the layout that the back end's kernels read."""
-    scales: Tensor | GroupScales | None
+    scales: Tensor | RotatedScales | GroupScales | None
     """[E, ...] float32: the scales of the outputs, for quantized weights; those of groups; None for plain weights."""
     in_features: int
     out_features: int
@@ -169,11 +180,13 @@ class WeightFormat(ABC):
     """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU."""
     is_for_gpus: ClassVar[bool] = True
     """Whether GPUs support the format at all."""
+    on_gpus: ClassVar[str] = ""
+    """The format that this name stands for on GPUs, if they do not support the format itself."""
     packs_embedding: ClassVar[bool] = False
     """Whether the embedding is held as the lm_head is, of which rows can be read."""
     takes_e4m3: ClassVar[bool] = False
     """Whether the format takes the e4m3 weights of a quantized checkpoint as they are."""
-    alternatives: ClassVar[str] = "int8"
+    alternatives: ClassVar[str] = "int8_fast"
     """Formats to suggest to a user whose GPU does not support this one."""
 
     @property

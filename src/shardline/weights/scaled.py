@@ -1,4 +1,4 @@
-"""Code shared by int8 and int4: weights of few bits with scales, and products that read quantized rows."""
+"""Code shared by int8, int8_fast and int4_fast: weights of few bits with scales, and products of quantized rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardline.kernels.tensors import InputForm, check_features
-from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
+from shardline.kernels.tensors import InputForm, QuantizedRows, as_tensor, check_features
+from shardline.weights.base import (
+    GroupScales,
+    PackedExperts,
+    PackedGatedLinear,
+    PackedLinear,
+    RotatedScales,
+    WeightFormat,
+)
+from shardline.weights.rotation import quantize_rotated
 from shardline.weights.rows import quantize_rows
 
 if TYPE_CHECKING:
@@ -37,11 +45,22 @@ class ScaledWeight:
     scales: Tensor
     in_features: int
     out_features: int
+    rotated: bool = False
+    """Whether the parts of its rows are mixed, so that those of x must be; see `weights.rotation`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes held, padding included."""
         return self.panels.nbytes + self.scales.nbytes
+
+    @property
+    def input_form(self) -> InputForm:
+        """See `base.PackedLinear`."""
+        return "tensor" if self.rotated else "quantized"
+
+    def quantize(self, x: LinearInput) -> QuantizedRows:
+        """x as the product reads it."""
+        return quantize_rotated(self.kernels, as_tensor(x)) if self.rotated else quantize_rows(self.kernels, x)
 
     def multiply(self, x: LinearInput, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """x [M, in_features] times the transpose, plus bias: [M, out_features]; gated if `gate` names an activation.
@@ -49,7 +68,7 @@ class ScaledWeight:
         Products are summed exactly, in int32. The sum is multiplied by the product of the row's and the column's scale
         in fp32, then the bias is added, and the result is rounded once. The bits are the same on every ISA and on GPUs.
         """
-        rows = quantize_rows(self.kernels, x)
+        rows = self.quantize(x)
         check_features(rows.in_features, self.in_features)
         out = self.kernels.activation_empty(out_dtype, rows.values.shape[0], self.out_features)
         self.linear(*rows[:4], self.panels, self.scales, bias, out, gate)
@@ -60,8 +79,11 @@ class ScaledWeight:
 class ScaledLinear(PackedLinear):
     """See `base.PackedLinear`."""
 
-    input_form: ClassVar[InputForm] = "quantized"
     weight: ScaledWeight
+
+    @property
+    def input_form(self) -> InputForm:  # type: ignore[override]
+        return self.weight.input_form
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
@@ -79,8 +101,11 @@ class ScaledLinear(PackedLinear):
 class ScaledGatedLinear(PackedGatedLinear):
     """See `base.PackedGatedLinear`."""
 
-    input_form: ClassVar[InputForm] = "quantized"
     weight: ScaledWeight
+
+    @property
+    def input_form(self) -> InputForm:  # type: ignore[override]
+        return self.weight.input_form
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +118,9 @@ class ScaledGatedLinear(PackedGatedLinear):
 class ScaledFormat(WeightFormat):
     """Base class of these formats; a format names its own kernels."""
 
+    rotates: ClassVar[bool] = False
+    """Whether the parts of rows are mixed; then `pack` mixes those of weights."""
+
     @abstractmethod
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
         """The back end's kernels for this format."""
@@ -102,7 +130,7 @@ class ScaledFormat(WeightFormat):
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         panels, scales = own_kernels.empty(out_features, in_features)
         self._pack_parts(own_kernels, panels, scales, parts)
-        return ScaledLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
+        return ScaledLinear(self._weight(kernels, panels, scales, in_features, out_features))
 
     def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> ScaledGatedLinear:
         own_kernels = self.choose_kernels(kernels)
@@ -110,17 +138,24 @@ class ScaledFormat(WeightFormat):
         panels, scales = own_kernels.empty(out_features, in_features, gated=True)
         for half, part in enumerate((gate, up)):
             own_kernels.pack(part, panels, scales, 0, half)
-        return ScaledGatedLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
+        return ScaledGatedLinear(self._weight(kernels, panels, scales, in_features, out_features))
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         panels, scales = self.choose_kernels(kernels).empty(out_features, in_features, num_matrices=num_experts)
-        return PackedExperts(panels, scales, in_features, out_features)
+        return PackedExperts(panels, RotatedScales(scales) if self.rotates else scales, in_features, out_features)
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
         assert experts.scales is not None
         assert not isinstance(experts.scales, GroupScales)
-        self._pack_parts(self.choose_kernels(kernels), experts.panels[index], experts.scales[index], parts)
+        scales = experts.scales.scales if isinstance(experts.scales, RotatedScales) else experts.scales
+        self._pack_parts(self.choose_kernels(kernels), experts.panels[index], scales[index], parts)
+
+    def _weight(
+        self, kernels: Kernels, panels: Tensor, scales: Tensor, in_features: int, out_features: int
+    ) -> ScaledWeight:
+        linear = self.choose_kernels(kernels).linear
+        return ScaledWeight(kernels, linear, panels, scales, in_features, out_features, self.rotates)
 
     @staticmethod
     def _pack_parts(own_kernels: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:

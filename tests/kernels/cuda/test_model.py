@@ -44,13 +44,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
-    "llama-int8": ("llama", {"quantization": "int8"}),
+    "llama-int8": ("llama", {"quantization": "int8_fast"}),
     "mistral-kv8": ("mistral", {"kv_cache_dtype": "int8"}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3-int4": ("deepseek_v3", {"quantization": "int4"}),
-    "mixtral-int8": ("mixtral", {"quantization": "int8"}),
-    "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4"}),
+    "deepseek_v3-int4": ("deepseek_v3", {"quantization": "int4_fast"}),
+    "mixtral-int8": ("mixtral", {"quantization": "int8_fast"}),
+    "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4_fast"}),
 }
 """Family and engine options. Mixtral's experts are routed like Qwen3's, and Qwen2-MoE's first layer is like Llama's."""
 

@@ -57,14 +57,14 @@ def test_a_norm_quantizes_its_rows_as_they_are_afterwards(rng, width, with_resid
 def test_int8_has_the_bits_of_the_oracle(rng, rows, columns, depth, out_dtype):
     x, weight, bias = randn(rows, depth, rng=rng), randn(columns, depth, rng=rng), randn(columns, rng=rng)
     weight[2] = 0.0
-    int8 = weight_format("int8")
+    int8 = weight_format("int8_fast")
     packed = int8.pack_linear(KERNELS, weight)
     for added in (None, bias):
         expected = int8.multiply_reference(KERNELS, x, weight, added, out_dtype)
         assert_same_bits(packed(quantize_rows(KERNELS, x), added, out_dtype=out_dtype), expected)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8_fast", "int4_fast"])
 def test_a_gated_linear_has_the_bits_of_both_products_and_then_the_gate(rng, name):
     x, bias = randn(5, 70, rng=rng), randn(80, rng=rng)
     gate, up = randn(40, 70, rng=rng), randn(40, 70, rng=rng)
@@ -78,13 +78,13 @@ def test_a_gated_linear_has_the_bits_of_both_products_and_then_the_gate(rng, nam
 def test_int4_has_the_bits_of_the_cpu(rng, rows, columns, depth):
     x, weight, bias = randn(rows, depth, rng=rng), randn(columns, depth, rng=rng), randn(columns, rng=rng)
     weight[2] = 0.0
-    theirs, ours = (weight_format("int4").pack_linear(kernels, weight) for kernels in (HOST_KERNELS, KERNELS))
+    theirs, ours = (weight_format("int4_fast").pack_linear(kernels, weight) for kernels in (HOST_KERNELS, KERNELS))
     for added in (None, bias):
         expected = theirs(quantize_rows(HOST_KERNELS, x), added)
         assert_same_bits(ours(quantize_rows(KERNELS, x), added), expected)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8_fast", "int4_fast"])
 def test_rows_of_experts_have_the_bits_of_one_linear(rng, scheme):
     weights, x, ids = randn(3, 2 * 20, 70, rng=rng), randn(11, 70, rng=rng), choose(11, 3, 2, rng)
     rows = expert_up(KERNELS, x, ids, pack_experts(KERNELS, weights, scheme), "silu", gated=False)

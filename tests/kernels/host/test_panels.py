@@ -11,8 +11,8 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.kernels.host.panels import panel_shape
 from shardline.weights.base import weight_format
-from shardline.weights.formats import int4, int8, plain
-from shardline.weights.formats.int8 import int8_weight_reference
+from shardline.weights.formats import int4_fast, int8_fast, plain
+from shardline.weights.formats.int8_fast import int8_weight_reference
 from tests.runtime.ops.helpers import KERNELS, randn
 
 PARTS = [(64,), (1,), (130,), (64, 64), (100, 28, 28), (7, 3, 1, 90), (65, 0, 64), (17, 47, 200)]
@@ -73,14 +73,14 @@ def test_int8_panels_of_parts(dtype, rng, parts, depth):
 @pytest.mark.parametrize("depth", [1, 16, 77, 256])
 @pytest.mark.usefixtures("isa")
 def test_int4_panels_of_parts(dtype, rng, parts, depth):
-    """What comes of one column alone (`tests/weights/test_int4.py` says what), in its place."""
+    """What comes of one column alone (`tests/weights/test_int4_fast.py` says what), in its place."""
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
     panels, scales = KERNELS.int4_empty(*weight.shape)
     pack_parts(KERNELS.pack_int4, split(weight, parts), panels.fill_(7), scales.fill_(7))
     groups = panels.view(len(panels), -1, 1088)
     for column in {0, len(weight) // 2, len(weight) - 1, len(scales) - 1}:
         row = weight[column : column + 1] if column < len(weight) else torch.zeros(1, depth, dtype=dtype)
-        alone, panel, place = int4.Format().pack_linear(KERNELS, row).weight, groups[column // 64], column % 64
+        alone, panel, place = int4_fast.Format().pack_linear(KERNELS, row).weight, groups[column // 64], column % 64
         assert torch.equal(
             panel[:, :1024].view(-1, 4, 64, 4)[:, :, place], alone.panels[0, :, :1024].view(-1, 4, 64, 4)[:, :, 0]
         )
@@ -97,13 +97,13 @@ def test_halves_of_panels(dtype, rng, width, depth):
     packed, expected = plain.Format().pack_gated(KERNELS, *parts), plain.Format().pack_linear(KERNELS, stacked)
     assert torch.equal(packed.panels, expected.panels)
     assert packed.out_features == width
-    for form in (int8.Format(), int4.Format()):
+    for form in (int8_fast.Format(), int4_fast.Format()):
         scaled, expected_scaled = form.pack_gated(KERNELS, *parts).weight, form.pack_linear(KERNELS, stacked).weight
         assert torch.equal(scaled.panels, expected_scaled.panels)
         assert torch.equal(scaled.scales, expected_scaled.scales)
 
 
-@pytest.mark.parametrize("name", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("name", ["plain", "int8_fast", "int4_fast"])
 def test_formats_take_parts(dtype, rng, name):
     weight, x = randn(150, 70, dtype=dtype, rng=rng), randn(3, 70, dtype=dtype, rng=rng)
     form = weight_format(name)

@@ -27,7 +27,7 @@ from shardline.kernels.host.panels import PanelKernels
 from shardline.kernels.tensors import GROUP_SIZE, QuantizedRows
 from shardline.weights.base import PackedExperts, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from shardline.weights.formats.int8 import int8_weight_reference
+from shardline.weights.formats.int8_fast import int8_weight_reference
 from shardline.weights.grouped import GroupedWeight
 
 

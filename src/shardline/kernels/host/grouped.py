@@ -29,10 +29,11 @@ from shardline.kernels.host.grouped_forms import (
 )
 from shardline.kernels.host.memory import streamed_empty
 from shardline.kernels.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
+from shardline.kernels.page_cache import row_slices
 from shardline.kernels.tensors import LinearInput, as_tensor, check_features
 from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
-from shardline.weights.formats import int8
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.formats import int4, int8_fast, int8_w8a16
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 if TYPE_CHECKING:
     from shardline.kernels.contract import Kernels
@@ -194,15 +195,43 @@ class GroupedPanelKernels(PanelKernels):
             return False
         return role != "expert" or all(have_one_form(parts[0], part) for part in parts)
 
+    @staticmethod
+    def quantize_nibbles(weight: Tensor) -> tuple[Tensor, TwoLevels, TwoLevels]:
+        """See `int4.NibbleKernels`."""
+        num_rows, columns = weight.shape
+        codes = torch.empty(num_rows, columns, dtype=torch.uint8)
+        inner, outer = (num_rows, int8_w8a16.num_groups(columns)), (num_rows, int4.num_outer_groups(columns))
+        scales, mins = (
+            TwoLevels(torch.empty(inner, dtype=torch.int8), torch.empty(outer, dtype=torch.float16)) for _ in range(2)
+        )
+        start = 0
+        for some in row_slices(weight):
+            rows = slice(start, start + len(some))
+            _cpu.quantize_nibbles(some, codes[rows], *scales.select_rows(rows), *mins.select_rows(rows))
+            start = rows.stop
+        return codes, scales, mins
+
+    @staticmethod
+    def quantize_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See `int8_w8a16.ByteKernels`."""
+        num_rows, columns = weight.shape
+        codes = torch.empty(num_rows, columns, dtype=torch.uint8)
+        scales, start = torch.empty(num_rows, int8_w8a16.num_groups(columns), dtype=torch.bfloat16), 0
+        for some in row_slices(weight):
+            rows = slice(start, start + len(some))
+            _cpu.quantize_bytes(some, codes[rows], scales[rows])
+            start = rows.stop
+        return codes, scales
+
     def grouped_linear(self, parts: Sequence[GroupedWeight], rounds_x: bool = False) -> PackedLinear:
         if _are_integers(parts):
-            return int8.keep_linear(_all(self), parts)
+            return int8_fast.keep_linear(_all(self), parts)
         runs = runs_of_one_form(parts, rounds_x)
         return GroupedLinear(tuple(pack_grouped(run, rounds_x=rounds_x) for run in runs))
 
     def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, rounds_x: bool = False) -> PackedGatedLinear:
         if _are_integers((gate, up)):
-            return int8.keep_gated(_all(self), gate, up)
+            return int8_fast.keep_gated(_all(self), gate, up)
         if have_one_form(gate, up, rounds_x):
             return GroupedGatedLinear(pack_grouped((gate, up), gated=True, rounds_x=rounds_x))
         return SeparateGatedLinear(self.grouped_linear((gate, up), rounds_x))
@@ -211,7 +240,7 @@ class GroupedPanelKernels(PanelKernels):
         self, num_experts: int, parts: Sequence[GroupedWeight], rounds_x: bool = False
     ) -> PackedExperts:
         if _are_integers(parts):
-            return int8.allocate_kept_experts(_all(self), num_experts, parts)
+            return int8_fast.allocate_kept_experts(_all(self), num_experts, parts)
         first, num_rows = parts[0], sum(len(part) for part in parts)
         groups, table = packed_groups(first), _expert_table(first)
         shape = num_experts, -(-num_rows // PANEL_COLUMNS)
@@ -232,7 +261,7 @@ class GroupedPanelKernels(PanelKernels):
         if isinstance(held, GroupScales) == _are_integers(parts):
             raise ValueError("only some experts of a layer are in int8; use --quantization none")
         if not isinstance(held, GroupScales):
-            int8.keep_expert(_all(self), experts, index, parts)
+            int8_fast.keep_expert(_all(self), experts, index, parts)
             return
         if held.table is not None and not all(same_table(_expert_table(part), held.table) for part in parts):
             raise ValueError("the experts of a layer have unlike zero points; use --quantization none")

@@ -18,6 +18,7 @@ class HostKernels(Fp8PanelKernels):
 
     activation_empty = staticmethod(_cpu.activation_empty)
     quantize_rows = staticmethod(_cpu.quantize_rows)
+    quantize_rotated = staticmethod(_cpu.quantize_rotated)
     rms_norm = staticmethod(_cpu.rms_norm)
     layer_norm = staticmethod(_cpu.layer_norm)
     add = staticmethod(_cpu.add)

@@ -43,7 +43,7 @@ def _places(weight: Tensor, first: int, half: int | None) -> Iterator[tuple[Tens
 
 
 class PanelKernels:
-    """The CPU's weight kernels: see `base.WeightKernels`, `int8.Int8Kernels` and `int4.Int4Kernels`."""
+    """The CPU's weight kernels: see `base.WeightKernels`, `int8_fast.Int8Kernels` and `int4_fast.Int4Kernels`."""
 
     linear = staticmethod(_cpu.linear)
     linear_int8 = staticmethod(_cpu.linear_int8)
@@ -55,9 +55,18 @@ class PanelKernels:
             _cpu.pack_weight(rows, panels[panel:], column, half)
 
     @staticmethod
-    def pack_int8(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
+    def pack_int8(
+        weight: Tensor,
+        panels: Tensor,
+        scales: Tensor,
+        first: int = 0,
+        half: int | None = None,
+        *,
+        rotated: bool = False,
+    ) -> None:
+        """`rotated`: the parts of rows are mixed, and divided by their number."""
         for rows, panel, column in _places(weight, first, half):
-            _cpu.pack_int8(rows, panels[panel:], scales[panel * PANEL_COLUMNS :], column, half)
+            _cpu.pack_int8(rows, panels[panel:], scales[panel * PANEL_COLUMNS :], column, half, rotated)
 
     @staticmethod
     def pack_int4(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:

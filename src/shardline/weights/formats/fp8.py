@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) with one scale per output; the lm_head is int8. GPUs quantize each row of activations too
+"""Weights in fp8 (e4m3) with one scale per output; the lm_head is int8_fast. GPUs quantize each row of activations too
 (W8A8); the CPU multiplies activations as they are (W8A16)."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.kernels.tensors import as_tensor, check_features
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
-from shardline.weights.formats import int8
+from shardline.weights.formats import int8_fast
 
 if TYPE_CHECKING:
     import torch
@@ -117,9 +117,9 @@ class Format(WeightFormat):
             own_kernels.pack_fp8(part, values, scales, 0, half)
         return Fp8GatedLinear(Fp8Linear(own_kernels, values, scales, in_features, out_features))
 
-    def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
+    def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8_fast.Int8LMHead:
         # No later layer averages out errors of the logits.
-        return int8.Format().pack_lm_head(kernels, weight)
+        return int8_fast.Format().pack_lm_head(kernels, weight)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]

@@ -1,92 +1,71 @@
-"""W4A8: weights in 4 bits with scales of two levels, activations in int8; the lm_head is int8.
+"""W4A16: weights in 4 bits with a scale and a minimum for each 32 neighbours along K, the lm_head in 8 bits. Products
+read activations as they are; many rows take longer than with `int4_fast`. On CPUs; GPUs have
+`int4_fast` under this name.
 
-32 neighbours along K share a whole number from -15 to 15 as their scale; a column has one more scale. A 4-bit value
-times its group's scale fits a byte, so sums are exact, as with int8. (Scales of two levels: QServe, arXiv 2405.04532.)
+A minimum costs a byte for each group, and lets the 16 values of a group lie where its weights are. Scales and minimums
+have two levels, as in GGUF's Q4_K: a byte for each group, times a number in float16 that up to 8 groups share. They are
+chosen by the squared error.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+import math
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
-from shardline.kernels.tensors import GROUP_SIZE
-from shardline.weights.base import Role
-from shardline.weights.formats import int8
-from shardline.weights.rows import quantize_rows_reference
-from shardline.weights.scaled import ScaledFormat, ScaledKernels
+from shardline.weights.base import PackedLinear, Role
+from shardline.weights.formats import int8_w8a16
+from shardline.weights.formats.int8_w8a16 import group_of, num_groups
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from shardline.kernels.contract import Kernels
 
-
-class Int4Kernels(Protocol):
-    """What a back end offers for this format; see `WeightKernels`."""
-
-    def int4_empty(
-        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-    def pack_int4(
-        self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
-    ) -> None: ...
-    def unpack_int4(self, panels: Tensor, scales: Tensor, out_features: int, /) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [N, K padded to whole groups or pairs of them] int8, scales of groups [N, number of groups] int8 and
-        of columns [N] float32: the inverse of `pack_int4`, for its oracle."""
-
-    def linear_int4(
-        self,
-        values: Tensor,
-        scales: Tensor,
-        sums: Tensor,
-        depth: int,
-        panels: Tensor,
-        column_scales: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gate: str | None = ...,
-        /,
-    ) -> None: ...
+OUTER_GROUPS = 8
+"""The most groups that share the outer level of their numbers."""
 
 
-class Format(ScaledFormat):
+class NibbleKernels(Protocol):
+    """What a back end offers for this format."""
+
+    def quantize_nibbles(self, weight: Tensor, /) -> tuple[Tensor, TwoLevels, TwoLevels]:
+        """(codes [N, K] uint8, scales, mins) of a dense weight, by the least squared error of each group of 32."""
+
+
+class Format(int8_w8a16.Format):
     """See `base.WeightFormat`."""
 
-    label = "int4"
+    on_gpus: ClassVar[str] = "int4_fast"
+
+    @property
+    def label(self) -> str:
+        return "int4"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         if role == "lm_head":
-            return int8.Format().num_bytes(rows, columns, dtype_bytes, role)
-        return rows * (columns // 2 + -(-columns // GROUP_SIZE) + 4)
+            return super().num_bytes(rows, columns, dtype_bytes, role)
+        return rows * (-(-columns // 2) + 2 * (num_groups(columns) + 2 * num_outer_groups(columns)))
 
-    def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        own_kernels = cast("Int4Kernels", kernels)
-        return ScaledKernels(own_kernels.int4_empty, own_kernels.pack_int4, own_kernels.linear_int4)
-
-    def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
+    def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
         # No later layer averages out errors of the logits.
-        return int8.Format().pack_lm_head(kernels, weight)
+        return int8_w8a16.Format().pack_lm_head(kernels, weight)
 
-    def multiply_reference(
-        self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        """Gives the same bits as the kernels, for the scales that packing found."""
-        packed, own_kernels = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
-        unpacked = own_kernels.unpack_int4(packed.panels, packed.scales, packed.out_features)
-        return int4_reference(x, *unpacked, bias, out_dtype)
+    def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> GroupedWeight:
+        assert not isinstance(weight, GroupedWeight), "the format reads dense weights"
+        codes, scales, mins = cast("NibbleKernels", kernels).quantize_nibbles(weight)
+        return GroupedWeight(
+            codes,
+            scales.multiply(),
+            group_of(codes),
+            mins=mins.multiply(),
+            label=self.label,
+            scale_levels=scales,
+            min_levels=mins,
+        )
 
 
-def int4_reference(
-    x: Tensor,
-    values: Tensor,
-    group_scales: Tensor,
-    column_scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """x [M, K] times a weight as `Int4Kernels.unpack_int4` returns it."""
-    rows = quantize_rows_reference(x)
-    levels = values.long() * group_scales.long().repeat_interleave(GROUP_SIZE, dim=1)
-    # A back end may hold pairs of groups; the last pair is padded with zeros.
-    out = (rows.values.long() @ levels[:, : rows.values.shape[1]].T).float() * (rows.scales[:, None] * column_scales)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+def num_outer_groups(columns: int) -> int:
+    """Runs of groups of a row that share their outer numbers, all of one size."""
+    groups = num_groups(columns)
+    return groups // math.gcd(groups, OUTER_GROUPS)

@@ -3,7 +3,7 @@ is lost but the weights' rounding, and many rows take longer than with `int8`. O
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shardline.kernels.tensors import GROUP_SIZE
 from shardline.weights.base import Role
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
     from shardline.kernels.contract import Kernels
 
-_LARGEST, _ZERO = 127, 128
-_ELEMENTS_AT_ONCE = 1 << 17
-"""Elements of a weight that are quantized at a time: what is computed from them stays in the cache."""
+_ZERO = 128
+
+
+class ByteKernels(Protocol):
+    """What a back end offers for this format."""
+
+    def quantize_bytes(self, weight: Tensor, /) -> tuple[Tensor, Tensor]:
+        """(codes [N, K] uint8, scales [N, G] bfloat16) of a dense weight, with the value (code - 128) * scale. The
+        largest magnitude of a group is 127 scales, before the scale is rounded."""
 
 
 class Format(packed.Format):
@@ -43,14 +49,7 @@ class Format(packed.Format):
 
     def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> GroupedWeight:
         assert not isinstance(weight, GroupedWeight), "the format reads dense weights"
-        shape = len(weight), num_groups(weight.shape[1])
-        codes, scales = weight.new_empty(weight.shape).byte(), weight.new_empty(shape).bfloat16()
-        for rows in row_slices(weight):
-            groups = in_groups(weight[rows])
-            scales[rows] = groups.abs().amax(2) / _LARGEST
-            inverse = (1 / scales[rows].float()).nan_to_num(posinf=0.0)
-            values = (groups * inverse[..., None]).nan_to_num().round().clamp(-_LARGEST, _LARGEST) + _ZERO
-            codes[rows] = values.flatten(1)[:, : weight.shape[1]].byte()
+        codes, scales = cast("ByteKernels", kernels).quantize_bytes(weight)
         table = scales.new_tensor(range(256)).float() - _ZERO
         return GroupedWeight(codes, scales, group_of(codes), table=table, bits=8, label=self.label)
 
@@ -78,17 +77,3 @@ def group_of(codes: Tensor) -> Tensor:
     """[K] int64: the group of each column of codes [N, K]."""
     groups: Tensor = (codes.new_ones(codes.shape[1]).long().cumsum(0) - 1) // GROUP_SIZE
     return groups
-
-
-def row_slices(weight: Tensor) -> list[slice]:
-    """Slices of the rows of a weight [N, K]."""
-    step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    return [slice(start, start + step) for start in range(0, len(weight), step)]
-
-
-def in_groups(rows: Tensor) -> Tensor:
-    """Rows [N, K] as groups [N, G, 32] float32. The last column fills the last group."""
-    columns = rows.shape[1]
-    padded = rows.new_empty(len(rows), num_groups(columns) * GROUP_SIZE).float()
-    padded[:, :columns], padded[:, columns:] = rows, rows[:, -1:]
-    return padded.view(len(rows), -1, GROUP_SIZE)

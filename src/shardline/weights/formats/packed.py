@@ -40,7 +40,7 @@ class Format(WeightFormat):
 
     rounds_x: ClassVar[bool] = False
     """Whether products with e4m3 weights round x to e4m3 too."""
-    alternatives = "none, int8 or int4"
+    alternatives = "none, int8_fast or int4_fast"
 
     @property
     def reads_packed(self) -> bool:

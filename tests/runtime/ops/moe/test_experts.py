@@ -26,7 +26,7 @@ from shardline.runtime.ops.moe.experts import (
 from shardline.weights.base import PackedExperts, weight_format
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-FORMATS = ["plain", "int8", "int4"]
+FORMATS = ["plain", "int8", "int4_fast"]
 
 
 def choose(num_tokens: int, num_experts: int, k: int, rng: torch.Generator) -> Tensor:

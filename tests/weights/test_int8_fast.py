@@ -1,11 +1,11 @@
-"""What int8 has of its own; test_contract.py has the rest."""
+"""What int8_fast has of its own; test_contract.py has the rest."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardline.weights.formats.int8 import Format, int8_weight_reference
+from shardline.weights.formats.int8_fast import Format, int8_weight_reference
 from shardline.weights.rows import quantize_rows
 from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 

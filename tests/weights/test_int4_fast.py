@@ -1,4 +1,4 @@
-"""What int4 has of its own; test_contract.py has the rest."""
+"""What int4_fast has of its own; test_contract.py has the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline.kernels.tensors import GROUP_SIZE
-from shardline.weights.formats.int4 import Format
+from shardline.weights.formats.int4_fast import Format
 from shardline.weights.rows import quantize_rows
 from shardline.weights.scaled import ScaledLinear
 from tests.runtime.ops.helpers import KERNELS, randn
