@@ -40,6 +40,7 @@ struct LinearArgs {
   int64_t x_stride;
   const void* panels;
   const void* bias;  // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -97,6 +98,7 @@ struct QuantizedLinearArgs {
   const uint8_t* panels;
   const float* column_scales;
   const void* bias;  // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -270,6 +272,7 @@ struct GroupedLinearArgs {
   const float* table;    // [2^bits]: value(code); exact in bf16 for 8 bits. Null with zeros
   int64_t bits, group_size, num_groups;
   const void* bias;  // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;

@@ -100,6 +100,15 @@ class CachePlan(msgspec.Struct, frozen=True):
     """Whether the front follows what each cache holds, to choose replicas by it."""
 
 
+class AdapterPlan(msgspec.Struct, frozen=True):
+    """The LoRA adapters that the ranks hold at once, and their memory."""
+
+    num_slots: int
+    max_rank: int
+    num_bytes: tuple[int, ...]
+    """Bytes on each rank of an engine, if every slot has an adapter of this rank that changes all that it can."""
+
+
 class StepLimits(msgspec.Struct, frozen=True):
     """Limits of one step."""
 
@@ -168,6 +177,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """Longest request in tokens, prompt and output."""
     limits: StepLimits
     cache: CachePlan
+    adapters: AdapterPlan | None
+    """None: requests name no adapters."""
 
     host_models: tuple[ModelSource, ...]
     """For each host, the model as its files lie there; empty: they lie at the same places on all hosts."""

@@ -65,7 +65,7 @@ class SequenceQueues:
 
     def add(self, sequence: LiveSequence) -> None:
         """Let a sequence wait that has no blocks."""
-        if sequence.awaits_mask:
+        if sequence.awaits_mask or sequence.awaits_adapter:
             sequence.state = State.PARKED
         else:
             sequence.state = State.WAITING
@@ -74,6 +74,12 @@ class SequenceQueues:
     def give_mask(self, sequence: LiveSequence, allowed: bytes) -> None:
         """Note the mask of a sequence's next token, see `LiveSequence.allowed`."""
         sequence.allowed, sequence.awaits_mask = allowed, False
+        if sequence.state is State.PARKED:
+            self.add(sequence)
+
+    def give_adapter(self, sequence: LiveSequence, slot: int) -> None:
+        """Note that the ranks have the adapter of a sequence in a slot, until the sequence ends."""
+        sequence.adapter_slot = slot
         if sequence.state is State.PARKED:
             self.add(sequence)
 
