@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import AdapterPlan
+from shardline.deployment.deployment import NO_ADAPTERS, AdapterPlan
 from shardline.deployment.layout import Layout
 from shardline.models.adapters import adapter_bytes
 from shardline.models.partition import Span
@@ -13,15 +13,15 @@ from shardline.models.spec import DecoderSpec
 
 def plan_adapters(
     config: EngineConfig, layout: Layout, spec: DecoderSpec, stages: tuple[Span, ...], dtype: DType
-) -> AdapterPlan | None:
-    """The adapters that the ranks hold at once; None: requests name none.
+) -> AdapterPlan:
+    """The adapters that the ranks hold at once.
 
     Raises:
         ValueError: the deployment cannot have adapters.
     """
     lora = config.lora
     if not lora.enable_lora:
-        return None
+        return NO_ADAPTERS
     if layout.device == "cuda":
         raise ValueError("enable_lora runs on CPUs only: the GPU kernels have no adapters; use --device cpu")
     if config.parallel.numerics == "fast" and layout.grid.tensor > 1:

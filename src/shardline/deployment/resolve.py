@@ -69,7 +69,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     adapters = plan_adapters(config, layout, spec, stages, dtype)
-    needed = weights if adapters is None else _with_adapters(weights, adapters)
+    needed = _with_adapters(weights, adapters) if adapters.num_slots else weights
     room = rank_room(config, layout, machine, spec, dtype, needed)
     cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room)
     deployment = Deployment(

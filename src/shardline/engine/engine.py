@@ -62,7 +62,7 @@ class Engine:
                 scheduler.kv.log_events()
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
         self._adapters: AdapterSlots | None = None
-        if deployment.adapters is not None:
+        if deployment.adapters.num_slots:
             self._adapters = AdapterSlots(deployment.adapters.num_slots, executor.submit_control)
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0

@@ -129,7 +129,7 @@ class Worker:
         Raises:
             ValueError: it cannot be read, or is another one by now. The slot is empty.
         """
-        assert self._deployment.adapters is not None, "the deployment takes no adapters"
+        assert self.stage.adapted, "the deployment takes no adapters"
         folder, digest = Path(command.adapter.folder), command.adapter.digest
         load_adapter(
             self.stage.adapted, command.slot, folder, digest, self._deployment.spec, self._deployment.adapters.max_rank

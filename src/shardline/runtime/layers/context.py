@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import AdapterPlan
+from shardline.deployment.deployment import NO_ADAPTERS, AdapterPlan
 from shardline.kernels.contract import ComputeDevice, Kernels, LoadedProducts
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parameters import is_kept_in_float32, kind_of
@@ -69,8 +69,8 @@ class StageContext:
     """Whether each expert is held whole, by one rank of `expert_group`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
-    adapters: AdapterPlan | None = None
-    """The adapters that requests may name; None: they name none."""
+    adapters: AdapterPlan = NO_ADAPTERS
+    """The adapters that requests may name."""
 
     @property
     def kernels(self) -> Kernels:

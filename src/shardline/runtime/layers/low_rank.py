@@ -26,7 +26,6 @@ class LinearAdapters:
     def __init__(self, loader: LayerLoader, names: Sequence[str], spans: Sequence[Span], in_features: int) -> None:
         """`spans`: this rank's outputs of each weight."""
         stage = loader.stage
-        assert stage.adapters is not None
         self.names = tuple(names)
         """The linears, without `.weight`."""
         self.spans = tuple(spans)
@@ -50,7 +49,7 @@ class LinearAdapters:
 def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:
     """The adapters of stacked linears; None: the deployment takes none, or none can change these linears."""
     stage = loader.stage
-    if stage.adapters is None or not all(is_adaptable(f"{name}.weight") for name in names):
+    if not stage.adapters.num_slots or not all(is_adaptable(f"{name}.weight") for name in names):
         return None
     layer, part, _ = parse_name(f"{names[0]}.weight")
     assert layer is not None
