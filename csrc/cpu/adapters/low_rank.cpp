@@ -180,9 +180,8 @@ void low_rank_of(const LowRankArgs& args) {
     const RowGroup& group = all.groups[task / width];
     const int64_t part = task % width / blocks, block = task % blocks;
     if (group.slot < 0 || block * kRankBlock >= args.ranks[group.slot * args.num_parts + part]) return;
-    with_rows(group.rows, group.count, [&](const int32_t* rows, auto count) {
-      project<T, count.kValue>(args, rows, group.slot, part, block);
-    });
+    with_rows(group.rows, group.count,
+              [&](const int32_t* rows, auto count) { project<T, count.kValue>(args, rows, group.slot, part, block); });
   });
   int64_t chunks = 0;
   for (int64_t part = 0; part < args.num_parts; ++part) {
