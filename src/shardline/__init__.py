@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardline.api.adapters import LoRARequest
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
@@ -19,6 +20,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
@@ -30,6 +32,7 @@ _HOMES = {
     "LLM": "shardline.api.llm",
     "AsyncLLM": "shardline.api.async_llm",
     "EngineConfig": "shardline.config.engine",
+    "LoRARequest": "shardline.api.adapters",
     "CompletionOutput": "shardline.api.outputs",
     "PoolingParams": "shardline.api.pooling",
     "PoolingRequestOutput": "shardline.api.pooling",

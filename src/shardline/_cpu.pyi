@@ -129,6 +129,19 @@ def round_rows_e4m3(
     x: Tensor, group_size: int, fixed_scale: float, bound: float, out: Tensor, scales: Tensor
 ) -> None: ...
 def gather_columns(x: Tensor, order: Tensor, out: Tensor) -> None: ...
+def low_rank(
+    x: Tensor,
+    slots: Tensor,
+    down: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    bounds: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    order: Tensor,
+    out: Tensor,
+) -> None: ...
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
 def rms_norm(
     x: Tensor,

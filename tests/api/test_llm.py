@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
+from shardline.api.adapters import LoRARequest
 from shardline.api.batch import BatchRunner
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput, RequestOutput
@@ -171,8 +172,8 @@ def test_enqueued_prompts_run_together() -> None:
         assert [output.request_id for output in outputs] == ["0", "3", "4"]
         assert llm.wait_for_completion() == []
         assert not llm.llm_engine.has_unfinished_requests()
-        with pytest.raises(ValueError, match="lora_request is not supported"):
-            llm.generate("dog", lora_request=object())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="LoRA is not enabled: start with --enable-lora"):
+            llm.generate("dog", lora_request=LoRARequest("a", 1, "folder"))
 
 
 def test_metrics_have_names_of_vllm() -> None:

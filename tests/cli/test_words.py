@@ -70,7 +70,7 @@ def test_parts_of_json_are_joined() -> None:
         ("[1]", "must have flags and their values"),
         ("a: [", "cannot be read"),
         (None, "cannot be read"),
-        ("enable-lora: true", "--enable-lora is not supported yet"),
+        ("enable-sleep-mode: true", "--enable-sleep-mode is not supported"),
     ],
 )
 def test_a_wrong_file_is_one_line(

@@ -56,7 +56,7 @@ def test_what_has_no_effect_is_taken_and_named(caplog: pytest.LogCaptureFixture)
 
 
 def test_what_is_not_there_can_be_turned_off() -> None:
-    args = build_parser().parse_args(["serve", "demo", "--no-enable-lora", "--no-enable-flash-late-interaction"])
+    args = build_parser().parse_args(["serve", "demo", "--no-enable-sleep-mode", "--no-enable-flash-late-interaction"])
     assert engine_config(args).model.model == "demo"
     assert not hasattr(args, "vllm_notes")
 
@@ -66,8 +66,8 @@ def test_keywords_are_treated_as_flags(caplog: pytest.LogCaptureFixture) -> None
         config = EngineConfig.from_options(model="demo", enforce_eager=True, trust_remote_code=False, cpu_offload_gb=0)
     assert config.model.model == "demo"
     assert [message.partition(" ")[0] for message in caplog.messages] == ["enforce_eager"]
-    with pytest.raises(ValueError, match="enable_lora is not supported yet: Shardline serves no LoRA"):
-        EngineConfig.from_options(enable_lora=True)
+    with pytest.raises(ValueError, match="enable_moe_shared_loras is not supported yet: adapters change linears"):
+        EngineConfig.from_options(enable_moe_shared_loras=True)
     with pytest.raises(ValueError, match="unknown option 'enforce_eagerly'"):
         EngineConfig.from_options(enforce_eagerly=True)
 

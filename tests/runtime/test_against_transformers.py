@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from shardline.checkpoints.adapters import read_adapter
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
+from shardline.messages.adapters import LoadAdapter
+from shardline.messages.request import AdapterRef
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.runtime.machines import open_backend
 from shardline.runtime.ops.sampling.mask import TokenMasks
@@ -48,18 +51,30 @@ class RecordingSampler(Sampler):
 
 
 def generate(
-    model: Path, prompt: list[int], num_tokens: int, chunk: int, dtype: str = "float32", kernels: str = "auto"
+    model: Path,
+    prompt: list[int],
+    num_tokens: int,
+    chunk: int,
+    dtype: str = "float32",
+    kernels: str = "auto",
+    adapter: Path | None = None,
+    **more_options: Any,
 ) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits [num_tokens, vocab] they came from; the prompt in chunks, then one by one."""
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
     options = {"dtype": dtype, "kernels": kernels, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
+    options |= {**more_options, "enable_lora": adapter is not None}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
     worker = Worker(setup, open_backend("cpu", 0, threads=1, kernels=setup.kernels), make_single_rank_groups())
     worker.load()
+    if adapter is not None:
+        digest = read_adapter(adapter, setup.spec, max_rank=16).digest()
+        worker.load_adapter(LoadAdapter(2, AdapterRef(digest, str(adapter))))
     recorder = RecordingSampler()
     worker.runner._sampler = recorder
     # A digest takes all logits.
-    start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0, logits_digest=True), 0, ())
+    params = SamplingParams(temperature=0.0, logits_digest=True)
+    start = SequenceStart(1, prompt, len(prompt), params, 0, (), adapter=-1 if adapter is None else 2)
     num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
     tables = [
         list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks)) for group in range(len(setup.cache.groups))

@@ -186,6 +186,23 @@ def test_gated_products_are_rounded_once(form, dtype, rng, with_bias):
         assert_same_bits(packed(x[:m], bias, "silu"), expected[:m])
 
 
+@pytest.mark.usefixtures("isa")
+def test_rows_may_have_biases_of_their_own(form, dtype, rng):
+    """As adapters need them. Where they are -0, nothing is added."""
+    x, gate, up = (randn(rows, 150, dtype=dtype, rng=rng) for rows in (27, 101, 101))
+    biases = randn(27, 2 * 101, rng=rng)
+    biases[5] = -0.0
+    linear, gated = form.pack_linear(KERNELS, gate, up), form.pack_gated(KERNELS, gate, up)
+    together = linear(x, biases), linear(x, biases, out_dtype=torch.float32), gated(x, biases, "silu")
+    for row in range(27):
+        one, bias = x[row : row + 1], None if row == 5 else biases[row].clone()
+        alone = linear(one, bias), linear(one, bias, out_dtype=torch.float32), gated(one, bias, "silu")
+        for mine, theirs in zip(together, alone, strict=True):
+            assert_same_bits(mine[row : row + 1], theirs)
+    with pytest.raises(ValueError, match="bias has shape"):
+        linear(x, biases[:5])
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.usefixtures("isa")
 def test_a_gated_output_depends_on_its_rows_of_the_weight_only(form, dtype, rng, with_bias):

@@ -52,6 +52,28 @@ inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int
   return place;
 }
 
+// Sets the bias of a product with num_rows rows and num_columns columns, both halves of a gated one counted: it is
+// [num_columns], or [num_rows, num_columns] of float32.
+template <class Args>
+void set_bias(Args& args, nanobind::handle object, int64_t num_rows, int64_t num_columns) {
+  if (object.is_none()) return;
+  const Tensor bias(object, "bias");
+  if (bias.rank() == 2) {
+    bias.is(DType::kFloat32).has_shape({num_rows, num_columns}).has_rows();
+    args.bias_stride = bias.row_stride();
+  } else {
+    bias.is_floating().has_shape({num_columns}).is_contiguous();
+  }
+  args.bias = bias.data();
+  args.bias_dtype = bias.dtype();
+}
+
+// Products that look for the best column take no biases of rows.
+template <class Args>
+void check_shared_bias(const Args& args) {
+  if (args.bias_stride != 0) raise_value_error("bias must be the same for all rows");
+}
+
 // The tensors of a weight of codes; see GroupedLinearArgs.
 struct GroupedTensors {
   Tensor panels;
@@ -74,6 +96,7 @@ void bind_grouped(nanobind::module_& m);
 void bind_groups(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_links(nanobind::module_& m);
+void bind_low_rank(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_mla(nanobind::module_& m);
 void bind_program(nanobind::module_& m);

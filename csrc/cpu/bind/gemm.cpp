@@ -80,12 +80,7 @@ LinearArgs linear_args(const Tensor& x, const Tensor& panels, nb::handle bias_ob
   args.x = x.data();
   args.x_stride = x.row_stride();
   args.panels = panels.data();
-  if (!bias_object.is_none()) {
-    const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({gated ? 2 * num_columns : num_columns}).is_contiguous();
-    args.bias = bias.data();
-    args.bias_dtype = bias.dtype();
-  }
+  set_bias(args, bias_object, x.size(0), gated ? 2 * num_columns : num_columns);
   args.num_rows = x.size(0);
   args.num_columns = num_columns;
   args.depth = x.size(1);
@@ -113,6 +108,7 @@ void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_
   args.out_dtype = DType::kFloat32;
   args.out = best.data();
   args.out_stride = 2 * panels.size(0);
+  check_shared_bias(args);
   args.best = true;
   args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear(args); });

@@ -173,12 +173,7 @@ GroupedLinearArgs linear_args(nb::handle x_object, nb::handle x_groups_object, c
     x_groups.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups}).is_contiguous();
     (args.mins.data != nullptr ? args.x_sums : args.x_scales) = x_groups.as<float>();
   }
-  if (!bias_object.is_none()) {
-    const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({gated ? 2 * num_columns : num_columns}).is_contiguous();
-    args.bias = bias.data();
-    args.bias_dtype = bias.dtype();
-  }
+  set_bias(args, bias_object, args.num_rows, gated ? 2 * num_columns : num_columns);
   return args;
 }
 
@@ -208,6 +203,7 @@ void linear_grouped_best(nb::handle x, nb::handle x_groups, nb::handle panels, n
   args.out_dtype = DType::kFloat32;
   args.out = best.data();
   args.out_stride = 2 * num_panels;
+  check_shared_bias(args);
   args.best = true;
   args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear_grouped(args); });

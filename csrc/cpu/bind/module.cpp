@@ -36,6 +36,7 @@ NB_MODULE(_cpu, m) {
   bind_groups(m);
   bind_kv_cache(m);
   bind_links(m);
+  bind_low_rank(m);
   bind_memory(m);
   bind_mla(m);
   bind_program(m);

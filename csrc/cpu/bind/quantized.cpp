@@ -108,12 +108,7 @@ QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_obje
   args.x = values.as<int8_t>();
   args.row_scales = scales.as<float>();
   args.row_sums = sums.as<int32_t>();
-  if (!bias_object.is_none()) {
-    const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({gated ? 2 * num_columns : num_columns}).is_contiguous();
-    args.bias = bias.data();
-    args.bias_dtype = bias.dtype();
-  }
+  set_bias(args, bias_object, values.size(0), gated ? 2 * num_columns : num_columns);
   args.num_rows = values.size(0);
   args.num_columns = num_columns;
   args.depth = depth;
@@ -162,6 +157,7 @@ void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int
   args.out_dtype = DType::kFloat32;
   args.out = best.data();
   args.out_stride = 2 * num_panels;
+  check_shared_bias(args);
   args.best = true;
   args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear_int8(args); });

@@ -8,6 +8,7 @@
   KERNEL(int64_t, pack_octets, const PackCodesArgs& args, int64_t panel_index) \
   KERNEL(void, pack_weight, const PackArgs& args) \
   KERNEL(void, linear, const LinearArgs& args) \
+  KERNEL(void, low_rank, const LowRankArgs& args) \
   KERNEL(void, rms_norm, const NormArgs& args) \
   KERNEL(void, layer_norm, const NormArgs& args) \
   KERNEL(void, add, const AddArgs& args) \

@@ -1,6 +1,7 @@
 // The kernels that exist once per ISA, and the table through which the rest of the code calls them.
 #pragma once
 
+#include "adapters/low_rank_args.h"
 #include "attention/attention_args.h"
 #include "dispatch/kernel_list.h"
 #include "gemm/gemm_args.h"

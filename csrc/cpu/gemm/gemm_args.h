@@ -39,7 +39,8 @@ struct LinearArgs {
   const void* x;
   int64_t x_stride;
   const void* panels;
-  const void* bias;  // null for none; the gate's, then up's
+  const void* bias;     // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -98,7 +99,8 @@ struct QuantizedLinearArgs {
   const int32_t* row_sums;
   const uint8_t* panels;
   const float* column_scales;
-  const void* bias;  // null for none; the gate's, then up's
+  const void* bias;     // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -293,7 +295,8 @@ struct GroupedLinearArgs {
   const uint8_t* zeros;  // [num_panels, num_groups, 64], at most 16 for 4 bits; then value(code) = code - zero. Or null
   const float* table;    // [2^bits]: value(code); exact in bf16 for 8 bits. Null with zeros
   int64_t bits, group_size, num_groups;
-  const void* bias;  // null for none; the gate's, then up's
+  const void* bias;     // null for none; the gate's, then up's
+  int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;

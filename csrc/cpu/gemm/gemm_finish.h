@@ -28,6 +28,9 @@ struct Constant {
   static constexpr auto kValue = kConstant;
 };
 
+// What is added to the sums: nothing, the same bias in every row, or each row's own.
+enum class Bias { kNone, kShared, kOfRows };
+
 template <class Column>
 struct Biased {
   Column column;
@@ -36,17 +39,27 @@ struct Biased {
   inline F32 operator()(int64_t r) const { return column(r) + bias; }
 };
 
+template <class Column>
+struct RowBiased {
+  Column column;
+  const float* bias;
+  int64_t stride, left;
+
+  inline F32 operator()(int64_t r) const { return column(r) + load_n(bias + r * stride, left); }
+};
+
 // Columns of a tile with their biases. Only the first size() columns of the panel, or of each half of it, belong to the
 // weight.
-template <class Values, class Args, bool kBias>
+template <class Values, class Args, Bias kBias>
 class Columns {
  public:
   Columns(const Args& args, const FinishedTile& tile, int64_t width)
       : values_(args, tile),
         num_columns_(args.num_columns - tile.panel * width),
         bias_dtype_(args.bias_dtype),
-        bias_(static_cast<const char*>(args.bias) + (kBias ? tile.panel * width * bias_bytes() : 0)),
-        up_bias_(bias_ + (kBias ? args.num_columns * bias_bytes() : 0)) {}
+        bias_stride_(args.bias_stride),
+        bias_(static_cast<const char*>(args.bias) + first_bias(args, tile, width)),
+        up_bias_(bias_ + (kBias == Bias::kNone ? 0 : args.num_columns * bias_bytes())) {}
 
   int64_t size() const { return num_columns_; }  // more than the panel has, except for the last panel
 
@@ -56,9 +69,17 @@ class Columns {
  private:
   int64_t bias_bytes() const { return bias_dtype_ == DType::kFloat32 ? 4 : 2; }
 
+  int64_t first_bias(const Args& args, const FinishedTile& tile, int64_t width) const {
+    if (kBias == Bias::kNone) return 0;
+    return (tile.panel * width + (kBias == Bias::kOfRows ? tile.row * args.bias_stride : 0)) * bias_bytes();
+  }
+
   inline auto biased(int64_t c, const char* bias, int64_t place) const {
-    if constexpr (kBias) {
-      const int64_t left = num_columns_ - place;
+    const int64_t left = num_columns_ - place;
+    if constexpr (kBias == Bias::kOfRows) {
+      const void* at = bias + place * 4;
+      return RowBiased<decltype(values_.at(c))>{values_.at(c), static_cast<const float*>(at), bias_stride_, left};
+    } else if constexpr (kBias == Bias::kShared) {
       const void* at = bias + place * bias_bytes();
       return Biased<decltype(values_.at(c))>{values_.at(c), bias_dtype_ == DType::kFloat32
                                                                 ? load_n(static_cast<const float*>(at), left)
@@ -71,10 +92,11 @@ class Columns {
   const Values values_;
   const int64_t num_columns_;
   const DType bias_dtype_;
+  const int64_t bias_stride_;
   const char *const bias_, *const up_bias_;
 };
 
-template <class Values, class T, bool kBias, class Args>
+template <class Values, class T, Bias kBias, class Args>
 void write_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> columns(args, tile, kPanelColumns);
   T* out = static_cast<T*>(args.out) + tile.row * args.out_stride + tile.panel * kPanelColumns;
@@ -94,7 +116,7 @@ void write_tile(const Args& args, const FinishedTile& tile) {
 }
 
 // act(gate) * up, of values that were not rounded before.
-template <class Values, class T, class Act, bool kBias, class Args>
+template <class Values, class T, class Act, Bias kBias, class Args>
 void write_gated_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> columns(args, tile, kGatedColumns);
   T* out = static_cast<T*>(args.out) + tile.row * args.out_stride + tile.panel * kGatedColumns;
@@ -147,7 +169,7 @@ inline F32 keep_allowed(F32 value, uint64_t bits) {
 
 // Writes each row's largest value and, half an output row further, its column; the lowest column on ties. As in
 // `argmax`, NaN loses to everything else. If kMasked, columns that are not allowed have the value -inf.
-template <class Values, bool kBias, bool kMasked, class Args>
+template <class Values, Bias kBias, bool kMasked, class Args>
 void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> all(args, tile, kPanelColumns);
   const int64_t columns = min64(kPanelColumns, all.size()), first_column = tile.panel * kPanelColumns;
@@ -191,7 +213,7 @@ bool write_excluded_panel(const Args& args, int64_t row, int64_t rows, int64_t p
   return true;
 }
 
-template <class Values, class T, bool kBias, class Args>
+template <class Values, class T, Bias kBias, class Args>
 Finish<Args> finish_as(const Args& args) {
   if (!args.gated) return write_tile<Values, T, kBias, Args>;
   Finish<Args> finish = nullptr;
@@ -199,7 +221,7 @@ Finish<Args> finish_as(const Args& args) {
   return finish;
 }
 
-template <class Values, bool kBias, class Args>
+template <class Values, Bias kBias, class Args>
 Finish<Args> finish_with(const Args& args) {
   if (args.best && args.allowed != nullptr) return write_best_of_tile<Values, kBias, true, Args>;
   if (args.best) return write_best_of_tile<Values, kBias, false, Args>;
@@ -207,10 +229,13 @@ Finish<Args> finish_with(const Args& args) {
                                            : finish_as<Values, bf16, kBias>(args);
 }
 
-// The function that finishes the tiles of a GEMM.
+// The function that finishes the tiles of a GEMM. The best of a panel is not looked for where rows have own biases.
 template <class Values, class Args>
 Finish<Args> finish_of(const Args& args) {
-  return args.bias == nullptr ? finish_with<Values, false>(args) : finish_with<Values, true>(args);
+  if (args.bias == nullptr) return finish_with<Values, Bias::kNone>(args);
+  if (args.bias_stride == 0) return finish_with<Values, Bias::kShared>(args);
+  return args.out_dtype == DType::kFloat32 ? finish_as<Values, float, Bias::kOfRows>(args)
+                                           : finish_as<Values, bf16, Bias::kOfRows>(args);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

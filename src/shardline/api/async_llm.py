@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardline.api.adapters import Adapters, LoRARequest
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
@@ -18,8 +19,10 @@ from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBu
 from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
+from shardline.config.lora import LoRAConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.fingerprint import NumericContract
+from shardline.messages.request import AdapterRef
 from shardline.messages.stats import EngineStats
 from shardline.messages.worker import RankReport
 from shardline.sampling_params import RequestOutputKind, SamplingParams
@@ -56,6 +59,8 @@ class ReadyModel:
     """What becomes of prompts that are not continued; None: prompts are continued."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out; see `ModelText`."""
+    adapters: Adapters = field(default_factory=lambda: Adapters(LoRAConfig(), None))
+    """Those that requests may name."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -135,6 +140,7 @@ class AsyncLLM:
             Streams(self._replicas, text.tokenizer),
             text.pooler,
             text.sampling_defaults,
+            text.adapters,
         )
         self._inbox.open(loop)
 
@@ -152,11 +158,12 @@ class AsyncLLM:
         cache_salt: str = "",
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
+        adapter: AdapterRef | None = None,
         so_far: PromptSoFar | None = None,
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
 
-        `shown_token_ids`, `grammar` and `so_far`: see `RequestBuilder.build_from_ids`.
+        `shown_token_ids`, `grammar`, `adapter` and `so_far`: see `RequestBuilder.build_from_ids`.
 
         If its replica fails, the choices go on at another replica, or when one has started again. If that is
         impossible, they end with the finish reason "error" and the message as `error`.
@@ -189,6 +196,7 @@ class AsyncLLM:
             shown_token_ids=shown_token_ids,
             grammar=grammar,
             embeds=embeds,
+            adapter=adapter,
             so_far=so_far,
         )
         return model.streams.open(request)
@@ -199,6 +207,7 @@ class AsyncLLM:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
@@ -206,7 +215,12 @@ class AsyncLLM:
 
         `params.output_kind` says what each output has.
         """
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        adapter = None
+        if lora_request is not None:
+            adapter = await asyncio.to_thread(self.model.adapters.read, lora_request.lora_path)
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
         kind, deltas = params.output_kind, Deltas()
         async with contextlib.aclosing(stream):
             async for output in stream:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
 from shardline.api.requests import Prompt
-from shardline.messages.request import TokenLogprobs
+from shardline.messages.request import AdapterRef, TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
@@ -186,6 +186,7 @@ async def search_async(
     top_logprobs: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    adapter: AdapterRef | None = None,
 ) -> RequestOutput:
     """The likeliest outputs of a prompt as choices, best first; `top_logprobs`: see `BeamSearch.choices`.
 
@@ -210,7 +211,9 @@ async def search_async(
             streams = []
             for index, beam in enumerate(search.prompts()):
                 name = f"{request_id}-{step}-{index}"
-                stream = await llm.submit(beam, sampling, request_id=name, priority=priority, cache_salt=cache_salt)
+                stream = await llm.submit(
+                    beam, sampling, request_id=name, priority=priority, cache_salt=cache_salt, adapter=adapter
+                )
                 streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
             for stream in streams:
                 async for _ in stream:

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import msgspec
 
 from shardline import env
+from shardline.api.adapters import LoRARequest
 from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
 from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
@@ -31,6 +32,7 @@ from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPr
 from shardline.config.engine import EngineConfig
 from shardline.config.server import read_structured_outputs_config
 from shardline.config.vllm import note_variables, options_from_variables
+from shardline.messages.request import AdapterRef
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
@@ -144,7 +146,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of one or several prompts, in the order of the prompts.
@@ -153,6 +155,7 @@ class LLM:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
             sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params`.
             use_tqdm: show progress and tokens per second on stderr; or what makes the bar, as `tqdm.tqdm` does.
+            lora_request: an adapter for all prompts, or one or None for each; None: no adapter.
             priority: one for all prompts, or one for each; requests with a lower number run first. None: 0.
 
         Raises:
@@ -160,8 +163,9 @@ class LLM:
             RuntimeError: every replica has failed too often. (A choice that was running at several failures has the
                 finish reason "error" and the message as `error`.)
         """
-        _refuse_adapter(lora_request)
-        return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)[0]
+        return self.generate_timed(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+        )[0]
 
     def generate_timed(
         self,
@@ -169,6 +173,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
@@ -177,7 +182,8 @@ class LLM:
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _as_params(given, len(batch))
-        return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)))
+        adapters = self._read_adapters(lora_request, len(batch))
+        return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)), adapters)
 
     def _run_batch(
         self,
@@ -185,21 +191,38 @@ class LLM:
         params: Sequence[SamplingParams],
         use_tqdm: bool | MakeBar,
         priorities: Sequence[int],
+        adapters: Sequence[AdapterRef | None] = (),
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with self._lock:
-            return self._run_requests(self._build_requests(batch, params, priorities), use_tqdm)
+            return self._run_requests(self._build_requests(batch, params, priorities, adapters), use_tqdm)
+
+    def _read_adapters(
+        self, requests: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[AdapterRef | None]:
+        """The adapter of each of `count` prompts."""
+        if requests is None or isinstance(requests, LoRARequest):
+            requests = [requests] * count
+        if len(requests) != count:
+            raise ValueError(f"there are {count} prompts but {len(requests)} lora_requests; give one for all, or each")
+        return [None if one is None else self._text.adapters.read(one.lora_path) for one in requests]
 
     def _build_requests(
-        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+        self,
+        batch: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        adapters: Sequence[AdapterRef | None] = (),
     ) -> list[PreparedRequest]:
+        """`adapters`: that of each prompt; empty: there are none."""
         if self._closed:
             raise EngineDead("this LLM was closed; make a new one")
         requests = []
-        for prompt, sampling, priority in zip(batch, params, priorities, strict=True):
+        adapters = adapters or [None] * len(batch)
+        for prompt, sampling, priority, adapter in zip(batch, params, priorities, adapters, strict=True):
             grammar = self._write_grammar(sampling.structured_outputs)
             number = str(next(self._ids))
             request = self._builder.build_request(
-                number, prompt, sampling, priority=priority, streamed=False, grammar=grammar
+                number, prompt, sampling, priority=priority, streamed=False, grammar=grammar, adapter=adapter
             )
             requests.append(request)
         return requests
@@ -238,7 +261,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | MakeBar = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -251,7 +274,7 @@ class LLM:
             ValueError: a prompt is invalid, or the beams need more log probabilities than `max_logprobs` allows.
             RuntimeError: a step has failed.
         """
-        _refuse_adapter(lora_request)
+        adapter = self._read_adapters(lora_request, 1)
         sampling = step_params(params, self.config.model.seed)
         batch = as_prompts(prompts)
         with self._lock:
@@ -264,7 +287,8 @@ class LLM:
         ]
 
         def run_step(prompts: Sequence[Prompt]) -> list[CompletionOutput]:
-            outputs, _ = self._run_batch(prompts, [sampling] * len(prompts), use_tqdm, [0] * len(prompts))
+            count = len(prompts)
+            outputs, _ = self._run_batch(prompts, [sampling] * count, use_tqdm, [0] * count, adapter * count)
             return [output.outputs[0] for output in outputs]
 
         each = concurrency_limit or max(1, len(searches))
@@ -317,7 +341,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | MakeBar = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -336,7 +360,6 @@ class LLM:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        _refuse_adapter(lora_request)
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
         prompts: list[Prompt] = []
@@ -352,7 +375,7 @@ class LLM:
                     special_tokens_in_content=special_tokens_in_content,
                 )
                 prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     @contextlib.contextmanager
     def _open_template(self, source: str | None) -> Iterator[ChatTemplate]:
@@ -450,11 +473,6 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) ->
             f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
         )
     return list(params)
-
-
-def _refuse_adapter(lora_request: Any) -> None:
-    if lora_request is not None:
-        raise ValueError("lora_request is not supported: Shardline serves no LoRA adapters; merge it into the weights")
 
 
 def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:

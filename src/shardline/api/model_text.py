@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from shardline.api.adapters import Adapters
 from shardline.api.pooling import Pooler
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig, ModelConfig, json_object
+from shardline.config.lora import LoRAConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate
@@ -35,6 +37,8 @@ class ModelText:
     """Sampling parameters of requests that leave them out, by the names of `SamplingParams`."""
     pooler: Pooler | None = None
     """What becomes of prompts that are not continued; None: prompts are continued."""
+    adapters: Adapters = field(default_factory=lambda: Adapters(LoRAConfig(), None))
+    """Those that requests may name."""
 
     def request_builder(
         self, config: EngineConfig, max_model_len: int, contract: NumericContract | None = None
@@ -109,4 +113,5 @@ def load_model_text(config: EngineConfig) -> ModelText:
         embeds_size=0 if spec.token_input is not None else spec.hidden_size,
         sampling_defaults=read_sampling_defaults(model, files.generation_config),
         pooler=Pooler(spec.hidden_size, labels) if config.embeds or labels is not None else None,
+        adapters=Adapters(config.lora, spec),
     )

@@ -14,7 +14,7 @@ import msgspec
 from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
 from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
 from shardline.deployment.fingerprint import NumericContract
-from shardline.messages.request import Constraints, PromptEmbeds, Request
+from shardline.messages.request import AdapterRef, Constraints, PromptEmbeds, Request
 from shardline.receipts.check import check_contract
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import RequestOutputKind, SamplingParams
@@ -37,6 +37,8 @@ request_owner: ContextVar[str] = ContextVar("request_owner", default="")
 """`Request.owner` of the requests that a task makes."""
 _EMBEDS_SALT = "prompt_embeds".ljust(MAX_SALT_CHARS + 1)
 """Begins the salts of prompts with rows: those of users are shorter, so none of them names the same prefixes."""
+_ADAPTER_SALT = "adapter".ljust(MAX_SALT_CHARS + 1)
+"""Begins the salts of prompts that an adapter computes, in the same way."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
@@ -154,6 +156,7 @@ class RequestBuilder:
         cache_salt: str = "",
         streamed: bool = True,
         grammar: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Encode and check a request; `streamed`: whether its user reads the tokens as they come.
 
@@ -177,6 +180,7 @@ class RequestBuilder:
             streamed=streamed,
             grammar=grammar,
             embeds=embeds,
+            adapter=adapter,
         )
 
     def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
@@ -207,13 +211,14 @@ class RequestBuilder:
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
         embeds: PromptEmbeds | None = None,
+        adapter: AdapterRef | None = None,
         so_far: PromptSoFar | None = None,
     ) -> PreparedRequest:
         """As `build_request`, for an encoded prompt; `text` is for display only, `embeds` are rows among the ids.
 
-        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
-        output's, which `structured.checks` has written or taken; empty: there is none. `so_far`: the output goes on
-        after this.
+        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `adapter`: what changes
+        the model; None: nothing does. `grammar`: the output's, which `structured.checks` has written or taken; empty:
+        there is none. `so_far`: the output goes on after this.
 
         Raises:
             RequestDiffers: where it began, it was another request.
@@ -233,6 +238,8 @@ class RequestBuilder:
             raise ValueError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(cache_salt)}")
         if embeds is not None:
             cache_salt = _EMBEDS_SALT + embeds_digest(embeds) + cache_salt
+        if adapter is not None:
+            cache_salt = _ADAPTER_SALT + adapter.digest + cache_salt
         room = self.max_model_len - len(ids)
         if params.min_tokens > room:
             raise ValueError(
@@ -274,6 +281,7 @@ class RequestBuilder:
                 owner=request_owner.get(),
                 constraints=constraints,
                 embeds=embeds,
+                adapter=adapter,
                 # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),
             )

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
+from shardline.config.lora import MOST_RANK, LoRAConfig
 from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.vllm import take_keywords
 from shardline.config.watermark import WatermarkConfig, parse_watermark
@@ -330,6 +331,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
@@ -401,7 +403,7 @@ def json_object(name: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-_PARTS = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, ClusterConfig)
+_PARTS = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, LoRAConfig, ClusterConfig)
 
 
 def option_names() -> list[str]:
@@ -416,7 +418,7 @@ def _long_aliases() -> list[tuple[str, str]]:
 
 
 def _validate(config: EngineConfig) -> None:
-    for part in (config.parallel, config.scheduler, config.cache):
+    for part in (config.parallel, config.scheduler, config.cache, config.lora):
         for f in dataclasses.fields(part):
             value = getattr(part, f.name)
             if isinstance(f.default, int) and not isinstance(value, int):
@@ -442,6 +444,12 @@ def _validate(config: EngineConfig) -> None:
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     _ = config.cache.kv_events
+    if isinstance(config.lora.lora_modules, str):
+        raise ValueError("lora_modules must be a sequence of strings, not one string")
+    if config.lora.modules and not config.lora.enable_lora:
+        raise ValueError("lora_modules needs enable_lora")
+    if config.lora.max_lora_rank > MOST_RANK:
+        raise ValueError(f"max_lora_rank must be at most {MOST_RANK}, got {config.lora.max_lora_rank}")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory)
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:

@@ -62,6 +62,9 @@ class ServerConfig:
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
     )
+    lora_root: str | None = option(
+        None, "folder in which /v1/load_lora_adapter finds adapters; default: none is loaded at run time"
+    )
     batch_dir: str | None = option(
         None, "folder for /v1/files and /v1/batches, which go on when the server starts again; default: there are none"
     )

@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 from typing import cast
 
+from msgspec.structs import replace as replace_struct
+
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
 from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
+from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
-from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
+from shardline.deployment.deployment import AdapterPlan, Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import (
     check_numerics,
     choose_dtype,
@@ -65,8 +68,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
-    room = rank_room(config, layout, machine, spec, dtype, weights)
-    cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
+    adapters = plan_adapters(config, layout, spec, stages, dtype)
+    needed = _with_adapters(weights, adapters) if adapters.num_slots else weights
+    room = rank_room(config, layout, machine, spec, dtype, needed)
+    cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room)
     deployment = Deployment(
         model=model_source(config, model),
         spec=_spec_for_length(model, spec, length),
@@ -94,11 +99,20 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         max_model_len=length,
         limits=_step_limits(config, layout),
         cache=cache,
+        adapters=adapters,
         host_models=(),
         reasons=(),
         warnings=(*layout.warnings, *_without_effect(config)),
     )
     return explain_choices(deployment, config, room)
+
+
+def _with_adapters(weights: tuple[RankWeights, ...], adapters: AdapterPlan) -> tuple[RankWeights, ...]:
+    """The memory of each rank with that of adapters, which come later."""
+    return tuple(
+        replace_struct(rank, num_bytes=rank.num_bytes + num_bytes)
+        for rank, num_bytes in zip(weights, adapters.num_bytes, strict=True)
+    )
 
 
 def _embeds(config: EngineConfig, spec: DecoderSpec) -> bool:

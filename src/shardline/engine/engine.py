@@ -6,7 +6,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from shardline.channel import readable
 from shardline.deployment.deployment import Deployment
+from shardline.engine.adapters import AdapterSlots
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
 from shardline.engine.kv_events import KVEventPublisher
@@ -59,6 +61,9 @@ class Engine:
             if self._publishers or self._untold is not None:
                 scheduler.kv.log_events()
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
+        self._adapters: AdapterSlots | None = None
+        if deployment.adapters.num_slots:
+            self._adapters = AdapterSlots(deployment.adapters.num_slots, executor.submit_control)
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
@@ -76,6 +81,9 @@ class Engine:
         sequence = scheduler.add_request(request, time.monotonic())
         if sequence is not None and sequence.has_grammar:
             self._masks.begin(scheduler, sequence)
+        if sequence is not None and request.adapter is not None:
+            assert self._adapters is not None, "the deployment takes no adapters"
+            self._adapters.begin(scheduler, sequence)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
@@ -102,6 +110,10 @@ class Engine:
         """
         started = time.perf_counter()
         self._masks.collect(0.0)
+        if self._adapters is not None:
+            for done in self._executor.answers.take(own=True):
+                self._adapters.apply(done)
+            self._adapters.settle()
         while len(self._in_flight) < self._executor.max_in_flight:
             if self._in_flight and self._awaits_step():
                 break
@@ -113,6 +125,8 @@ class Engine:
         waited = 0.0
         outputs: list[SequenceOutput] = []
         if not self._in_flight:
+            if self._adapters is not None and self._adapters.is_loading and (fds := self._executor.watched_fds()):
+                readable(fds, PATIENCE)
             self._executor.check_ranks()  # nothing else reads what they send
             if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
                 self._masks.collect(PATIENCE)

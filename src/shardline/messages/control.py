@@ -19,7 +19,7 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     """Front to engine, and engine to worker: execute a command between two steps, and answer with ControlDone."""
 
     number: int
-    """The front counts from 1; 0: the engine has sent it by itself."""
+    """The front counts from 1, and the engine from -1 downwards; 0: a probe of the engine."""
     command: bytes
     """An encoded Command."""
 

@@ -32,6 +32,15 @@ class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True):
     """The first position and the number of rows of each run, in their order."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter by its content."""
+
+    digest: str
+    """Of everything in it; adapters with equal ones give equal answers."""
+    folder: str
+    """Where each host finds it."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice of one user request, as the engine sees it: token ids only.
 
@@ -59,6 +68,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose it is: the answers of one owner never make those of another one faster."""
     constraints: Constraints | None = None
     embeds: PromptEmbeds | None = None
+    adapter: AdapterRef | None = None
+    """None: the model as it is."""
     streamed: bool = True
     """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
 

@@ -23,6 +23,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     constraints: Constraints | None = None
     """Without the grammar, which the engine follows."""
     embeds: PromptEmbeds | None = None
+    adapter: int = -1
+    """The slot of its adapter; negative: it has none."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardline.messages.adapters import LoadAdapter
 from shardline.messages.control import Command, Control, ControlDone, Probe
 
 if TYPE_CHECKING:
     from shardline.runtime.worker import Worker
 
-HANDLERS: dict[type[Command], Callable[[Worker, Any], object]] = {Probe: lambda worker, probe: None}
+HANDLERS: dict[type[Command], Callable[[Worker, Any], object]] = {
+    Probe: lambda worker, probe: None,
+    LoadAdapter: lambda worker, command: worker.load_adapter(command),
+}
 """What executes each command. All ranks do so between the same two steps, so a handler may use collectives. If a user
 is at fault, it raises ValueError on every rank; with any other exception, the rank fails."""
 

@@ -164,6 +164,8 @@ class DecoderStage:
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.is_last = last
         self.embeds_prompts = last and stage.embeds
+        self.adapted = tuple(loader.adapted)
+        """The linears that adapters can change; none if the deployment takes no adapters."""
         self.fused: FusedLayers | None = None
         """Runs the layers of the steps that it fits; None: no step."""
 

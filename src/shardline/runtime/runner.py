@@ -14,6 +14,7 @@ from torch import Tensor
 from shardline.config.engine import LogprobsMode
 from shardline.messages.step import RankStep, SequenceResult, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.features.adapters import RowAdapters
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.features.constraints import ConstraintRows
 from shardline.runtime.features.digests import Digests
@@ -95,6 +96,8 @@ class Runner:
         self._fuses_argmax = stage.lm_head is not None and stage.lm_head.fuses_argmax
         # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
+        if stage.adapted:
+            self._features.append(RowAdapters(sizes.max_seqs, backend.device))
         if stage.is_first:
             self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:

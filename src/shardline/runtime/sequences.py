@@ -70,6 +70,8 @@ class WorkerSequence:
     """How many of its last tokens steps in flight have still to sample; stand-ins hold their places."""
     num_guessed: int = 0
     """How many of its last tokens are guesses."""
+    adapter: int = -1
+    """The slot of its adapter; negative: it has none."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -196,6 +198,7 @@ class SequenceTable:
             sampling=start.sampling,
             choice=start.choice,
             eos_token_ids=tuple(start.eos_token_ids),
+            adapter=start.adapter,
         )
         if sequence.has_penalties:
             for token_id in start.token_ids[start.num_prompt_tokens :]:

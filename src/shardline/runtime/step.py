@@ -61,6 +61,8 @@ class Rows:
     """In a narrowed table. None: all rows are sampled, and none is scored."""
     token_inputs: Tensor | None = None
     """[num_rows, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
+    adapters: Tensor | None = None
+    """[num_rows] int32: the slot of each row's adapter; negative: it has none. None: no row has any."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -84,6 +86,13 @@ class Rows:
         if narrowed is not None:
             narrowed = replace(narrowed, token_inputs=narrowed.take(token_inputs))
         return replace(self, token_inputs=token_inputs, narrowed=narrowed)
+
+    def with_adapters(self, adapters: Tensor) -> Rows:
+        """The same with `adapters` of all rows."""
+        narrowed = self.narrowed
+        if narrowed is not None:
+            narrowed = replace(narrowed, adapters=narrowed.take(adapters))
+        return replace(self, adapters=adapters, narrowed=narrowed)
 
 
 def empty_rows(replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:

@@ -7,16 +7,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
+from shardline.messages.adapters import LoadAdapter
 from shardline.messages.worker import RankReport
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.runtime.loader.adapters import load_adapter
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
@@ -121,6 +124,18 @@ class Worker:
         assert self._runner is not None
         return self._runner
 
+    def load_adapter(self, command: LoadAdapter) -> None:
+        """Put an adapter into a slot, in place of the one that is there.
+
+        Raises:
+            ValueError: it cannot be read, or is another one by now. The slot is empty.
+        """
+        assert self.stage.adapted, "the deployment takes no adapters"
+        folder, digest = Path(command.adapter.folder), command.adapter.digest
+        load_adapter(
+            self.stage.adapted, command.slot, folder, digest, self._deployment.spec, self._deployment.adapters.max_rank
+        )
+
     def _load_stage(self) -> tuple[DecoderStage, int]:
         deployment, place, backend = self._deployment, self._groups.place, self._backend
         expected = deployment.weights[place.rank].num_bytes
@@ -157,6 +172,7 @@ class Worker:
                 embeds=deployment.embeds,
                 expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
+                adapters=deployment.adapters,
             )
             loader = LayerLoader(
                 stage=context,

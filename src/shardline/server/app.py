@@ -31,6 +31,7 @@ from shardline.server.middleware import (
     SlashMiddleware,
 )
 from shardline.server.observer import RequestObserver
+from shardline.server.openai.adapters import adapter_routes
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
 from shardline.server.openai.models import model_routes, tokenize_routes
@@ -88,6 +89,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     ready = Depends(service.require_ready)
     generates, pools = [ready, Depends(service.require_generation)], [ready, Depends(service.refuse_generator)]
     app.include_router(model_routes(service), dependencies=[ready])
+    app.include_router(adapter_routes(service))
     app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])

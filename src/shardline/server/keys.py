@@ -93,7 +93,7 @@ def _read_keys(path: str) -> list[bytes]:
 PAGE_PREFIX = "/ui/"
 """Where the page's files are."""
 
-ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache")
+ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache", "/v1/load_lora", "/v1/unload_lora")
 """Paths of administration."""
 
 

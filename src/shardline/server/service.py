@@ -23,10 +23,14 @@ from shardline.server.window.feed import Window
 from shardline.text.chat_template import ChatTemplate, Conversation, PromptTooLong, render_and_encode_async
 
 if TYPE_CHECKING:
+    from shardline.api.adapters import Adapters
     from shardline.api.async_llm import AsyncLLM
+    from shardline.messages.request import AdapterRef
     from shardline.text.tokenizer import Tokenizer
 
 RETRY_STARTING_SECONDS = 2
+_NAMED_MODELS = 100
+"""How many names a 404 lists."""
 _MAX_ENCODED = 65_536
 """Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
@@ -119,20 +123,35 @@ class Service:
     def _takes_any_name(self) -> bool:
         return env.takes_any_model_name()
 
-    def require_model(self, name: str | None) -> None:
-        """Refuse a request for another model. A request without a name means the served model.
+    @property
+    def adapters(self) -> Adapters:
+        """Those that requests may name as their model."""
+        return self.llm.model.adapters
+
+    def name_of(self, model: str | None) -> str:
+        """The name that answers have for a request's model: that of its adapter, or the first of the model's."""
+        return model if model is not None and model in self.adapters.named else self.model_names[0]
+
+    def require_model(self, name: str | None) -> AdapterRef | None:
+        """The adapter that a request names as its model; None: the served model, also for a request without a name.
 
         Raises:
             ApiError: 404, the model `name` is not served here.
         """
-        if name is not None and name not in self.model_names and not self._takes_any_name:
-            served = ", ".join(f"`{known}`" for known in self.model_names)
+        if name is None or name in self.model_names:
+            return None
+        if (named := self.adapters.named.get(name)) is not None:
+            return named.ref
+        if not self._takes_any_name:
+            known = [*self.model_names, *self.adapters.named]
+            served = ", ".join(f"`{one}`" for one in known[:_NAMED_MODELS]) + ", …" * (len(known) > _NAMED_MODELS)
             raise ApiError(
                 404,
                 f"The model `{name}` does not exist or you do not have access to it. Served here: {served}.",
                 param="model",
                 code="model_not_found",
             )
+        return None
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

@@ -64,10 +64,12 @@ class ControlAnswers:
             return ()
         return [rank for rank in range(self._num_ranks) if rank not in self._pending[number]]
 
-    def take(self) -> list[ControlDone]:
-        """The joined answers since the last call."""
-        joined, self._joined = self._joined, []
-        return joined
+    def take(self, *, own: bool = False) -> list[ControlDone]:
+        """The joined answers since the last call: those to the front's messages, or those to the engine's own, whose
+        numbers are negative."""
+        taken = [done for done in self._joined if (done.number < 0) is own]
+        self._joined = [done for done in self._joined if (done.number < 0) is not own]
+        return taken
 
 
 class Executor(ABC):

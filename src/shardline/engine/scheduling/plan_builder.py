@@ -177,4 +177,5 @@ def _start_message(sequence: LiveSequence) -> SequenceStart:
         request.eos_token_ids,
         constraints,
         request.embeds,
+        sequence.adapter_slot,
     )

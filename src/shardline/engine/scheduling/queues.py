@@ -66,7 +66,7 @@ class SequenceQueues:
 
     def add(self, sequence: LiveSequence) -> None:
         """Let a sequence wait that has no blocks."""
-        if sequence.awaits_mask:
+        if sequence.awaits_mask or sequence.awaits_adapter:
             sequence.state = State.PARKED
         else:
             sequence.state = State.WAITING
@@ -75,6 +75,12 @@ class SequenceQueues:
     def give_mask(self, sequence: LiveSequence, allowed: bytes, foreseen: Sequence[int] = ()) -> None:
         """Note the masks of a sequence's next token and of those after guesses, see `LiveSequence.allowed`."""
         sequence.allowed, sequence.foreseen, sequence.awaits_mask = allowed, list(foreseen), False
+        if sequence.state is State.PARKED:
+            self.add(sequence)
+
+    def give_adapter(self, sequence: LiveSequence, slot: int) -> None:
+        """Note that the ranks have the adapter of a sequence in a slot, until the sequence ends."""
+        sequence.adapter_slot = slot
         if sequence.state is State.PARKED:
             self.add(sequence)
 

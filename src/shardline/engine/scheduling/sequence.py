@@ -73,7 +73,7 @@ class State(enum.Enum):
     PREEMPTED = enum.auto()
     """It waits again as soon as its plans in flight are collected; their results still count."""
     PARKED = enum.auto()
-    """It waits as soon as the mask of its next token is there."""
+    """It waits as soon as the mask of its next token and its adapter are there."""
     FETCHING = enum.auto()
     """It waits as soon as plans in flight have fetched blocks of its prefix."""
     FINISHED = enum.auto()
@@ -154,6 +154,8 @@ class LiveSequence:
     """A plan in flight has a draft of it, so where its next step begins is not known."""
     awaits_mask: bool = False
     """Whether it has a grammar and `allowed` is not known yet, so that its next token cannot be sampled."""
+    adapter_slot: int = -1
+    """The slot of its adapter; negative: it has none, or the ranks have not loaded it yet."""
     recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
 
     def __post_init__(self) -> None:
@@ -170,6 +172,11 @@ class LiveSequence:
     def has_grammar(self) -> bool:
         """Whether a grammar constrains its output."""
         return self.request.constraints is not None and bool(self.request.constraints.grammar)
+
+    @property
+    def awaits_adapter(self) -> bool:
+        """Whether it has an adapter that the ranks have not loaded yet."""
+        return self.request.adapter is not None and self.adapter_slot < 0
 
     @property
     def num_tokens(self) -> int:

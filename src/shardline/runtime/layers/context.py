@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import NO_ADAPTERS, AdapterPlan
 from shardline.kernels.contract import ComputeDevice, Kernels, LoadedProducts
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parameters import is_kept_in_float32, kind_of
@@ -18,6 +19,7 @@ from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import WeightSource
+from shardline.runtime.ops.adapters.low_rank import LowRankWeights
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
@@ -32,6 +34,16 @@ class TensorChecker(Protocol):
 
     def check_tensor(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
         """Check `x` [R, N], computed at `place` for the tokens `rows` [R] of the step (None: for all tokens)."""
+
+
+class AdaptedLinear(Protocol):
+    """Stacked linears that adapters can change."""
+
+    names: tuple[str, ...]
+    """Their canonical names, without `.weight`."""
+    spans: tuple[Span, ...]
+    """The outputs of each that this rank owns."""
+    weights: LowRankWeights
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class StageContext:
     """Whether each expert is held whole, by one rank of `expert_group`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
+    adapters: AdapterPlan = NO_ADAPTERS
+    """The adapters that requests may name."""
 
     @property
     def kernels(self) -> Kernels:
@@ -102,6 +116,8 @@ class LayerLoader:
     """[out_features, in_features] of the plain weights that have been packed for layers."""
     made_dense: Counter[str] = field(default_factory=Counter)
     """How many weights that the checkpoint packs have become dense, by kind, if the format keeps packed weights."""
+    adapted: list[AdaptedLinear] = field(default_factory=list)
+    """The linears that adapters can change."""
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""

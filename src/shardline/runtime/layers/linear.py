@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.low_rank import LinearAdapters, form_with, make_adapters
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.step import Rows
 
@@ -31,14 +32,15 @@ class ColumnLinear:
         """Local output columns of each name, in order."""
         self.packed = loader.pack_linear(*names)
         self.bias = loader.load_bias(*names) if bias else None
+        self._adapters = make_adapters(loader, *names)
 
     @property
     def input_form(self) -> InputForm:
         """The form in which this layer reads x best."""
-        return self.packed.input_form
+        return form_with(self._adapters, self.packed.input_form)
 
     def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
-        return _of_rows(self.packed(x, self.bias), rows)
+        return _of_rows(self.packed(x, _bias(self._adapters, self.bias, x, rows)), rows)
 
 
 class GatedColumnLinear:
@@ -48,14 +50,15 @@ class GatedColumnLinear:
         self.activation = activation
         self.packed = loader.pack_gated(gate, up)
         self.bias = loader.load_bias(gate, up) if bias else None
+        self._adapters = make_adapters(loader, gate, up)
 
     @property
     def input_form(self) -> InputForm:
         """The form in which this layer reads x best."""
-        return self.packed.input_form
+        return form_with(self._adapters, self.packed.input_form)
 
     def __call__(self, x: LinearInput, rows: Rows) -> Tensor:
-        return _of_rows(self.packed(x, self.bias, self.activation), rows)
+        return _of_rows(self.packed(x, _bias(self._adapters, self.bias, x, rows), self.activation), rows)
 
 
 class ClosingLinear:
@@ -69,6 +72,7 @@ class ClosingLinear:
         self._input_widths = tuple(input_widths)
         self.packed = loader.pack_linear(name)
         self.bias = loader.load(f"{name}.bias") if bias else None
+        self._adapters = make_adapters(loader, name)
         spans = stage.spans(f"{name}.weight") if self._splits_outputs else ()
         self._output_widths = tuple(span.size for span in spans)
 
@@ -84,11 +88,16 @@ class ClosingLinear:
         """This rank's columns of the output; exact numerics only."""
         assert self._splits_outputs, "fast numerics split the input"
         whole: LinearInput
-        if self.packed.input_form == "quantized":
+        if self.packed.input_form == "quantized" and (self._adapters is None or rows.adapters is None):
             whole = self.group.all_gather_quantized(self._kernels, x, self._input_widths)
         else:
             whole = self.group.all_gather_columns(x, self._input_widths)
-        return _of_rows(self.packed(whole, self.bias), rows)
+        return _of_rows(self.packed(whole, _bias(self._adapters, self.bias, whole, rows)), rows)
+
+
+def _bias(adapters: LinearAdapters | None, bias: Tensor | None, x: LinearInput, rows: Rows) -> Tensor | None:
+    """What the product of x adds to its sums before it rounds them: the bias, and what the adapters of rows add."""
+    return bias if adapters is None else adapters.bias(bias, x, rows)
 
 
 def _of_rows(out: Tensor, rows: Rows) -> Tensor:

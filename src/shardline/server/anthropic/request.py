@@ -176,7 +176,7 @@ class MessagesRequest(PromptFields):
     @property
     def sampling(self) -> SamplingFields:
         """The fields that generating endpoints have in common."""
-        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed", "receipt")
+        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed", "receipt", "model")
         return SamplingFields(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
 
     @property

@@ -94,7 +94,7 @@ def message_routes(service: Service) -> APIRouter:
         chat = await prepare_message(service, body)
         message_id = new_id("msg_")
         cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
-        writer = MessageWriter(message_id, service.model_names[0], chat.answer_format, cached_block)
+        writer = MessageWriter(message_id, service.name_of(body.model), chat.answer_format, cached_block)
         generation = await chat.start(service, message_id, **body.sampling.queueing)
         if body.stream:
             events = writer.write_events(generation.outputs[0])

@@ -58,7 +58,9 @@ async def search_beams(
                     search,
                     request_id=f"{request_id}-{index}",
                     top_logprobs=params.logprobs,
-                    **body.queueing,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    adapter=service.require_model(body.model),
                 )
             )
         except Exception as error:

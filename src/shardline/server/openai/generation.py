@@ -61,22 +61,25 @@ class Generation:
         prompt_param: str,
         priority: int = 0,
         cache_salt: str = "",
+        model: str | None = None,
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
         resume: Resume | None = None,
     ) -> Generation:
         """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
 
-        `params`: one for all prompts, or one for each.
+        `params`: one for all prompts, or one for each. `model`: the name that the request gives; it may be that of an
+        adapter.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
         outputs; empty: there is none. `resume`: what another server has sent of the answer; None: `mark` adds none.
 
         Raises:
-            ApiError: 400, a prompt or a parameter is invalid; 409, the other server gave other answers; 429, the queue
-                is full; 503, the engine accepts nothing.
+            ApiError: 400, a prompt or a parameter is invalid; 404, the model is not served; 409, the other server gave
+                other answers; 429, the queue is full; 503, the engine accepts nothing.
         """
         own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        adapter = service.require_model(model)
         limit, first = service.llm.config.scheduler.max_num_waiting, own[0]
         if len(prompts) * first.n > limit:
             raise bad_request(
@@ -103,6 +106,7 @@ class Generation:
                     cache_salt=cache_salt,
                     shown_token_ids=shown_token_ids,
                     grammar=grammar,
+                    adapter=adapter,
                     so_far=so_far[index],
                 )
                 generation._streams.append(stream)

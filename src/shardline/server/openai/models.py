@@ -24,7 +24,8 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     created: int
     owned_by: str = "shardline"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """Of an adapter: the model that it changes."""
     max_model_len: int
     numeric_contract: str
     """Its SHA-256: servers with equal ones give equal answers, see GET /server_info."""
@@ -42,11 +43,12 @@ def model_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     def card(name: str) -> ModelCard:
-        llm = service.llm
+        llm, adapter = service.llm, service.adapters.named.get(name)
         return ModelCard(
             id=name,
             created=service.created,
-            root=llm.config.model.model,
+            root=llm.config.model.model if adapter is None else adapter.ref.folder,
+            parent=None if adapter is None else adapter.parent or service.model_names[0],
             max_model_len=llm.model.max_model_len,
             numeric_contract=llm.model.contract.sha256,
         )
@@ -57,7 +59,7 @@ def model_routes(service: Service) -> APIRouter:
     @router.get("/v1/models", responses=json_answers(ModelList))
     async def list_models() -> Response:
         """Every name under which the model is served."""
-        return answer(ModelList(data=[card(name) for name in service.model_names]))
+        return answer(ModelList(data=[card(name) for name in (*service.model_names, *service.adapters.named)]))
 
     # A hub id contains a slash.
     @router.get("/v1/models/{model:path}", responses=json_answers(ModelCard))

@@ -328,8 +328,8 @@ class SamplingFields(IgnoredFields):
 
     @property
     def queueing(self) -> dict[str, Any]:
-        """The priority and the cache salt, as `Generation.start` takes them."""
-        return {"priority": self.priority or 0, "cache_salt": self.cache_salt or ""}
+        """The priority, the cache salt and the model, as `Generation.start` takes them."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt or "", "model": self.model}
 
     def origin(self, response_id: str) -> tuple[str, int]:
         """The id of the answer, and when it was created: an answer that goes on has those that it had."""

@@ -126,6 +126,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
             prompt_param="items",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            model=body.model,
         )
         async with generation:
             outputs = await generation.wait_finished()
@@ -136,7 +137,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         answer = GenerativeScoringResponse(
             id=request_id,
             created=int(time.time()),
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             data=[
                 GenerativeScore(
                     index=index,

@@ -163,6 +163,7 @@ async def pool_prompts(
         prompt_param=param,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        model=body.model,
     )
     async with generation:
         outputs = await generation.wait_finished()

@@ -103,7 +103,7 @@ def pooling_routes(service: Service) -> APIRouter:
             data=[]
             if body.sends_bytes
             else [EmbeddingItem(index=index, embedding=body.encode(vector)) for index, vector in enumerate(vectors)],
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             usage=pooling_usage(prompts),
         )
         return body.write_answer(answer, vectors, body.ignored_headers)
@@ -127,7 +127,7 @@ def pooling_routes(service: Service) -> APIRouter:
         )
         answer = PooledResponse(
             id=request_id,
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             data=[]
             if body.sends_bytes
             else [PoolingItem(index=index, data=body.encode(one)) for index, one in enumerate(values)],
@@ -147,7 +147,7 @@ def pooling_routes(service: Service) -> APIRouter:
         labels = pooler.labels.labels
         answer = PooledResponse(
             id=request_id,
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             data=[
                 ClassificationItem(
                     index=index, label=labels[int(one.argmax())], probs=one.tolist(), num_classes=len(labels)

@@ -165,7 +165,7 @@ def score_routes(service: Service) -> APIRouter:
         answer = ScoreResponse(
             id=request_id,
             created=int(time.time()),
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             data=[ScoreItem(index=index, score=score) for index, score in enumerate(scores)],
             usage=usage,
         )
@@ -184,7 +184,7 @@ def score_routes(service: Service) -> APIRouter:
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
         answer = RerankResponse(
             id=request_id,
-            model=service.model_names[0],
+            model=service.name_of(body.model),
             usage=usage,
             results=[
                 RerankItem(index=one, document=RerankDocument(text=documents[one]), relevance_score=scores[one])

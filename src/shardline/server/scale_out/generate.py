@@ -211,7 +211,7 @@ class GenerateWriter:
             GenerateResponse(
                 request_id=self.request_id,
                 created=int(time.time()),
-                model=self.service.model_names[0],
+                model=self.service.name_of(self.body.model),
                 output_mode=self.body.output_mode,
                 choices=choices,
                 usage=usage,
@@ -237,7 +237,7 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
     sampling = body.sampling_params
     params = sampling.sampling_params(max_tokens=sampling.max_tokens, logprobs=sampling.logprobs)
     token_ids = sampling.truncate_prompt(body.token_ids)
-    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or "", "model": body.model}
     form = body.sampling_params.requested_form
     if form is None:
         return await Generation.start(

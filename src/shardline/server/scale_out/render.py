@@ -87,7 +87,13 @@ def render_routes(service: Service) -> APIRouter:
     ) -> RenderedRequest:
         try:  # what an engine would refuse is not rendered
             built = service.llm.model.builder.build_from_ids(
-                request_id, None, token_ids, params, grammar=grammar, **body.queueing
+                request_id,
+                None,
+                token_ids,
+                params,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                grammar=grammar,
             )
         except ValueError as error:
             param = "prompt" if isinstance(body, CompletionRequest) else "messages"

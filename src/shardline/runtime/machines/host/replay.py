@@ -116,4 +116,5 @@ def _shape(step: StepInput) -> object:
     """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
     it, because they determine the exchanges."""
     rows = step.rows
-    return len(rows.context_lens), rows.replicas, rows.narrow().replicas, step.greedy, step.allowed is not None
+    adapted = rows.adapters is not None
+    return len(rows.context_lens), rows.replicas, rows.narrow().replicas, step.greedy, step.allowed is not None, adapted

@@ -154,7 +154,14 @@ class PreparedChat:
         return [{"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}]
 
     async def start(
-        self, service: Service, request_id: str, *, priority: int, cache_salt: str, resume: Resume | None = None
+        self,
+        service: Service,
+        request_id: str,
+        *,
+        priority: int,
+        cache_salt: str,
+        model: str | None,
+        resume: Resume | None = None,
     ) -> Generation:
         """Admit the request.
 
@@ -169,6 +176,7 @@ class PreparedChat:
             prompt_param=self.param,
             priority=priority,
             cache_salt=cache_salt,
+            model=model,
             shown_token_ids=self.answer_format.shown_token_ids,
             grammar=self.grammar,
             resume=resume,

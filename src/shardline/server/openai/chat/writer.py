@@ -115,7 +115,7 @@ class ChatEnvelope:
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
         self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id, self._created = body.origin(response_id)
-        self._model = service.model_names[0]
+        self._model = service.name_of(body.model)
         self._fingerprint = service.llm.model.fingerprint
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None

@@ -178,7 +178,14 @@ class PreparedCompletion:
         return bool(self.grammar)
 
     async def start(
-        self, service: Service, request_id: str, *, priority: int, cache_salt: str, resume: Resume | None = None
+        self,
+        service: Service,
+        request_id: str,
+        *,
+        priority: int,
+        cache_salt: str,
+        model: str | None,
+        resume: Resume | None = None,
     ) -> Generation:
         """Admit the request.
 
@@ -193,6 +200,7 @@ class PreparedCompletion:
             prompt_param=self.param,
             priority=priority,
             cache_salt=cache_salt,
+            model=model,
             grammar=self.grammar,
             resume=resume,
         )

@@ -114,7 +114,7 @@ class CompletionWriter:
         self._body = body
         self._options = body.check_stream(with_usage=service.config.enable_force_include_usage)
         self._id, self._created = body.origin(response_id)
-        self._model = service.model_names[0]
+        self._model = service.name_of(body.model)
         self._fingerprint = service.llm.model.fingerprint
         self.takes_long = body.logprobs is not None or body.num_prompt_logprobs is not None
         """Whether a whole answer must not be written on the event loop."""

@@ -300,7 +300,7 @@ def _begin_response(service: Service, body: ResponsesRequest, chat: PreparedChat
     return ResponseObject(
         id=new_id("resp_"),
         created_at=int(time.time()),
-        model=service.model_names[0],
+        model=service.name_of(body.model),
         system_fingerprint=service.llm.model.fingerprint,
         status="queued" if body.background else "in_progress",
         background=bool(body.background),

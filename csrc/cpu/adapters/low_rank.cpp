@@ -1,0 +1,214 @@
+// What adapters add to the outputs of a linear, in fp32, see low_rank_args.h. Rows are grouped by adapter, so that its
+// weights are read once for a few rows. Every number of a row is summed in an order that depends on nothing else: those
+// of x down^T in kChains chains over K, which are added in order, and those of the product with `up` in one chain over
+// the rank.
+#include "dispatch/variant.h"
+#include "gemm/gemm_chain.h"
+#include "runtime/thread_pool.h"
+
+namespace shardline::SHARDLINE_ISA {
+namespace {
+
+constexpr int64_t kSmallWork = 1 << 15;
+constexpr int64_t kChunkColumns = 512;
+constexpr int kBlockVectors = kRankBlock / kLanes;
+// AVX-512 has 32 registers, other ISAs have 16.
+constexpr int kChains = kLanes == 16 ? 4 : 2, kMostRows = kLanes == 16 ? 4 : 2;
+constexpr int kColumnVectors = kLanes == 16 ? 4 : 3;
+
+// Some rows of one adapter.
+struct RowGroup {
+  int32_t slot, count;
+  int32_t rows[kAdapterRows];
+};
+
+struct Groups {
+  const RowGroup* groups;
+  int64_t count;
+};
+
+// Groups rows by adapter, in the order of the slots; then those without one.
+Groups group_rows(const LowRankArgs& args) {
+  int32_t *first = args.order, *next = first + args.num_slots;
+  RowGroup* groups = reinterpret_cast<RowGroup*>(next + args.num_rows);
+  for (int64_t slot = 0; slot < args.num_slots; ++slot) first[slot] = -1;
+  int32_t first_without = -1;
+  for (int64_t row = args.num_rows - 1; row >= 0; --row) {
+    int32_t& head = args.slots[row] < 0 ? first_without : first[args.slots[row]];
+    next[row] = head;
+    head = static_cast<int32_t>(row);
+  }
+  int64_t count = 0;
+  for (int64_t slot = 0; slot <= args.num_slots; ++slot) {
+    const bool without = slot == args.num_slots;
+    for (int32_t row = without ? first_without : first[slot]; row >= 0;) {
+      RowGroup& group = groups[count++];
+      group.slot = without ? -1 : static_cast<int32_t>(slot);
+      for (group.count = 0; row >= 0 && group.count < kAdapterRows; row = next[row]) group.rows[group.count++] = row;
+    }
+  }
+  return {groups, count};
+}
+
+template <int kRows>
+inline void add_step(const float* const (&x)[kRows], const float* down, int64_t step, bool,
+                     F32 (&sum)[kRows][kBlockVectors]) {
+  F32 weight[kBlockVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kBlockVectors; ++v) weight[v] = load(down + step * kRankBlock + v * kLanes);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const F32 value = broadcast(x[r][step]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) sum[r][v] = fma(value, weight[v], sum[r][v]);
+  }
+}
+
+template <int kRows>
+inline void add_step(const bf16* const (&x)[kRows], const bf16* down, int64_t step, bool whole,
+                     F32 (&sum)[kRows][kBlockVectors]) {
+  I32 weight[kBlockVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kBlockVectors; ++v) weight[v] = load_pairs(down + step * 2 * kRankBlock + v * 2 * kLanes);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const I32 pair = broadcast_pair(x[r] + 2 * step, whole);
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) sum[r][v] = dot_pairs(sum[r][v], pair, weight[v]);
+  }
+}
+
+// scale * x down^T for some rows and a block of ranks.
+template <class T, int kRows>
+void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t part, int64_t block) {
+  const int64_t blocks = args.rank_blocks(), place = part * blocks + block, width = args.num_parts * blocks;
+  const int64_t steps = ceil_div(args.depth, kStep<T>), whole = args.depth / kStep<T>;
+  const T* down = static_cast<const T*>(args.down) + (slot * width + place) * steps * kStep<T> * kRankBlock;
+  const T* x[kRows];
+  for (int r = 0; r < kRows; ++r) x[r] = static_cast<const T*>(args.x) + rows[r] * args.x_stride;
+  F32 sum[kChains][kRows][kBlockVectors] = {};
+  int64_t step = 0;
+  for (; step + kChains <= whole; step += kChains) {
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains; ++chain) add_step(x, down, step + chain, true, sum[chain]);
+  }
+  for (int chain = 0; step < steps; ++step, ++chain) add_step(x, down, step, step < whole, sum[chain]);
+  const F32 scale = broadcast(args.scales[slot * args.num_parts + part]);
+  for (int r = 0; r < kRows; ++r) {
+    float* hidden = args.hidden + (rows[r] * width + place) * kRankBlock;
+    for (int v = 0; v < kBlockVectors; ++v) {
+      F32 total = sum[0][r][v];
+      for (int chain = 1; chain < kChains; ++chain) total = total + sum[chain][r][v];
+      store(hidden + v * kLanes, total * scale);
+    }
+  }
+}
+
+inline F32 bias_at(const LowRankArgs& args, int64_t column, int64_t left) {
+  return args.bias_dtype == DType::kFloat32 ? load_n(static_cast<const float*>(args.bias) + column, left)
+                                            : load_n(static_cast<const bf16*>(args.bias) + column, left);
+}
+
+// Columns of rows that no adapter changes. Nothing changes if -0 is added, and +0 would turn -0 into +0.
+void write_bias(const LowRankArgs& args, const RowGroup& group, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column < end; column += kLanes) {
+    const F32 value = args.bias == nullptr ? broadcast(-0.0f) : bias_at(args, column, end - column);
+    for (int32_t r = 0; r < group.count; ++r) {
+      store_n(args.out + group.rows[r] * args.num_columns + column, value, end - column);
+    }
+  }
+}
+
+template <class T, int kRows, int kVectors>
+inline void expand_columns(const LowRankArgs& args, const int32_t* rows, const float* const (&hidden)[kRows],
+                           const T* up, int64_t rank, int64_t column, int64_t left) {
+  F32 sum[kRows][kVectors] = {};
+  for (int64_t j = 0; j < rank; ++j) {
+    F32 weight[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      weight[v] = load_n(up + j * args.num_columns + column + v * kLanes, left - v * kLanes);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const F32 value = broadcast(hidden[r][j]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(value, weight[v], sum[r][v]);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes, lanes = left - v * kLanes;
+    for (int r = 0; r < kRows; ++r) {
+      const F32 value = args.bias == nullptr ? sum[r][v] : bias_at(args, at, lanes) + sum[r][v];
+      store_n(args.out + rows[r] * args.num_columns + at, value, lanes);
+    }
+  }
+}
+
+// bias + hidden up^T for some rows and the columns [begin, end) of a part.
+template <class T, int kRows>
+void expand(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t part, int64_t begin, int64_t end) {
+  const int64_t blocks = args.rank_blocks(), width = args.num_parts * blocks;
+  const float* hidden[kRows];
+  for (int r = 0; r < kRows; ++r) hidden[r] = args.hidden + (rows[r] * width + part * blocks) * kRankBlock;
+  const T* up = static_cast<const T*>(args.up) + slot * args.max_rank * args.num_columns;
+  const int64_t rank = args.ranks[slot * args.num_parts + part];
+  int64_t column = begin;
+  for (; column + kColumnVectors * kLanes <= end; column += kColumnVectors * kLanes) {
+    expand_columns<T, kRows, kColumnVectors>(args, rows, hidden, up, rank, column, end - column);
+  }
+  for (; column < end; column += kLanes) {
+    expand_columns<T, kRows, 1>(args, rows, hidden, up, rank, column, end - column);
+  }
+}
+
+// Calls body(rows, Constant<number of rows>) for the rows of a group, a few at a time.
+template <int kRows = kMostRows, class Body>
+void with_rows(const int32_t* rows, int64_t count, const Body& body) {
+  for (; count >= kRows; rows += kRows, count -= kRows) body(rows, Constant<kRows>());
+  if constexpr (kRows > 1) {
+    if (count > 0) with_rows<kRows - 1>(rows, count, body);
+  }
+}
+
+template <class T>
+void low_rank_of(const LowRankArgs& args) {
+  const Groups all = group_rows(args);
+  const int64_t blocks = args.rank_blocks(), width = args.num_parts * blocks;
+  const bool parallel = args.num_rows * (args.depth + args.num_columns) * kRankBlock > kSmallWork;
+  parallel_for_if(parallel, all.count * width, [&](int64_t task) {
+    const RowGroup& group = all.groups[task / width];
+    const int64_t part = task % width / blocks, block = task % blocks;
+    if (group.slot < 0 || block * kRankBlock >= args.ranks[group.slot * args.num_parts + part]) return;
+    with_rows(group.rows, group.count,
+              [&](const int32_t* rows, auto count) { project<T, count.kValue>(args, rows, group.slot, part, block); });
+  });
+  int64_t chunks = 0;
+  for (int64_t part = 0; part < args.num_parts; ++part) {
+    chunks += ceil_div(args.bounds[part + 1] - args.bounds[part], kChunkColumns);
+  }
+  parallel_for_if(parallel, all.count * chunks, [&](int64_t task) {
+    const RowGroup& group = all.groups[task / chunks];
+    int64_t part = 0, chunk = task % chunks;
+    while (chunk >= ceil_div(args.bounds[part + 1] - args.bounds[part], kChunkColumns)) {
+      chunk -= ceil_div(args.bounds[part + 1] - args.bounds[part], kChunkColumns);
+      ++part;
+    }
+    const int64_t begin = args.bounds[part] + chunk * kChunkColumns;
+    const int64_t end = min64(begin + kChunkColumns, args.bounds[part + 1]);
+    if (group.slot < 0 || args.ranks[group.slot * args.num_parts + part] == 0) {
+      return write_bias(args, group, begin, end);
+    }
+    with_rows(group.rows, group.count, [&](const int32_t* rows, auto count) {
+      expand<T, count.kValue>(args, rows, group.slot, part, begin, end);
+    });
+  });
+}
+
+}  // namespace
+
+void low_rank(const LowRankArgs& args) {
+  args.dtype == DType::kFloat32 ? low_rank_of<float>(args) : low_rank_of<bf16>(args);
+}
+
+}  // namespace shardline::SHARDLINE_ISA

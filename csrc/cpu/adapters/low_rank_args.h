@@ -1,0 +1,35 @@
+// Arguments of the products with adapters (LoRA): what the adapter of each row adds to the outputs of a linear.
+#pragma once
+
+#include "runtime/types.h"
+
+namespace shardline {
+
+// Ranks are computed in blocks of so many, on every ISA.
+constexpr int64_t kRankBlock = 16;
+// Rows of the same adapter that share its weights while they are in registers.
+constexpr int64_t kAdapterRows = 4;
+
+// out[row] = bias + scale * (x[row] down^T) up^T, with the weights of the row's adapter.
+//
+// A linear may stack several parts, such as q, k and v: each has its own columns of `out`, and its own down and up.
+struct LowRankArgs {
+  DType dtype, bias_dtype;
+  const void* x;
+  int64_t x_stride;
+  const int32_t* slots;   // [num_rows]: the adapter of each row; negative: none
+  const void* down;       // [num_slots][num_parts][rank_blocks][depth / step][16][step], step 2 for bf16, else 1
+  const void* up;         // [num_slots][max_rank][num_columns]
+  const int32_t* ranks;   // [num_slots][num_parts]; 0: the adapter leaves this part alone
+  const float* scales;    // [num_slots][num_parts]
+  const int64_t* bounds;  // [num_parts + 1]: the columns of each part
+  const void* bias;       // [num_columns] or null
+  float* hidden;          // scratch, [num_rows][num_parts][rank_blocks][16]
+  int32_t* order;         // scratch, num_slots + num_rows * (kAdapterRows + 3)
+  float* out;             // [num_rows][num_columns]
+  int64_t num_rows, num_columns, depth, num_slots, num_parts, max_rank;
+
+  int64_t rank_blocks() const { return (max_rank + kRankBlock - 1) / kRankBlock; }
+};
+
+}  // namespace shardline

@@ -1,0 +1,88 @@
+"""The LoRA adapters that requests may name: found, checked, and known by their content."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.config.lora import LoRAConfig
+from shardline.messages.request import AdapterRef
+from shardline.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for `LLM.generate` and others, as in vLLM: `lora_path` is the folder that PEFT has written.
+
+    The number means nothing here: adapters are told apart by their content.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """An adapter under a name that requests use as their model."""
+
+    name: str
+    ref: AdapterRef
+    parent: str = ""
+    """The base model, as the user has named it; empty: the served one."""
+
+
+class Adapters:
+    """Adapters by name. Any thread may read files with it; names are changed by one thread."""
+
+    def __init__(self, config: LoRAConfig, spec: DecoderSpec | None) -> None:
+        """`spec`: that of the base model.
+
+        Raises:
+            ValueError: one of the configured adapters cannot be used.
+        """
+        self._config = config
+        self._spec = spec
+        self._named: dict[str, NamedAdapter] = {}
+        self._known: dict[str, tuple[object, AdapterRef]] = {}
+        """By folder: what the files looked like when they were read, and what they hold."""
+        self._lock = threading.Lock()
+        for module in config.modules:
+            self.put(module.name, self.read(module.folder), module.parent)
+
+    @property
+    def named(self) -> Mapping[str, NamedAdapter]:
+        """Those that requests can name."""
+        return self._named
+
+    def read(self, folder: str) -> AdapterRef:
+        """Check the adapter in a folder, and tell its content. Files that have not changed are not read again.
+
+        Raises:
+            ValueError: adapters are not enabled, or it cannot be used.
+        """
+        from shardline.checkpoints.adapters import read_adapter, state_of
+
+        if not self._config.enable_lora:
+            raise ValueError("LoRA is not enabled: start with --enable-lora, or LLM(enable_lora=True)")
+        assert self._spec is not None
+        path = Path(folder).resolve()
+        with self._lock:
+            state = state_of(path)
+            known = self._known.get(str(path))
+            if known is not None and known[0] == state:
+                return known[1]
+            adapter = read_adapter(path, self._spec, self._config.max_lora_rank)
+            ref = AdapterRef(adapter.digest(), str(path))
+            self._known[str(path)] = state, ref
+            return ref
+
+    def put(self, name: str, ref: AdapterRef, parent: str = "") -> None:
+        """Let requests name an adapter that was read. A name that is taken is that of this adapter from now on."""
+        self._named[name] = NamedAdapter(name, ref, parent)
+
+    def remove(self, name: str) -> bool:
+        """Forget a name; requests that run go on. Returns whether there was one."""
+        return self._named.pop(name, None) is not None

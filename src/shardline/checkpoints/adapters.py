@@ -1,0 +1,268 @@
+"""LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, checked without torch.
+
+An adapter adds scale * up (down x) to linears: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021).
+PEFT calls `down` lora_A, [rank, in], and `up` lora_B, [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank)
+with rsLoRA (Kalajdzievski, 2023).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardline.checkpoints.checkpoint import read_header
+from shardline.checkpoints.lookup import family
+from shardline.checkpoints.wrapper import language_model_key
+from shardline.models.adapters import is_adaptable
+from shardline.models.parameters import parameters
+from shardline.models.parts import Shape
+from shardline.models.spec import DecoderSpec
+from shardline.models.stored_layout import TensorEntry
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 22
+_DTYPES = ("F32", "F16", "BF16")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways of initialising that change the base weights, so that the stored adapter does not fit the base model."""
+_UNSUPPORTED: Mapping[str, str] = {
+    "use_dora": "DoRA (use_dora) is not supported yet",
+    "lora_bias": "biases of adapters (lora_bias) are not supported yet",
+    "modules_to_save": "whole modules in an adapter (modules_to_save) are not supported yet",
+    "target_parameters": "adapters of expert tensors (target_parameters) are not supported yet",
+    "trainable_token_indices": "new token embeddings (trainable_token_indices) are not supported yet",
+    "layer_replication": "layer_replication is not supported",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) is not supported",
+    "use_qalora": "QALoRA (use_qalora) is not supported",
+    "arrow_config": "Arrow (arrow_config) is not supported",
+}
+
+
+class _Config(msgspec.Struct):
+    """The keys of adapter_config.json that decide what an adapter computes."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool | None = False
+    bias: str | None = "none"
+    init_lora_weights: Any = True
+    use_dora: Any = None
+    lora_bias: Any = None
+    modules_to_save: Any = None
+    target_parameters: Any = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: Any = None
+    arrow_config: Any = None
+
+
+@dataclass(frozen=True)
+class LinearChange:
+    """What an adapter adds to one linear, whose weight is the canonical parameter of this name."""
+
+    name: str
+    down: TensorEntry
+    """[rank, in]"""
+    up: TensorEntry
+    """[rows of the checkpoint's tensor, rank]"""
+    rows: slice
+    """The rows of `up` that belong to this linear."""
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that fits a model."""
+
+    folder: Path
+    linears: tuple[LinearChange, ...]
+
+    @property
+    def rank(self) -> int:
+        """Its largest rank."""
+        return max(linear.rank for linear in self.linears)
+
+    def digest(self) -> str:
+        """A name of its content. This reads the whole file.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        found = blake2b(digest_size=16)
+        try:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                with (self.folder / name).open("rb") as stream:
+                    found.update(name.encode())
+                    while chunk := stream.read(_CHUNK_BYTES):
+                        found.update(chunk)
+        except OSError as error:
+            raise ValueError(f"the adapter in {self.folder} cannot be read: {error.strerror or error}") from None
+        return found.hexdigest()
+
+
+def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+    """Read and check an adapter for the model `spec`. Only headers are read.
+
+    Raises:
+        ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
+    """
+    try:
+        return _read_adapter(folder, spec, max_rank)
+    except ValueError as error:
+        raise ValueError(f"the adapter in {folder} cannot be used: {error}") from None
+    except OSError as error:
+        raise ValueError(f"the adapter in {folder} cannot be read: {error.strerror or error}") from None
+
+
+def state_of(folder: Path) -> object:
+    """What is equal as long as nobody has written an adapter's files again."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+    config = _read_config(folder)
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        others = [name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()]
+        hint = f"{others[0]} may run code when it is read; save the adapter again as safetensors" if others else ""
+        raise ValueError(f"it has no {WEIGHTS_FILE}" + (f" ({hint})" if hint else ""))
+    modules = _by_module(read_header(file))
+    linears = []
+    outputs: dict[str, int] = {}
+    """Rows of each module that is used."""
+    for name, shape in parameters(spec):
+        if not name.endswith(".weight") or not is_adaptable(name):
+            continue
+        source = family(spec.model_type).tensor_source(name, spec)
+        keys = [key.removesuffix(".weight") for key in (source.key, *source.aliases)]
+        module = next((key for key in keys if key in modules), None)
+        if module is None or source.columns is not None or source.index is not None:
+            continue
+        first, count = source.rows or (0, shape[0])
+        rows = slice(first, first + count * source.row_step, source.row_step)
+        linears.append(_adapted(name, module, modules[module], shape, rows, config))
+        outputs[module] = max(outputs.get(module, 0), first - first % source.row_step + count * source.row_step)
+    _check_leftovers(modules, outputs)
+    for module, rows_of_module in outputs.items():
+        if (found := modules[module]["lora_B"].shape[0]) != rows_of_module:
+            raise ValueError(
+                f"{module} has {found} outputs, and {rows_of_module} in this model; it is of another model"
+            )
+    if not linears:
+        raise ValueError("it changes no linear of this model")
+    adapter = Adapter(folder, tuple(linears))
+    if adapter.rank > max_rank:
+        raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
+    return adapter
+
+
+def _read_config(folder: Path) -> _Config:
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"it has no {CONFIG_FILE}; give the folder that PEFT's save_pretrained has written")
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG_FILE} has more than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=_Config)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{CONFIG_FILE} is malformed: {error}") from None
+    if config.peft_type != "LORA":
+        raise ValueError(f"it is of type {config.peft_type!r}, and only LORA is supported")
+    for key, reason in _UNSUPPORTED.items():
+        if getattr(config, key):
+            raise ValueError(reason)
+    if config.bias not in (None, "none"):
+        raise ValueError(f"bias {config.bias!r} changes biases of the base model, which is not supported")
+    way = config.init_lora_weights
+    if isinstance(way, str) and way.lower().startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"init_lora_weights {way!r} has changed the base weights; save it with "
+            "path_initial_model_for_weight_conversion, which makes an ordinary adapter of it"
+        )
+    for number in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
+        if not math.isfinite(number):
+            raise ValueError(f"alpha is {number}")
+    return config
+
+
+def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """The two tensors of each module, by its key in the base model's checkpoint."""
+    modules: dict[str, dict[str, TensorEntry]] = {}
+    for key, entry in tensors.items():
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.default)?\.weight", key)
+        if match is None:
+            raise ValueError(f"it has the tensor {key[:200]!r}, which is neither lora_A nor lora_B of a linear")
+        module = language_model_key(match[1] + ".")[:-1]
+        if match[2] in modules.setdefault(module, {}):
+            raise ValueError(f"it has {match[2]} of {module[:200]} twice")
+        modules[module][match[2]] = entry
+    return modules
+
+
+def _adapted(
+    name: str, module: str, tensors: Mapping[str, TensorEntry], shape: Shape, rows: slice, config: _Config
+) -> LinearChange:
+    down, up = tensors.get("lora_A"), tensors.get("lora_B")
+    if down is None or up is None:
+        raise ValueError(f"{module} has only one of lora_A and lora_B")
+    rank = _pattern_value(config.rank_pattern, module, config.r)
+    alpha = _pattern_value(config.alpha_pattern, module, config.lora_alpha)
+    if len(down.shape) != 2 or down.shape[1] != shape[1] or len(up.shape) != 2:
+        raise ValueError(
+            f"{module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, and a linear {list(shape)} of this "
+            "model needs [rank, in] and [out, rank]; the adapter is of another model"
+        )
+    if not 1 <= rank == down.shape[0] == up.shape[1]:
+        raise ValueError(
+            f"{module} has rank {rank} in {CONFIG_FILE}, but lora_A {list(down.shape)} and lora_B {list(up.shape)}"
+        )
+    for entry in (down, up):
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{module} has type {entry.dtype}; supported: {', '.join(_DTYPES)}")
+    scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return LinearChange(name, down, up, rows, rank, scale)
+
+
+def _pattern_value(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
+    """The value of the first pattern that names the module: its whole key, or the end of it.
+
+    PEFT takes regular expressions. Those of a stranger may take for ever, so only names are taken here.
+    """
+    for pattern, value in (patterns or {}).items():
+        name = pattern.removeprefix("^").removesuffix("$")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"{pattern[:200]!r} is a regular expression; rank_pattern and alpha_pattern take names only"
+            )
+        if module == name or (module.endswith(f".{name}") and not pattern.startswith("^")):
+            return value
+    return usual
+
+
+def _check_leftovers(modules: Iterable[str], used: Collection[str]) -> None:
+    """Refuse an adapter of modules that are no linears of the model, or that cannot be adapted here."""
+    if left := next((module for module in modules if module not in used), None):
+        raise ValueError(
+            f"it changes {left[:200]}, which this model does not have, or where adapters are not supported yet "
+            "(experts, embeddings, lm_head, routers, latent up-projections)"
+        )

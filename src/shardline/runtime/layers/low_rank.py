@@ -1,0 +1,63 @@
+"""The adapters (LoRA) of one linear: what they add to its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
+from shardline.models.adapters import is_adaptable
+from shardline.models.parameters import parse_name
+from shardline.models.partition import Span
+from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
+from shardline.runtime.step import Rows
+
+
+class LinearAdapters:
+    """The adapters of weights [out, in] that are stacked, for the outputs that this rank owns.
+
+    Every rank multiplies whole rows of x with the whole of `down`, and the result with its own rows of `up`: so each
+    output has one owner. What is added is the bias of the base product, which is rounded once, with the sum.
+    """
+
+    def __init__(self, loader: LayerLoader, names: Sequence[str], spans: Sequence[Span], in_features: int) -> None:
+        """`spans`: this rank's outputs of each weight."""
+        stage = loader.stage
+        self.names = tuple(names)
+        """The linears, without `.weight`."""
+        self.spans = tuple(spans)
+        self._kernels = cast(LowRankKernels, stage.kernels)
+        self.weights = LowRankWeights.empty(
+            stage.adapters.num_slots,
+            stage.adapters.max_rank,
+            in_features,
+            tuple(span.size for span in spans),
+            stage.dtype,
+        )
+        loader.adapted.append(self)
+
+    def bias(self, bias: Tensor | None, x: LinearInput, rows: Rows) -> Tensor | None:
+        """What the base product of x [M, in] adds: `bias`, or for a step with adapters a bias of each row."""
+        if rows.adapters is None:
+            return bias
+        return low_rank(self._kernels, as_tensor(x), rows.adapters, self.weights, bias)
+
+
+def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:
+    """The adapters of stacked linears; None: the deployment takes none, or none can change these linears."""
+    stage = loader.stage
+    if not stage.adapters.num_slots or not all(is_adaptable(f"{name}.weight") for name in names):
+        return None
+    layer, part, _ = parse_name(f"{names[0]}.weight")
+    assert layer is not None
+    shapes = dict(stage.spec.layers[layer].parameters(stage.spec.hidden_size))
+    spans = [stage.spans(f"{name}.weight")[stage.group.rank] for name in names]
+    return LinearAdapters(loader, names, spans, shapes[f"{part}.weight"][1])
+
+
+def form_with(adapters: LinearAdapters | None, form: InputForm) -> InputForm:
+    """The form in which a linear with these adapters reads x; `form`: without them."""
+    return form if adapters is None else "tensor"

@@ -1,0 +1,138 @@
+"""What adapters add to the outputs of a linear: scale * up (down x), each row with its own adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+RANK_BLOCK = 16
+"""Ranks are computed in blocks of so many."""
+_ROW_WORDS = 7
+"""Words that the kernel needs for each row to sort rows by adapter."""
+
+
+class LowRankKernels(Protocol):
+    """The kernels of adapters."""
+
+    def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor: ...
+    def low_rank(
+        self,
+        x: Tensor,
+        slots: Tensor,
+        down: Tensor,
+        up: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        bounds: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        order: Tensor,
+        out: Tensor,
+        /,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class LowRankWeights:
+    """The adapters of one linear, a slot each. The linear may stack several parts, such as q, k and v."""
+
+    down: Tensor
+    """[num_slots, num_parts * rank blocks, in_features / step, 16 * step]: for each block of ranks and each step of x,
+    the weights of the block. A step is one number of x, or in bf16 two, which are neighbours for each rank."""
+    up: Tensor
+    """[num_slots, max_rank, out_features]: a column belongs to one part."""
+    ranks: Tensor
+    """[num_slots, num_parts] int32; 0: the adapter leaves this part as it is."""
+    scales: Tensor
+    """[num_slots, num_parts] float32"""
+    bounds: Tensor
+    """[num_parts + 1] int64: the columns of each part."""
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, max_rank: int, in_features: int, widths: tuple[int, ...], dtype: torch.dtype
+    ) -> LowRankWeights:
+        """Slots without adapters. Memory that no adapter needs is not touched."""
+        step, blocks = _step(dtype), -(-max_rank // RANK_BLOCK)
+        num_parts = len(widths)
+        return cls(
+            torch.empty(num_slots, num_parts * blocks, -(-in_features // step), RANK_BLOCK * step, dtype=dtype),
+            torch.empty(num_slots, max_rank, sum(widths), dtype=dtype),
+            torch.zeros(num_slots, num_parts, dtype=torch.int32),
+            torch.zeros(num_slots, num_parts),
+            torch.tensor([0, *widths]).cumsum(0),
+        )
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self.ranks[slot] = 0
+
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+        """Give a part of a slot its weights, down [rank, in_features] and up [local outputs, rank]; they are rounded to
+        the activations' dtype."""
+        rank, in_features = down.shape
+        dtype, step = self.down.dtype, _step(self.down.dtype)
+        blocks = -(-rank // RANK_BLOCK)
+        padded = torch.zeros(blocks * RANK_BLOCK, -(-in_features // step) * step, dtype=dtype)
+        padded[:rank, :in_features] = down
+        first = part * (self.down.shape[1] // self.ranks.shape[1])
+        by_step = padded.view(blocks, RANK_BLOCK, -1, step).transpose(1, 2)
+        self.down[slot, first : first + blocks] = by_step.flatten(2)
+        begin, end = int(self.bounds[part]), int(self.bounds[part + 1])
+        self.up[slot, :rank, begin:end] = up.T.to(dtype)
+        self.scales[slot, part] = scale
+        self.ranks[slot, part] = rank
+
+
+def low_rank(
+    kernels: LowRankKernels, x: Tensor, slots: Tensor, weights: LowRankWeights, bias: Tensor | None = None
+) -> Tensor:
+    """bias + scale * up (down x) for the rows x [M, in_features], float32 [M, out_features].
+
+    `slots` [M] int32: the adapter of each row; negative: none, so that the row is the bias, or -0, which changes
+    nothing when it is added. Sums are fp32: those over in_features in a few chains, those over the rank in one, and
+    the scale is applied between them. The bits of a row depend on that row and its adapter alone.
+    """
+    width = weights.down.shape[1] * RANK_BLOCK
+    hidden = kernels.activation_empty(torch.float32, len(x), width)
+    order = kernels.activation_empty(torch.int32, len(weights.ranks) + len(x) * _ROW_WORDS)
+    out = kernels.activation_empty(torch.float32, len(x), weights.up.shape[2])
+    kernels.low_rank(
+        x,
+        slots,
+        weights.down,
+        weights.up,
+        weights.ranks,
+        weights.scales,
+        weights.bounds,
+        bias,
+        hidden,
+        order,
+        out,
+    )
+    return out
+
+
+def low_rank_reference(x: Tensor, slots: Tensor, weights: LowRankWeights, bias: Tensor | None = None) -> Tensor:
+    """`low_rank` in plain torch, in float64 until the last rounding."""
+    num_slots, num_parts = weights.ranks.shape
+    step = _step(x.dtype)
+    blocks = weights.down.shape[1] // num_parts
+    down = weights.down.view(num_slots, num_parts, blocks, -1, RANK_BLOCK, step).transpose(3, 4)
+    down = down.reshape(num_slots, num_parts, blocks * RANK_BLOCK, -1)[..., : x.shape[1]].double()
+    base = torch.zeros(weights.up.shape[2], dtype=torch.float64) if bias is None else bias.double()
+    out = base.repeat(len(x), 1)
+    for row, slot in enumerate(slots.tolist()):
+        for part in range(num_parts if slot >= 0 else 0):
+            rank = int(weights.ranks[slot, part])
+            columns = slice(int(weights.bounds[part]), int(weights.bounds[part + 1]))
+            hidden = down[slot, part, :rank] @ x[row].double() * float(weights.scales[slot, part])
+            out[row, columns] += hidden @ weights.up[slot, :rank, columns].double()
+    return out.float()
+
+
+def _step(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.bfloat16 else 1

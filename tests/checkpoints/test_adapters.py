@@ -1,0 +1,162 @@
+"""Adapters as PEFT stores them: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.description import read_model
+from shardline.config.engine import ModelConfig
+from shardline.models.spec import DecoderSpec
+from tests.models.adapters import make_adapter
+from tests.models.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def spec(model: Path) -> DecoderSpec:
+    return read_model(ModelConfig(model=str(model))).spec()
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    return make_adapter(model, tmp_path / "adapter", targets=["q_proj", "down_proj"], rank=4)
+
+
+def change_config(adapter: Path, **values: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def change_tensors(adapter: Path, change: Any) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+def test_ranks_and_scales(model: Path, spec: DecoderSpec, tmp_path: Path) -> None:
+    folder = make_adapter(
+        model,
+        tmp_path / "patterns",
+        targets=["q_proj", "v_proj"],
+        rank=4,
+        ranks={"layers.2.self_attn.v_proj": 9},
+        alpha_pattern={"v_proj": 27.0, "^model.layers.0.self_attn.q_proj$": 1.0},
+        use_rslora=True,
+    )
+    found = {one.name: (one.rank, one.scale) for one in read_adapter(folder, spec, 9).linears}
+    assert found["layers.2.attention.v.weight"] == (9, 9.0)
+    assert found["layers.1.attention.v.weight"] == (4, 13.5)
+    assert found["layers.0.attention.q.weight"] == (4, 0.5)
+    assert found["layers.1.attention.q.weight"] == (4, 4.0)
+    assert len(found) == 8
+    with pytest.raises(ValueError, match=r"its rank is 9, and at most 8 is allowed \(--max-lora-rank\)"):
+        read_adapter(folder, spec, 8)
+
+
+def test_keys_of_wrappers_and_older_files(model: Path, spec: DecoderSpec, adapter: Path) -> None:
+    names = {one.name for one in read_adapter(adapter, spec, 4).linears}
+    change_tensors(adapter, lambda old: {key.removeprefix("base_model.model."): value for key, value in old.items()})
+    assert {one.name for one in read_adapter(adapter, spec, 4).linears} == names
+    change_tensors(
+        adapter,
+        lambda old: {f"base_model.model.{key.replace('model.', 'model.language_model.', 1)}": old[key] for key in old},
+    )
+    assert {one.name for one in read_adapter(adapter, spec, 4).linears} == names
+
+
+def test_the_digest_is_of_the_content(model: Path, spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:
+    digest = read_adapter(adapter, spec, 4).digest()
+    same = make_adapter(model, tmp_path / "same", targets=["q_proj", "down_proj"], rank=4)
+    assert read_adapter(same, spec, 4).digest() == digest
+    change_config(same, lora_alpha=3)
+    assert read_adapter(same, spec, 4).digest() != digest
+    other = make_adapter(model, tmp_path / "other", targets=["q_proj", "down_proj"], rank=4, seed=9)
+    assert read_adapter(other, spec, 4).digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "IA3"}, "of type 'IA3', and only LORA"),
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "all"}, "bias 'all' changes biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "has changed the base weights"),
+        ({"r": 5}, "has rank 5 in adapter_config.json, but lora_A"),
+        ({"r": 2**70}, "has rank 1180591620717411303424 in adapter_config.json"),
+        ({"lora_alpha": "large"}, "malformed"),
+        ({"rank_pattern": {"(a+)+$": 3}}, "is a regular expression"),
+        ({"alpha_pattern": {"q_proj": None}}, "malformed"),
+    ],
+    ids=str,
+)
+def test_configurations_that_are_refused(
+    spec: DecoderSpec, adapter: Path, values: dict[str, Any], message: str
+) -> None:
+    change_config(adapter, **values)
+    with pytest.raises(ValueError, match=r"the adapter in .* cannot be used: ") as error:
+        read_adapter(adapter, spec, 64)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def renamed(old: dict[str, torch.Tensor], word: str, new: str) -> dict[str, torch.Tensor]:
+    return {key.replace(word, new): value for key, value in old.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda old: renamed(old, "layers.3.", "layers.4."), "it changes model.layers.4."),
+        (lambda old: renamed(old, "model.layers.0.mlp.down_proj", "lm_head"), "it changes lm_head, which"),
+        (lambda old: renamed(old, "lora_A.weight", "lora_C.weight"), "neither lora_A nor lora_B"),
+        (lambda old: {**old, "base_model.model.lm_head.weight": torch.ones(2, 2)}, "neither lora_A nor lora_B"),
+        (lambda old: {key: value for key, value in old.items() if "lora_A" in key}, "only one of lora_A and lora_B"),
+        (lambda old: {key: value[:, :-1].contiguous() for key, value in old.items()}, "adapter is of another model"),
+        (lambda old: {key: value[:3].contiguous() for key, value in old.items()}, "has rank 4 in adapter_config"),
+        (lambda old: {key: value.int() for key, value in old.items()}, "has type I32"),
+        (lambda old: {}, "it changes no linear"),
+    ],
+    ids=["layer", "lm_head", "kind", "whole", "half", "inputs", "outputs", "type", "nothing"],
+)
+def test_tensors_that_are_refused(spec: DecoderSpec, adapter: Path, change: Any, message: str) -> None:
+    change_tensors(adapter, change)
+    with pytest.raises(ValueError, match="cannot be used") as error:
+        read_adapter(adapter, spec, 64)
+    assert message in str(error.value)
+
+
+def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
+        read_adapter(tmp_path / "nowhere", spec, 64)
+    weights = adapter / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="corrupt or truncated"):
+        read_adapter(adapter, spec, 64)
+    weights.unlink()
+    (adapter / "adapter_model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors \(adapter_model\.bin may run code"):
+        read_adapter(adapter, spec, 64)
+    for config in ("", "[" * 100_000, "{}", '{"peft_type": "LORA"}'):
+        (adapter / "adapter_config.json").write_text(config)
+        with pytest.raises(ValueError, match=r"adapter_config\.json is malformed"):
+            read_adapter(adapter, spec, 64)
+    (adapter / "adapter_config.json").write_text(" " * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        read_adapter(adapter, spec, 64)

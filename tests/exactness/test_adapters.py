@@ -1,0 +1,130 @@
+"""A request's answer depends on its adapter, and on nothing else: not on other adapters in its batch, nor on the
+layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.description import read_model
+from shardline.config.engine import ModelConfig
+from shardline.engine.speculative.ngram import PromptLookup
+from shardline.messages.request import AdapterRef, Request
+from shardline.runtime.machines.host.replay import DecodeReplay
+from tests.exactness.harness import Answer, Guesses, make_requests, run, start_engine
+from tests.models.adapters import make_adapter
+from tests.models.checkpoints import make_checkpoint
+
+LORA: dict[str, object] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+class Setup:
+    """A model, requests with three adapters and without one, and their answers, each computed alone."""
+
+    def __init__(self, folder: Path, dtype: str, quantization: str) -> None:
+        self.model = make_checkpoint("llama", folder / "model", dtype=dtype)
+        self.options = {"dtype": dtype, "quantization": quantization}
+        spec = read_model(ModelConfig(model=str(self.model))).spec()
+        self.adapters: list[AdapterRef | None] = [None]
+        for number, targets in enumerate((["q_proj", "v_proj"], ["o_proj", "gate_proj", "down_proj"], ["proj"])):
+            path = make_adapter(self.model, folder / f"{number}", targets=targets, seed=number, rank=3 + 9 * number)
+            self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
+        self.requests = [
+            msgspec.structs.replace(one, adapter=(ref := self.adapters[i % 4]), cache_salt=ref.digest if ref else "")
+            for i, one in enumerate(make_requests(256))
+        ]
+        with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
+            self.expected = self.answers(self.requests, "alone", max_lora_rank=64)
+
+    def answers(self, requests: Sequence[Request], batch: str, **options: object) -> dict[str, Answer]:
+        engine, executor = start_engine(self.model, **{**self.options, **LORA, **options})
+        try:
+            return run(engine, requests, batch)
+        finally:
+            engine.close()
+            executor.close()
+
+
+@pytest.fixture(scope="module", params=[("bfloat16", "none"), ("float32", "int8")], ids=["bf16", "fp32-int8"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("adapters"), *request.param)
+
+
+def test_adapters_change_the_answers(setup: Setup) -> None:
+    one = setup.requests[1]
+    found = [setup.answers([msgspec.structs.replace(one, adapter=ref)], "alone") for ref in setup.adapters]
+    assert len({answer["r1"].digests[0] for answer in found}) == len(setup.adapters)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        ({}, "together"),
+        ({"tensor": 2}, "staggered"),
+        ({"tensor": 3}, "together"),
+        ({"pipeline": 2, "max_num_batched_tokens": 13}, "together"),
+        ({"tensor": 2, "pipeline": 2, "hosts": "two-hosts"}, "together"),
+        ({"max_loras": 1}, "staggered"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
+)
+def test_layouts_and_batches(setup: Setup, layout: dict[str, object], batch: str) -> None:
+    assert setup.answers(setup.requests, batch, **layout) == setup.expected
+
+
+def test_preemption_and_cached_prefixes(setup: Setup) -> None:
+    few = {"max_model_len": 128, "num_gpu_blocks_override": 12}
+    assert setup.answers(setup.requests, "together", **few) == setup.expected
+    engine, executor = start_engine(setup.model, **{**setup.options, **LORA})
+    for _ in range(2):
+        assert run(engine, setup.requests, "together") == setup.expected
+    assert engine.stats().prefix_hits > 0
+    engine.close()
+    executor.close()
+
+
+def test_drafts(setup: Setup) -> None:
+    guesses = Guesses(setup.requests, setup.expected)
+    guess = lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)  # noqa: E731
+    distinct = [request for index, request in enumerate(setup.requests) if index < 4]
+    with patch.object(PromptLookup, "find_continuation", guess):
+        answers = setup.answers(distinct, "together", speculative_config=DRAFTS)
+    assert answers == {request.request_id: setup.expected[request.request_id] for request in distinct}
+
+
+def test_requests_without_adapters_are_answered_as_by_an_engine_without(setup: Setup) -> None:
+    plain = [request for request in setup.requests if request.adapter is None]
+    answers = setup.answers(plain, "together", enable_lora=False)
+    assert answers == {request.request_id: setup.expected[request.request_id] for request in plain}
+
+
+def test_an_adapter_that_is_gone_fails_its_requests_only(setup: Setup, tmp_path: Path) -> None:
+    one, known = setup.requests[2], setup.adapters[1]
+    assert known is not None
+    nowhere, other = AdapterRef("0" * 32, str(tmp_path / "nowhere")), AdapterRef("1" * 32, known.folder)
+    lost = msgspec.structs.replace(one, request_id="lost", adapter=nowhere)
+    changed = msgspec.structs.replace(one, request_id="changed", adapter=other)
+    engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA})
+    for request in (lost, setup.requests[1], changed, setup.requests[0]):
+        engine.add_request(request)
+    errors: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {"r0": [], "r1": []}
+    while engine.busy:
+        for output in engine.step():
+            if output.error:
+                assert output.refused
+                errors[output.request_id] = output.error
+            else:
+                tokens[output.request_id] += output.token_ids
+    assert tokens == {name: setup.expected[name].token_ids for name in tokens}
+    assert "has no adapter_config.json" in errors["lost"]
+    assert "has changed since" in errors["changed"]
+    assert run(engine, [setup.requests[3]], "alone")["r3"] == setup.expected["r3"]
+    engine.close()
+    executor.close()

@@ -1,0 +1,83 @@
+"""Random LoRA adapters in PEFT's layout for tiny checkpoints, and what they mean: W + scale * B A, in plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def load_oracle(model: Path) -> PreTrainedModel:
+    """transformers' model in fp32."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    return loaded.eval()
+
+
+def make_adapter(
+    model: Path,
+    folder: Path,
+    *,
+    targets: Sequence[str] = LINEARS,
+    rank: int = 5,
+    seed: int = 1,
+    ranks: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "base_model.model.",
+    **config: Any,
+) -> Path:
+    """Save an adapter of the modules whose names end with one of `targets`, which changes the logits a lot; `ranks`:
+    those of some modules, by their names; `config`: further keys."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in load_oracle(model).named_modules():
+        if not isinstance(module, nn.Linear | Conv1D) or not name.endswith(tuple(targets)):
+            continue
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+        own = next((value for key, value in (ranks or {}).items() if name.endswith(key)), rank)
+        down = torch.randn(own, inputs, generator=generator) * inputs**-0.5
+        up = torch.randn(outputs, own, generator=generator) * own**-0.5
+        tensors[f"{prefix}{name}.lora_A.weight"], tensors[f"{prefix}{name}.lora_B.weight"] = (
+            down.to(dtype),
+            up.to(dtype),
+        )
+    assert tensors, "no module has such a name"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    if ranks:
+        values["rank_pattern"] = dict(ranks)
+    (folder / "adapter_config.json").write_text(json.dumps({**values, **config}))
+    return folder
+
+
+def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Add an adapter to the weights of transformers' model."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    modules = dict(model.named_modules())
+    for key, down in tensors.items():
+        if "lora_A" not in key:
+            continue
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        up, rank = tensors[key.replace("lora_A", "lora_B")].float(), len(down)
+        alphas = config.get("alpha_pattern") or {}
+        alpha = next((value for end, value in alphas.items() if name.endswith(end)), config["lora_alpha"])
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        change = scale * up @ down.float()
+        module = modules[name]
+        with torch.no_grad():
+            module.weight += change.T if isinstance(module, Conv1D) else change
+    return model

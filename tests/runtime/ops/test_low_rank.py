@@ -1,0 +1,92 @@
+"""What adapters add to a linear: against plain torch, and the same bits for a row in any batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.adapters.low_rank import LowRankWeights, low_rank, low_rank_reference
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+
+SLOTS, MAX_RANK, WIDTHS = 4, 20, (70, 33, 5)
+
+
+def adapters(in_features: int, dtype: torch.dtype, rng: torch.Generator) -> LowRankWeights:
+    """Three adapters of unlike ranks, which leave some parts alone, and an empty slot. Unused memory is NaN."""
+    weights = LowRankWeights.empty(SLOTS, MAX_RANK, in_features, WIDTHS, dtype)
+    weights.down.fill_(math.nan)
+    weights.up.fill_(math.nan)
+    for slot, ranks in enumerate([(16, 1, 20), (3, 0, 17), (0, 8, 0)]):
+        for part, (rank, width) in enumerate(zip(ranks, WIDTHS, strict=True)):
+            if rank:
+                weights.put(slot, part, randn(rank, in_features, rng=rng), randn(width, rank, rng=rng), 0.3 + slot)
+    return weights
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("in_features", [1, 7, 64, 301])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_against_torch(dtype, rng, in_features, has_bias):
+    weights = adapters(in_features, dtype, rng)
+    x = randn(23, in_features + 5, dtype=dtype, rng=rng)[:, 2 : in_features + 2]
+    slots = torch.randint(-1, SLOTS, (23,), generator=rng, dtype=torch.int32)
+    bias = randn(sum(WIDTHS), dtype=dtype, rng=rng) if has_bias else None
+    out = low_rank(KERNELS, x, slots, weights, bias)
+    expected = low_rank_reference(x, slots, weights, bias)
+    assert_close(out, expected, scale=4 * math.sqrt(in_features))
+    without = out[slots == 3]  # the empty slot
+    assert len(without)
+    assert_same_bits(without, (torch.full((sum(WIDTHS),), -0.0) if bias is None else bias.float()).expand_as(without))
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_row_has_the_same_bits_in_every_batch(dtype, rng):
+    weights = adapters(90, dtype, rng)
+    row, others = randn(1, 90, dtype=dtype, rng=rng), randn(257, 90, dtype=dtype, rng=rng)
+    bias = randn(sum(WIDTHS), dtype=dtype, rng=rng)
+
+    def alone(slot: int) -> Tensor:
+        return low_rank(KERNELS, row, torch.tensor([slot], dtype=torch.int32), weights, bias)[0]
+
+    for slot, size in itertools.product((-1, 0, 1, 2), (1, 2, 3, 4, 5, 9, 64, 257)):
+        place = size // 2
+        x = others[:size].clone()
+        x[place] = row[0]
+        for mix in (torch.full((size,), slot), torch.randint(-1, SLOTS, (size,), generator=rng)):
+            slots = mix.to(torch.int32)
+            slots[place] = slot
+            assert_same_bits(low_rank(KERNELS, x, slots, weights, bias)[place], alone(slot))
+
+
+def test_columns_have_the_same_bits_on_every_rank(dtype, rng):
+    """A rank has some of the outputs of each part."""
+    whole = LowRankWeights.empty(1, 16, 48, (90, 40), dtype)
+    downs = [randn(11, 48, rng=rng) for _ in range(2)]
+    ups = [randn(width, 11, rng=rng) for width in (90, 40)]
+    for part in range(2):
+        whole.put(0, part, downs[part], ups[part], 0.7)
+    x, slots = randn(6, 48, dtype=dtype, rng=rng), torch.zeros(6, dtype=torch.int32)
+    expected = low_rank(KERNELS, x, slots, whole)
+    for first, second in ((slice(0, 31), slice(0, 8)), (slice(31, 90), slice(8, 40))):
+        own = LowRankWeights.empty(1, 16, 48, (len(ups[0][first]), len(ups[1][second])), dtype)
+        own.put(0, 0, downs[0], ups[0][first], 0.7)
+        own.put(0, 1, downs[1], ups[1][second], 0.7)
+        columns = torch.cat([expected[:, :90][:, first], expected[:, 90:][:, second]], dim=1)
+        assert_same_bits(low_rank(KERNELS, x, slots, own), columns)
+
+
+def test_slots_are_used_again(dtype, rng):
+    weights = adapters(30, dtype, rng)
+    x, slots = randn(3, 30, dtype=dtype, rng=rng), torch.zeros(3, dtype=torch.int32)
+    weights.clear(0)
+    assert (low_rank(KERNELS, x, slots, weights) == 0).all()
+    weights.put(0, 1, randn(2, 30, rng=rng), randn(33, 2, rng=rng), 1.0)
+    out = low_rank(KERNELS, x, slots, weights)
+    assert_close(out, low_rank_reference(x, slots, weights), scale=20.0)
+    assert (out[:, :70] == 0).all()
+    with pytest.raises(ValueError, match="an adapter that does not exist"):
+        low_rank(KERNELS, x, torch.full((3,), SLOTS, dtype=torch.int32), weights)

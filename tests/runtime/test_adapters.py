@@ -1,0 +1,48 @@
+"""Models with adapters against transformers' model with merged weights, in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.adapters import load_oracle, make_adapter, merge
+from tests.models.checkpoints import make_checkpoint
+from tests.runtime.test_against_transformers import generate
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all linears": ("llama", {}),
+    "some, with patterns": (
+        "qwen2",
+        {
+            "targets": ("q_proj", "v_proj", "down_proj"),
+            "ranks": {"v_proj": 1, "layers.1.mlp.down_proj": 8},
+            "alpha_pattern": {"q_proj": 3.0},
+        },
+    ),
+    "rslora in bf16": ("llama", {"rank": 16, "use_rslora": True, "dtype": torch.bfloat16}),
+    "fused": ("phi3", {"targets": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}),
+    "transposed": ("gpt2", {"targets": ("c_attn", "c_proj", "c_fc")}),
+    "latent attention": (
+        "deepseek_v3",
+        {"targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "layers.0.mlp.up_proj")},
+    ),
+    "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    model = make_checkpoint(family, tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", **options)
+    prompt = torch.randint(0, 256, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens, logits = generate(model, prompt, num_tokens=5, chunk=11, adapter=adapter)
+    oracle = load_oracle(model)
+    with torch.no_grad():
+        base = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = merge(oracle, adapter)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    assert (base - expected).abs().mean() > 0.05
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
