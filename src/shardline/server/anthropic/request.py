@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from shardline.server.errors import bad_request
 from shardline.server.openai.chat.conversation import (
@@ -18,6 +18,7 @@ from shardline.server.openai.chat.conversation import (
 )
 from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, Seed, refuse_if
+from shardline.server.resume import read_resume
 
 _BILLING = "x-anthropic-billing-header"
 """Begins a block of coding agents that differs with each request: in a prompt, it would defeat the prefix cache."""
@@ -170,11 +171,13 @@ class MessagesRequest(PromptFields):
     cache_salt: str | None = None
     priority: int | None = None
     seed: Seed | None = None
+    resume: Annotated[Any, BeforeValidator(read_resume)] = None
+    """As in `SamplingFields`."""
 
     @property
     def sampling(self) -> SamplingFields:
         """The fields that generating endpoints have in common."""
-        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed")
+        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed", "resume")
         return SamplingFields(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
 
     @property
