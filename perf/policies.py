@@ -1,40 +1,57 @@
 """Router policies on four real schedulers in virtual time: `python perf/policies.py`.
 
 Each scheduler is that of the engine, in front of an executor that computes nothing but the time of each step (Llama 3.1
-8B on an H100). A mix of requests comes at a share of what the replicas can do; the router knows what the real one does.
-For each mix, load and policy there is a line: hit rate, that of one endless cache, TTFT, and goodput (requests a second
-whose first token comes within 1 s and the others at 25 a second or more). The last lines compare the default with the
-aims: hit rate of conversations at least 0.9 of the endless cache's, p99 of TTFT with a hot prefix and with random
-prompts at most 1.1 of `least_loaded`'s, goodput at most 5% below the best policy's.
+8B on an H100; `--slow 2`: one whose steps take twice as long is among them). A mix of requests comes at a share of what
+the replicas can do; the router knows what the real one does. For each mix, load and policy there is a line: hit rate,
+that of one endless cache, TTFT, and goodput (requests a second whose first token comes within 0.3 s and the others at
+50 a second or more). The last lines compare the default with the aims: hit rate of conversations at least 0.9 of the
+endless cache's, p99 of TTFT with a hot prefix and with random prompts at most 1.1 of `least_loaded`'s, goodput at most
+5% below the best policy's.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardline.messages.step import StepPlan
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.search import Fixed, search
-from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica, StepClock
 from shardline.planner.simulation.simulate import replica_setup
 from shardline.planner.simulation.workload import SimulatedRequest
+from shardline.planner.timing import step_load
 from shardline.routing.policies.base import ReplicaLoad
-from shardline.routing.router import Router
+from shardline.routing.router import CHUNK_TOKENS, Router
 
 REPLICAS = 4
 BLOCK = 16
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_hash", "cache_aware", "least_work")
 DEFAULT = "least_work"
-TTFT, TPOT = 1.0, 0.04
-Run = tuple[int, int]
-Prompt = tuple[Run, ...]
+TTFT, TPOT = 0.3, 0.02
+Prompt = tuple[tuple[int, int], ...]
+Vector = NDArray[np.float64]
+
+
+class SlowClock(StepClock):
+    """One whose steps take longer."""
+
+    factor = 1.0
+
+    def plan_seconds(self, plan: StepPlan) -> float:
+        return self.factor * super().plan_seconds(plan)
+
+    def decode_seconds(self, num_seqs: int, contexts: Vector) -> Vector:
+        return np.asarray(self.factor * super().decode_seconds(num_seqs, contexts))
 
 
 class Writer:
@@ -112,6 +129,8 @@ def serve(setups: Sequence[ReplicaSetup], policy: str, requests: Sequence[Simula
     """Route requests, which come in order of arrival, by what replicas say at that moment."""
     router = Router(policy)
     replicas = [SimulatedReplica(setup, 1e9) for setup in setups]
+    for index, setup in enumerate(setups):
+        measure(router, index, setup.clock)
     for number, request in enumerate(requests):
         loads = []
         for index, replica in enumerate(replicas):
@@ -132,6 +151,15 @@ def serve(setups: Sequence[ReplicaSetup], policy: str, requests: Sequence[Simula
     hits = sum(outcome.prefix_hits for outcome in outcomes) / queries
     good = float(((ttft <= TTFT) & (tpot <= TPOT)).sum()) / max(requests[-1].arrival, 1e-9)
     return Found(hits, (float(np.percentile(ttft, 50)), float(np.percentile(ttft, 99))), good, float(last.max()))
+
+
+def measure(router: Router, index: int, clock: StepClock) -> None:
+    """Tell the router what a replica's counters say after a while: steps of 32 sequences, and chunks of prompts."""
+    step = float(clock.decode_seconds(32, np.array([1000.0]))[0])
+    prompt = step_load(clock.work, clock.cluster, 0, 0.0, 2048.0, 1024.0).seconds(clock.constants)
+    chunk = getattr(clock, "factor", 1.0) * prompt * CHUNK_TOKENS / 2048
+    for chunks in range(16):
+        router.paces.add(index, 16, chunks, 16 * step + chunks * chunk)
 
 
 def endless_hits(requests: Sequence[SimulatedRequest]) -> float:
@@ -168,11 +196,15 @@ def h100() -> ReplicaSetup:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
-    parser.add_argument("--loads", type=float, nargs="+", default=(0.5, 0.8, 1.0), help="shares of the throughput")
+    parser.add_argument("--loads", type=float, nargs="+", default=(0.7, 1.0, 1.3), help="shares of the throughput")
+    parser.add_argument("--slow", type=float, default=1.0, help="how much longer the steps of one replica take")
     parser.add_argument("--mixes", nargs="+", default=[*MIXES], choices=MIXES)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     args = parser.parse_args()
-    setups = [h100()] * REPLICAS
+    setup = h100()
+    slow = SlowClock(setup.clock.work, setup.clock.cluster, setup.clock.constants)
+    SlowClock.factor = args.slow
+    setups = [setup if args.slow == 1.0 else dataclasses.replace(setup, clock=slow), *[setup] * (REPLICAS - 1)]
     aims = []
     for mix in args.mixes:
         most = serve(setups, "least_loaded", make_requests(mix, args.requests, 0.0)).seconds

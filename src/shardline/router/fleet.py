@@ -221,7 +221,7 @@ class Fleet:
     def note_pace(self, choice: Choice, num_parts: int) -> None:
         """A stream has come to its end, in so many parts, which are about as many steps."""
         paces, number = self._router.paces, choice.backend.number
-        if choice.ahead:
+        if choice.ahead and num_parts:
             paces.add(number, 1, choice.ahead, choice.begun - choice.sent)
         if num_parts > _PACE_STEPS:
             paces.add(number, num_parts - 1, 0, time.monotonic() - choice.begun)
