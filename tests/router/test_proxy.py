@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
+from shardline.router.app import create_app
+from shardline.router.fleet import Fleet
+from shardline.router.prompts import Prompt
+from shardline.server.keys import ApiKeys
+from shardline.server.middleware import InFlight
 from tests.router.backends import Backend, Call, Site, open_site, say_name, stream_words
 
 
@@ -191,6 +197,55 @@ def test_a_stream_that_is_cut_ends_with_an_error(site: Site) -> None:
     assert not other.calls, "a client that has tokens gets no others"
 
 
+def test_half_an_event_is_never_a_client_s(site: Site) -> None:
+    for end in (b"\n\n", b"\r\n\r\n"):
+
+        async def half_an_event(call: Call, end: bytes = end) -> None:
+            await call.begin_stream()
+            for data in (b"data: one" + end + b"data: t", b'wo {"half'):
+                await call.send(b"%x\r\n%s\r\n" % (len(data), data))
+                await asyncio.sleep(0.02)
+            await call.send(b"500\r\ndata: half a chunk")
+            call.cut()
+
+        site.add_backend(half_an_event)
+    site.start_router(policy="round_robin")
+    for _ in range(2):
+        answer = site.ask(stream=True)
+        events = [line for line in answer.text.splitlines() if line]
+        assert (events[0], json.loads(events[1][6:])["error"]["code"]) == ("data: one", "backend_failed")
+        assert events[2:] == ["data: [DONE]"]
+
+
+def test_a_stream_that_falls_silent_ends_with_an_error(site: Site) -> None:
+    async def fall_silent(call: Call) -> None:
+        await call.begin_stream()
+        await call.send_event("one")
+        await silent(call)
+
+    backend = site.add_backend(fall_silent)
+    site.start_router(answer_timeout=0.3)
+    events = [line for line in site.ask(stream=True).text.splitlines() if line]
+    assert (events[0], events[2]) == ("data: one", "data: [DONE]")
+    assert "nothing came for 0.3 s" in json.loads(events[1][6:])["error"]["message"]
+    site.wait_for(lambda: backend.left == 1)
+
+
+def test_without_a_key_only_this_machine_administers(site: Site) -> None:
+    site.start_router()
+    server = ServerConfig(disable_access_log=True)
+    app = create_app(site.fleet, RouterConfig(), server, ApiKeys(server), InFlight())
+
+    async def statuses(host: str) -> list[int]:
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            drain = await client.post("/router/drain", json={"url": "http://a"})
+            return [(await client.get("/router/status")).status_code, drain.status_code]
+
+    assert site.run(statuses("192.0.2.1")) == [401, 401]
+    assert site.run(statuses("127.0.0.1")) == [200, 400]
+
+
 def test_a_client_that_leaves_frees_its_backend(site: Site) -> None:
     async def stream_on(call: Call) -> None:
         await call.begin_stream()
@@ -327,6 +382,48 @@ def test_a_conversation_stays_where_its_cache_is(site: Site) -> None:
         for call in backend.calls:
             homes.setdefault(call.fields["prompt"][:15], set()).add(backend.name)
     assert all(len(home) == 1 for home in homes.values()), homes
+
+
+def test_a_prompt_is_pending_until_its_first_token(site: Site) -> None:
+    """The first event of a chat has a role, and comes before the prompt is computed."""
+    go_on = asyncio.Event()
+
+    async def answer_late(call: Call) -> None:
+        await call.begin_stream()
+        await call.send_event("role")
+        await go_on.wait()
+        await call.send_event("token")
+        await call.end_stream()
+
+    site.add_backend(answer_late)
+    site.start_router()
+    body = {"model": "m", "stream": True, "prompt": "x" * 2000}
+    with site.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "data: role"
+        assert site.fleet.backends[0].pending_chunks == 7
+        site.run(_set(go_on))
+        while next(lines) != "data: token":
+            pass
+        assert site.fleet.backends[0].pending_chunks == 0
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+def test_backends_are_measured() -> None:
+    fleet = Fleet(RouterConfig(("http://a", "http://b")))
+    for number in range(40):
+        slowness = 1 + 3 * (number % 2)
+        choice = fleet.choose(Prompt(text=f"{number} ".encode().ljust(2048)), [fleet.backends[number % 2]])
+        choice.begin()
+        choice.begun = time.monotonic() - 20 * 1.0 * slowness
+        choice.sent = choice.begun - (1.0 + 8 * 0.5) * slowness
+        fleet.note_pace(choice, 21)
+    fleet.note_pace(fleet.choose(Prompt(text=b"y" * 2048), fleet.backends), 0)  # it has ended without a part
+    decision = fleet.choose(Prompt(text=b"x" * 2048), fleet.backends).decision
+    fast, slow = decision.replicas
+    assert fast.number == 0
+    assert (slow.request_cost, slow.chunk_cost) > (2 * fast.request_cost, 2 * fast.chunk_cost)
+    assert fast.request_cost / fast.chunk_cost == pytest.approx(2.0, rel=0.3)
 
 
 def test_a_choice_can_be_explained(site: Site) -> None:

@@ -19,7 +19,7 @@ from shardline.deployment.fingerprint import NumericContract
 from shardline.router.transcript import Transcript
 from shardline.server.resume import Resume
 from tests.router.backends import Backend, Call, Site, open_site, say_name
-from tests.router.streams import joined
+from tests.router.streams import joined, said_by
 from tests.server.conftest import Running, serve
 from tests.server.fake_engine import REPLY
 from tests.server.test_tools import CALLS, TEMPLATE, TOOLS
@@ -29,6 +29,7 @@ LONG_STOP = "Hello, wörld 🙂! X"
 """A stop string that is held back for long, and does not come."""
 USAGE = {"stream_options": {"include_usage": True}}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chat": (CHAT, REPLY, {"messages": HI, "temperature": 0.7}),
     "choices": (CHAT, REPLY, {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2, **USAGE}),
@@ -48,6 +49,23 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "nothing": (COMPLETIONS, REPLY, {"prompt": "Say", "max_tokens": 0, "echo": True}),
 }
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+CUSTOM = {"type": "custom", "name": "run"}
+OFFERS = [
+    {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
+    for tool in TOOLS
+]
+THINKS = f"<think>Hm.\n</think>\n\n{REPLY}"
+ITEM_REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "response": (RESPONSES, THINKS, {"input": "Hi", "temperature": 0.7, "enable_response_messages": True}),
+    "cut response": (RESPONSES, REPLY, {"input": "Hi", "max_output_tokens": 7}),
+    "calls": (RESPONSES, CALLS, {"input": "Hi", "tools": FUNCTIONS}),
+    "message": (MESSAGES, THINKS, {"messages": HI, "max_tokens": 100, "temperature": 0.7}),
+    "cut message": (MESSAGES, REPLY, {"messages": HI, "max_tokens": 7}),
+    "stopped": (MESSAGES, REPLY, {"messages": HI, "max_tokens": 100, "stop_sequences": [LONG_STOP, "wörld"]}),
+    "uses": (MESSAGES, CALLS, {"messages": HI, "max_tokens": 100, "tools": OFFERS}),
+}
+"""Streams of items or blocks, see `joined_items`."""
 
 
 @dataclass
@@ -73,10 +91,10 @@ def answer(server: Server, path: str, reply: str, fields: dict[str, Any]) -> byt
     return found.content
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", [*REQUESTS, *ITEM_REQUESTS])
 def test_resume_goes_on_after_every_mark(servers: list[Server], name: str) -> None:
-    path, reply, fields = REQUESTS[name]
-    plain = joined(answer(servers[0], path, reply, fields))
+    path, reply, fields = {**REQUESTS, **ITEM_REQUESTS}[name]
+    plain = said_by(path, answer(servers[0], path, reply, fields))
     raw = answer(servers[0], path, reply, {**fields, "resume": {}})
     marks = [match.end() for match in re.finditer(rb": resume .*\n\n", raw)]
     places = sorted({*marks[::3], *range(marks[0], len(raw), len(raw) // 6)})
@@ -89,9 +107,7 @@ def test_resume_goes_on_after_every_mark(servers: list[Server], name: str) -> No
         so_far = msgspec.to_builtins(transcript.so_far)
         after = b"" if before.endswith(b"[DONE]\n\n") else answer(servers[1], path, reply, {**fields, "resume": so_far})
         transcript.cut()
-        whole = joined(before + transcript.read(after) + transcript.end())
-        assert len(whole["ids"]) == 1, "all events have one id and one time"
-        whole["ids"] = plain["ids"]
+        whole = said_by(path, before + transcript.read(after) + transcript.end())
         assert whole == plain, f"cut at byte {place} of {len(raw)}"
 
 
@@ -150,19 +166,18 @@ def through_router(site: Site, path: str, fields: dict[str, Any]) -> bytes:
         return b"".join(stream.iter_raw())
 
 
-@pytest.mark.parametrize("name", ["chat", "stop", "tools", "echo"])
+@pytest.mark.parametrize("name", ["chat", "stop", "tools", "echo", "calls", "stopped"])
 def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list[Server], name: str) -> None:
     site, places = routed
-    path, reply, fields = REQUESTS[name]
+    path, reply, fields = {**REQUESTS, **ITEM_REQUESTS}[name]
     plain = answer(servers[0], path, reply, fields)
     servers[1].running.engine.reply = reply
     resumes = number(site, "resumes_total")
     for place in range(1, len(plain), len(plain) // 8):
         places.append(place)
-        said = joined(through_router(site, path, fields))
+        said = said_by(path, through_router(site, path, fields))
         assert not places
-        assert len(said["ids"]) == 1
-        assert {**said, "ids": 0} == {**joined(plain), "ids": 0}, f"cut after {place} bytes"
+        assert said == said_by(path, plain), f"cut after {place} bytes"
         for backend in site.fleet.backends:
             backend.breaker.succeed()
     assert number(site, "resumes_total") > resumes
@@ -221,6 +236,7 @@ def first_mark(server: Server) -> dict[str, Any]:
         ({"id": ""}, 400),
         ({"id": "x" * 65}, 400),
         ({"created": -1}, 400),
+        ({"num_events": -1}, 400),
         ({"prompts": [{}]}, 400),
         ({"prompts": "x"}, 400),
         ({"other": 1}, 400),
@@ -262,14 +278,35 @@ def test_a_resume_of_another_request_is_refused(servers: list[Server]) -> None:
     assert (two.status_code, two.json()["error"]["param"]) == (400, "resume")
     whole = http.post(CHAT, json={"messages": HI, "resume": {}})
     assert (whole.status_code, whole.json()["error"]["param"]) == (400, "resume")
-    ends = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": {}}).content
+    stopped, whole_answer = (
+        http.post(CHAT, json={"messages": HI, "stream": True, "resume": {}, **fields}).content
+        for fields in ({"stop": ["Hello"]}, {})
+    )
     transcript = Transcript()
-    transcript.read(ends)
+    transcript.read(whole_answer)
     assert transcript.so_far is not None
-    transcript.so_far.prompts[0].choices[0].finished = False
-    so_far = msgspec.to_builtins(transcript.so_far)
+    so_far = json.loads(stopped.split(b"\n\n")[0].removeprefix(b": resume "))
+    so_far["prompts"][0]["choices"] = msgspec.to_builtins(transcript.so_far.prompts[0].choices)
     found = http.post(CHAT, json={"messages": HI, "stream": True, "stop": ["Hello"], "resume": so_far})
     assert (found.status_code, "stop string" in found.text) == (400, True)
+
+
+def test_what_a_response_cannot_go_on_with_is_refused(servers: list[Server]) -> None:
+    fields: dict[str, Any] = {"input": "Hi", "stream": True}
+    raw = answer(servers[0], RESPONSES, REPLY, {**fields, "resume": {}})
+    first = json.loads(raw.split(b"\n\n")[0].removeprefix(b": resume "))
+    for more in ({"background": True}, {"include": ["message.output_text.logprobs"]}, {"resume": {"id": "resp_1"}}):
+        found = servers[1].http.post(RESPONSES, json={**fields, "resume": first, **more})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "resume"), more
+        if "resume" not in more:
+            assert b": resume" not in answer(servers[0], RESPONSES, REPLY, {**fields, "resume": {}, **more})
+    servers[1].running.engine.reply = "Bye."
+    again = servers[0].http.post(RESPONSES, json={**fields, "resume": first})
+    assert again.status_code == 200
+    kept = servers[0].http.get(f"{RESPONSES}/{first['id']}").json()
+    assert kept["output"][0]["content"][0]["text"] == REPLY, "nobody writes over what is kept"
+    whole = servers[0].http.post(MESSAGES, json={"messages": HI, "max_tokens": 5, "resume": {}})
+    assert (whole.status_code, whole.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_server_info_states_the_contract(servers: list[Server]) -> None:
@@ -367,6 +404,68 @@ def test_no_resume_is_ever_a_guess(mocks: Site, blocks: list[str], text: str, en
     said = joined(through_router(mocks, COMPLETIONS, {"prompt": "hi"}))
     assert (said["choices"][0]["text"], said["ends"]) == (text, ends)
     assert not mocks.backends[1].calls
+
+
+def framed(kind: str, **fields: Any) -> str:
+    """An event of a stream of items or blocks."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}"
+
+
+BUSY = framed("error", error={"type": "overloaded_error", "message": "it died"})
+BROKEN = framed("error", error={"type": "api_error", "message": "it gave up"})
+DEAD_RESPONSE = framed("response.failed", response={"error": {"code": "engine_dead", "message": "it died"}})
+BROKEN_RESPONSE = framed("response.failed", response={"error": {"code": "answer_failed", "message": "it gave up"}})
+
+
+def item_stream(*blocks: str) -> Any:
+    async def behave(call: Call) -> None:
+        await call.begin_stream()
+        for block in blocks:
+            await send_block(call, block)
+        await call.send(b"0\r\n\r\n")
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("path", "end", "goes_on"),
+    [
+        (MESSAGES, BUSY, True),
+        (MESSAGES, BROKEN, False),
+        (RESPONSES, DEAD_RESPONSE, True),
+        (RESPONSES, BROKEN_RESPONSE, False),
+    ],
+)
+def test_streams_of_items_go_on_when_their_engine_dies(mocks: Site, path: str, end: str, goes_on: bool) -> None:
+    first = [FIRST, framed("a"), framed("b"), ": resume []", framed("c"), ": resume [0,0,[[0,[7],false]]]", framed("d")]
+    start_mocks(mocks, item_stream(*first, end), item_stream(framed("d"), framed("e")))
+    said = through_router(mocks, path, {}).split(b"\n\n")
+    kinds = [block.split(b"\n")[0] for block in said[:-1]]
+    last = [b"event: d", b"event: e"] if goes_on else [b"event: d", end.encode().split(b"\n")[0]]
+    assert kinds == [b"event: a", b"event: b", b"event: c", *last]
+    assert len(mocks.backends[1].calls) == goes_on
+    if goes_on:
+        assert mocks.backends[1].calls[0].fields["resume"]["num_events"] == 3
+
+
+def test_a_stream_that_cannot_go_on_ends_as_its_endpoint_does(mocks: Site) -> None:
+    async def behave(call: Call) -> None:
+        await call.begin_stream()
+        await send_block(call, framed("a"))
+        call.cut()
+
+    mocks.add_backend(behave)
+    mocks.start_router()
+    *_, message, nothing = through_router(mocks, MESSAGES, {}).split(b"\n\n")
+    assert (message.split(b"\n")[0], nothing) == (b"event: error", b"")
+    error = json.loads(message.partition(b"data: ")[2])
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert mocks.backends[0].url in error["error"]["message"]
+    *_, response, nothing = through_router(mocks, RESPONSES, {}).split(b"\n\n")
+    error = json.loads(response.partition(b"data: ")[2])
+    assert (error["type"], error["code"], nothing) == ("error", "backend_failed", b"")
+    unknown = mocks.client.post(MESSAGES, json={"model": "unknown", "messages": HI})
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
 def test_resumes_are_bounded(mocks: Site) -> None:

@@ -16,12 +16,16 @@ from shardline.api.engines import Client
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.routing.policies.base import ReplicaLoad
+from shardline.routing.router import CHUNK_TOKENS
 
 SUSPECT_AFTER = 2
 """A choice that was present at so many failures is a suspect, whatever their causes were."""
 
 CLEARED_AFTER = 8
 """Tokens that clear a suspect. Each time that a choice is suspected again, it needs four times as many."""
+
+_PACE_STEPS = 16
+"""Over fewer steps, their times say little."""
 
 _DELAY = 0.5
 """Seconds by which the engine may have planned a request later than it was sent."""
@@ -150,6 +154,8 @@ class Replica:
     """It failed with its host, so it may be away for long."""
     leaving: set[str] = field(default_factory=set)
     """Choices that the engine was told to abort, since they are to go on elsewhere."""
+    _paced: EngineStats = field(default_factory=EngineStats)
+    """The counters when `take_pace` last looked."""
 
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
@@ -158,6 +164,18 @@ class Replica:
     def load(self, index: int, max_running: int) -> ReplicaLoad:
         """The replica as router policies see it."""
         return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running, pending_chunks=self.pending_chunks)
+
+    def take_pace(self) -> tuple[int, float, float] | None:
+        """The steps since the last look, chunks of prompts in them, and their seconds; None: they are few."""
+        now, before = self.stats, self._paced
+        steps = now.num_steps - before.num_steps
+        if 0 <= steps < _PACE_STEPS:
+            return None
+        self._paced = now
+        if steps < 0:
+            return None  # another engine counts
+        prompts, hits = now.prompt_tokens - before.prompt_tokens, now.prefix_hits - before.prefix_hits
+        return steps, max(0, prompts - hits) / CHUNK_TOKENS, now.step_seconds - before.step_seconds
 
     def state(self) -> ReplicaState:
         """The replica as the quarantine sees it."""

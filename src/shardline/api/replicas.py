@@ -247,6 +247,9 @@ class Placement:
         if not loads:
             self._unplaced |= {choice.request.request_id: choice for choice in choices}
             return
+        for load in loads:
+            if (pace := self._replicas[load.number].take_pace()) is not None:
+                self._router.paces.add(load.number, *pace)
         request = choices[0].request
         decision = self._router.decide(request.prompt_token_ids, request.cache_salt, loads)
         choices[0].pending_chunks = decision.cost

@@ -19,6 +19,9 @@ from shardline.routing.router import Decision, Router
 
 logger = logging.getLogger(__name__)
 
+_PACE_STEPS = 16
+"""Of a stream, so that its pace counts."""
+
 
 @dataclass(eq=False)
 class Backend:
@@ -215,6 +218,14 @@ class Fleet:
         by_number = {backend.number: backend for backend in candidates}
         return Choice(by_number[decision.number], decision, by_number)
 
+    def note_pace(self, choice: Choice, num_parts: int) -> None:
+        """A stream has come to its end, in so many parts, which are about as many steps."""
+        paces, number = self._router.paces, choice.backend.number
+        if choice.ahead and num_parts:
+            paces.add(number, 1, choice.ahead, choice.begun - choice.sent)
+        if num_parts > _PACE_STEPS:
+            paces.add(number, num_parts - 1, 0, time.monotonic() - choice.begun)
+
     def note_cached(self, choice: Choice, share: float) -> None:
         """A backend says which share of a prompt it had cached."""
         if not self._router.kv.follows(choice.backend.number):
@@ -229,10 +240,14 @@ class Choice:
         self.decision = decision
         self._by_number = by_number
         self._pending = decision.cost
+        self.ahead = decision.cost and decision.cost + backend.pending_chunks
+        """Chunks that are computed before its first token; 0: it has none of its own."""
         backend.pending_chunks += self._pending
+        self.sent, self.begun = time.monotonic(), 0.0
 
     def begin(self) -> None:
         """The answer begins, or none comes."""
+        self.begun = self.begun or time.monotonic()
         self.backend.pending_chunks -= self._pending
         self._pending = 0
 

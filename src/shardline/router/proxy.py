@@ -24,6 +24,7 @@ from shardline.router.prompts import Prompt, cached_share, read_prompt
 from shardline.router.rendering import rendered_tokens
 from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
+from shardline.server.anthropic.errors import error_answer, error_event
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
@@ -41,7 +42,7 @@ _OF_ONE_CONNECTION = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
-_RESUMABLE = ("/v1/chat/completions", "/v1/completions")
+_RESUMABLE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
 _NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
 
@@ -132,7 +133,8 @@ class Proxy:
             else:
                 await self._look_up(job, scope, send)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            is_message = scope["path"].startswith("/v1/messages")
+            await (error_answer(error) if is_message else error.response())(scope, receive, send)
 
     def _make_job(self, scope: Scope, body: bytes) -> Job:
         headers, explains, session = [], False, ""
@@ -253,18 +255,15 @@ class Proxy:
         Raises:
             UpstreamError: the backend has failed; the client has got nothing, or the answer is a stream.
         """
-        timeout = self._config.answer_timeout
+        timeout, went_on = self._config.answer_timeout, job.has_begun
         is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
-        has_marks = is_stream and job.can_resume and bool(backend.contract)
         if not job.has_begun:
-            job.transcript = Transcript()
-        if has_marks:
-            part = await self._read_marked(answer, job)
-        elif is_stream:
-            part = await answer.read(timeout)
+            job.transcript = Transcript(is_plain=not (job.can_resume and backend.contract))
+        if is_stream:
+            part = await self._read_events(answer, job)
         else:
             part = await answer.read_all(timeout, _WHOLE_BYTES)
-        if job.choice is not None:
+        if job.choice is not None and not is_stream:
             job.choice.begin()
         backend.breaker.succeed()
         if not job.has_begun:
@@ -274,10 +273,13 @@ class Proxy:
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             job.has_begun = is_stream
         try:
-            tail = part
+            tail, num_parts = part, 0
             while part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                part = await (self._read_marked(answer, job) if has_marks else answer.read(timeout))
+                part = await (self._read_events(answer, job) if is_stream else answer.read(timeout))
+                num_parts += 1
+                if job.choice is not None and num_parts == 1:
+                    job.choice.begin()  # the first part of a stream may be no token
                 if part:
                     tail = tail[-_USAGE_BYTES:] + part
         except UpstreamError as error:
@@ -291,6 +293,8 @@ class Proxy:
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._note_cached(job.choice, tail)
+        if is_stream and job.choice is not None and not went_on:
+            self._fleet.note_pace(job.choice, num_parts)
         self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
         return None
 
@@ -308,8 +312,8 @@ class Proxy:
         work = "" if choice is None else f"; work: {choice.explain()}"
         return f"{backend.url}; policy={self._fleet.policy}; attempt={number}{work}".encode("latin-1", "replace")
 
-    async def _read_marked(self, answer: Answer, job: Job) -> bytes:
-        """The next bytes for the client of a stream with marks; empty: it is whole.
+    async def _read_events(self, answer: Answer, job: Job) -> bytes:
+        """The next events for the client of a stream; empty: it is whole.
 
         Raises:
             UpstreamError: the backend has failed, or says that it has.
@@ -317,9 +321,10 @@ class Proxy:
         while not job.transcript.problem and (data := await answer.read(self._config.answer_timeout)):
             if ready := job.transcript.read(data):
                 return ready
+        rest = b"" if job.transcript.problem else job.transcript.end()
         if job.transcript.problem:
             raise UpstreamError(job.transcript.problem)
-        return job.transcript.end()
+        return rest
 
     async def _refuse(self, job: Job, refusals: list[Refusal], scope: Scope, send: Send) -> None:
         """The best answer that there is when no backend has answered, or the end of a stream that cannot go on.
@@ -329,7 +334,8 @@ class Proxy:
         """
         if job.has_begun:
             scope[STREAM_ERROR] = "backend_failed"
-            await send({"type": "http.response.body", "body": _end_of_cut(job, refusals), "more_body": False})
+            end = _end_of_cut(job, refusals, scope["path"])
+            await send({"type": "http.response.body", "body": end, "more_body": False})
             return
         if not refusals:
             states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
@@ -389,8 +395,8 @@ def _seconds(retry_after: bytes) -> float | None:
     return float(text) if text.isdecimal() and len(text) < 6 else None
 
 
-def _end_of_cut(job: Job, refusals: list[Refusal]) -> bytes:
-    """The end of a stream that cannot go on."""
+def _end_of_cut(job: Job, refusals: list[Refusal], path: str) -> bytes:
+    """The end of a stream that cannot go on, in the shape of its endpoint."""
     why = ""
     if job.transcript.so_far is not None:
         why = " No other backend could go on with it: " + (
@@ -399,4 +405,11 @@ def _end_of_cut(job: Job, refusals: list[Refusal]) -> bytes:
         )
     first = refusals[0]
     message = f"The backend {first.backend.url} failed in the middle of the answer: {first.problem}.{why}"
-    return make_event(ApiError(502, message, type=SERVER_ERROR, code="backend_failed").body) + DONE_EVENT
+    error = ApiError(502, message, type=SERVER_ERROR, code="backend_failed")
+    if path == "/v1/messages":
+        return error_event(error)
+    if path == "/v1/responses":
+        number = 0 if job.transcript.so_far is None else job.transcript.so_far.num_events
+        fields = {"type": "error", "code": error.code, "message": message, "param": None, "sequence_number": number}
+        return b"event: error\n" + make_event(msgspec.json.encode(fields))
+    return make_event(error.body) + DONE_EVENT

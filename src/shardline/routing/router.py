@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardline.routing.kv_index import KVIndex
+from shardline.routing.pace import Paces
 from shardline.routing.policies import find_policy
 from shardline.routing.policies.base import Arrival, ReplicaLoad
 from shardline.routing.policies.least_work import expected_work
@@ -40,9 +41,10 @@ class Decision(NamedTuple):
         return max(0, self.chunks - self.chosen.warm_chunks)
 
     def explain(self, name: Callable[[int], str]) -> str:
-        """The expected work at each replica in chunks, and the chunks of the prompt that are expected there."""
+        """For each replica the expected work, in chunks that a usual one computes in that time, and the chunks of the
+        prompt that are expected there."""
         return " ".join(
-            f"{name(one.number)}={expected_work(self.chunks, one)} (hit {one.warm_chunks}/{self.chunks})"
+            f"{name(one.number)}={expected_work(self.chunks, one):.4g} (hit {one.warm_chunks}/{self.chunks})"
             for one in self.replicas
         )
 
@@ -63,6 +65,8 @@ class Router:
         self._seen: dict[int, OrderedDict[int, None]] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
         """For each chunk the replicas that have seen it."""
+        self.paces = Paces()
+        """How fast replicas are. Whoever measures it writes here."""
         self.kv = KVIndex(kv_bytes)
         """What replicas say that they have. It goes before what they have seen, and whoever hears of it writes here."""
 
@@ -94,7 +98,7 @@ class Router:
 
         `session`: a name of requests that likely share more than their beginnings say. Where one of them was counts as
         one chunk that is warm. Prompts for different models share nothing. `adapter`: the model's name if it is one.
-        `warm_chunks` and `num_seen` of `replicas` are filled in.
+        `warm_chunks`, `num_seen` and costs of `replicas` are filled in.
         """
         prefix = hash_chunks(prompt, f"{model}\0{salt}" if model else salt) if self._policy.USES_PREFIX else ()
         warm = self._warm_chunks(prefix)
@@ -107,9 +111,15 @@ class Router:
             marks = (mark, *prefix)
             for number in self._holders.get(mark, ()):
                 warm[number] = warm.get(number, 0) + 1
-        if self._seen or warm:
+        if self._policy.USES_WARM_CHUNKS:
             replicas = [
-                ReplicaLoad(*one[:4], warm.get(one.number, 0), one.pending_chunks, len(self._seen.get(one.number, ())))
+                ReplicaLoad(
+                    *one[:4],
+                    warm.get(one.number, 0),
+                    one.pending_chunks,
+                    len(self._seen.get(one.number, ())),
+                    *self.paces.costs(one.number),
+                )
                 for one in replicas
             ]
         number = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
@@ -119,7 +129,8 @@ class Router:
         return Decision(number, len(prefix), replicas)
 
     def forget_replica(self, index: int) -> None:
-        """Note that a replica has lost its cache."""
+        """Note that a replica has lost its cache; it may be another one from now on."""
+        self.paces.forget(index)
         for chunk in self._seen.pop(index, ()):
             self._drop_holder(chunk, index)
 

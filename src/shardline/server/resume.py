@@ -31,6 +31,8 @@ class Resume(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Of the answer."""
     created: Annotated[int, Meta(ge=0, lt=2**53)] = 0
     prompts: list[PromptSoFar] = []
+    num_events: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    """Events up to the last mark, for streams that number them."""
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -50,14 +52,16 @@ def read_resume(value: Any) -> Resume | None:
     Raises:
         ValueError: it has another form.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, Resume):
+        return value
     try:
         resume = msgspec.convert(value, Resume)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     if resume.prompts and not (resume.contract and resume.id):
         raise ValueError("output so far needs 'contract' and 'id', as the first mark of the stream had them")
+    if resume.id and not resume.prompts:
+        raise ValueError("an 'id' needs the output so far: 'prompts'")
     resume.created = resume.created or int(time.time())
     return resume
 
@@ -89,8 +93,8 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
         body = make_mark(resume) + body + (make_mark([]) if body else b"")
     while (update := (yield body)) is not None:
         body = events.send(update)
-        if not body:
-            continue  # the next mark has these tokens, too
+        if not body or all(stream.output.finished for stream in streams):
+            continue  # the next mark has these tokens, too; the end has none, since only here is known how it ends
         prompt, output = update
         changed: list[tuple[int, list[int], bool]] = []
         digests: list[list[str]] = []

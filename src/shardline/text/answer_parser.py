@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -21,10 +22,10 @@ class AnswerParser:
         """Whether the answer so far has a tool call."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def new_call_id(self) -> str:
-        """An id for a tool call."""
+    def new_call_id(self, source: bytes = b"") -> str:
+        """An id for a tool call, from 12 bytes, or a random one."""
         assert self._tools is not None
-        return self._tools.new_call_id()
+        return self._tools.call_id(source or secrets.token_bytes(12))
 
     def add_text(self, text: str) -> AnswerDelta:
         """What the next piece of text adds."""

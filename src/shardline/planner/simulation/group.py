@@ -75,12 +75,14 @@ class Routed(NamedTuple):
     number: int
     """How many requests came before it."""
     request: SimulatedRequest
+    pending_chunks: int
 
 
 class Report(NamedTuple):
     replica: int
     num_requests: int
     num_tokens: int
+    pending_chunks: int
 
 
 class Group(Protocol):
@@ -105,8 +107,8 @@ class LocalGroup:
         self._reports: list[Report] = []
 
     def begin_window(self, routed: list[Routed], until: float) -> None:
-        for index, number, request in routed:
-            self._replicas[index].add(number, request)
+        for index, number, request, pending_chunks in routed:
+            self._replicas[index].add(number, request, pending_chunks)
             self._busy.add(index)
         self._reports = []
         if math.isinf(until):

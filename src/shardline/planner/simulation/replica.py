@@ -189,6 +189,7 @@ class Outcome(msgspec.Struct, frozen=True):
 @dataclass
 class _Live:
     request: SimulatedRequest
+    pending_chunks: int
     first_token: float = 0.0
 
 
@@ -213,9 +214,9 @@ class SimulatedReplica:
             token=TOKEN,
             skips=setup.skips,
         )
-        self._coming: deque[tuple[int, SimulatedRequest]] = deque()
+        self._coming: deque[tuple[int, SimulatedRequest, int]] = deque()
         self._live: dict[str, _Live] = {}
-        self._num_tokens = 0
+        self._num_tokens = self._pending_chunks = 0
 
     def outcome(self) -> Outcome:
         """What became of the requests that have ended."""
@@ -232,14 +233,18 @@ class SimulatedReplica:
         )
 
     @property
-    def load(self) -> tuple[int, int]:
-        """(requests that have not ended, their tokens), as router policies count them."""
-        return len(self._coming) + len(self._live), self._num_tokens
+    def load(self) -> tuple[int, int, int]:
+        """(requests that have not ended, their tokens, chunks before their first tokens), as policies count them."""
+        return len(self._coming) + len(self._live), self._num_tokens, self._pending_chunks
 
-    def add(self, number: int, request: SimulatedRequest) -> None:
-        """A request that arrives after all that were added before. `number` is different for each."""
-        self._coming.append((number, request))
+    def add(self, number: int, request: SimulatedRequest, pending_chunks: int = 0) -> None:
+        """A request that arrives after all that were added before. `number` is different for each.
+
+        `pending_chunks`: what its router expects to be computed before its first token.
+        """
+        self._coming.append((number, request, pending_chunks))
         self._num_tokens += request.input_len + request.output_len
+        self._pending_chunks += pending_chunks
 
     def advance(self, until: float = math.inf) -> None:
         """Run all rounds that begin before `until`."""
@@ -267,8 +272,8 @@ class SimulatedReplica:
     def _admit(self) -> None:
         """Give the scheduler the requests that have arrived."""
         while self._coming and self._coming[0][1].arrival <= self._executor.now:
-            number, request = self._coming.popleft()
-            self._live[str(number)] = _Live(request)
+            number, request, pending_chunks = self._coming.popleft()
+            self._live[str(number)] = _Live(request, pending_chunks)
             self._scheduler.add_request(
                 Request(
                     request_id=str(number),
@@ -296,6 +301,8 @@ class SimulatedReplica:
             live = self._live[output.request_id]
             if output.token_ids and not live.first_token:
                 live.first_token = executor.now
+                self._pending_chunks -= live.pending_chunks
+                live.pending_chunks = 0
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.finish_reason)
 
@@ -303,6 +310,7 @@ class SimulatedReplica:
         live = self._live.pop(request_id)
         request = live.request
         self._num_tokens -= request.input_len + request.output_len
+        self._pending_chunks -= live.pending_chunks
         if reason == "error":
             self._num_failed += 1
             return

@@ -188,14 +188,20 @@ def _run(
             for group in groups:
                 for report in group.take_reports():
                     loads[report.replica] = loads[report.replica]._replace(
-                        num_requests=report.num_requests, num_tokens=report.num_tokens
+                        num_requests=report.num_requests,
+                        num_tokens=report.num_tokens,
+                        pending_chunks=report.pending_chunks,
                     )
             show_progress(progress, number - sum(load.num_requests for load in loads), end - window)
-        index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
-        routed[index % len(groups)].append(Routed(index, number, request))
+        decision = router.decide(request.token_ids() if router.uses_prefix else (), "", loads)
+        index, cost = decision.number, decision.cost
+        routed[index % len(groups)].append(Routed(index, number, request, cost))
         before = loads[index]
-        tokens = before.num_tokens + request.input_len + request.output_len
-        loads[index] = ReplicaLoad(before.num_requests + 1, tokens, index, before.max_running)
+        loads[index] = before._replace(
+            num_requests=before.num_requests + 1,
+            num_tokens=before.num_tokens + request.input_len + request.output_len,
+            pending_chunks=before.pending_chunks + cost,
+        )
     for group, batch in zip(groups, routed, strict=True):
         group.begin_window(batch, math.inf)
     # Replicas report in turns, as all of them work.

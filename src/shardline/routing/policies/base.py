@@ -35,6 +35,10 @@ class ReplicaLoad(NamedTuple):
     """Chunks of prompts that it has been given, probably has not cached, and has not begun to answer."""
     num_seen: int = 0
     """Chunks of all prompts that it has seen lately."""
+    request_cost: float = 1.0
+    """What one of its requests costs it, by its measured steps, in chunks of a usual replica."""
+    chunk_cost: float = 1.0
+    """What a chunk of a prompt costs it."""
 
 
 class Policy(Protocol):

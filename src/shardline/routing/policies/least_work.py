@@ -2,9 +2,10 @@
 
 A prompt that a replica has seen is no work there, so a conversation stays with its cache until waiting for the replica
 costs more than computing the prompt again elsewhere. What is ahead of it is the prompts that are not computed yet, and
-a chunk for every request that a replica has: it takes its share of the steps while the new prompt is computed. One
-popular prefix therefore spreads over the replicas as its load grows, and prompts without a common prefix are spread by
-load alone.
+a step for every request that a replica has: it takes its share of the steps while the new prompt is computed. Steps and
+prompts count by their measured times (a step as much as a chunk of 128 tokens while nothing is measured), so a slow
+replica gets less. One popular prefix therefore spreads over the replicas as its load grows, and prompts without a
+common prefix are spread by load alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     )[-1]
 
 
-def expected_work(chunks: int, replica: ReplicaLoad) -> int:
-    """What is computed at a replica before the first token of a prompt of so many chunks, in chunks.
+def expected_work(chunks: int, replica: ReplicaLoad) -> float:
+    """What is computed at a replica before the first token of a prompt of so many chunks, in a usual replica's chunks.
 
     A request that would wait for a place counts as many times as requests wait before it.
     """
     waiting = max(0, replica.num_requests - replica.max_running + 1)
-    return chunks - replica.warm_chunks + replica.pending_chunks + replica.num_requests + waiting * (1 + chunks)
+    ahead = replica.num_requests + waiting
+    return replica.request_cost * ahead + replica.chunk_cost * (
+        chunks - replica.warm_chunks + replica.pending_chunks + waiting * chunks
+    )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from shardline.server.errors import bad_request
 from shardline.server.openai.chat.conversation import (
@@ -18,6 +18,7 @@ from shardline.server.openai.chat.conversation import (
 )
 from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
 from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, Seed, refuse_if
+from shardline.server.resume import read_resume
 
 _BILLING = "x-anthropic-billing-header"
 """Begins a block of coding agents that differs with each request: in a prompt, it would defeat the prefix cache."""
@@ -172,11 +173,24 @@ class MessagesRequest(PromptFields):
     seed: Seed | None = None
     receipt: bool | None = None
     """See `SamplingFields`."""
+    resume: Annotated[Any, BeforeValidator(read_resume)] = None
+    """As in `SamplingFields`."""
 
     @property
     def sampling(self) -> SamplingFields:
         """The fields that generating endpoints have in common."""
-        names = ("stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "seed", "receipt", "model")
+        names = (
+            "stream",
+            "temperature",
+            "top_p",
+            "top_k",
+            "cache_salt",
+            "priority",
+            "seed",
+            "receipt",
+            "model",
+            "resume",
+        )
         return SamplingFields(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
 
     @property

@@ -11,8 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shardline.server.anthropic.errors import error_answer, error_event
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
-from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter, error_body
+from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
@@ -33,15 +34,11 @@ class AnthropicRoute(StrictRoute):
             try:
                 return await handler(request)
             except RequestValidationError as error:
-                return _error_answer(explain_validation(error.errors(), error.body))
+                return error_answer(explain_validation(error.errors(), error.body))
             except ApiError as error:
-                return _error_answer(error)
+                return error_answer(error)
 
         return handle
-
-
-def _error_answer(error: ApiError) -> Response:
-    return Response(error_body(error), error.status_code, error.headers, media_type="application/json")
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -69,9 +66,9 @@ async def prepare_message(service: Service, body: MessagesRequest) -> PreparedCh
     Raises:
         ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
     """
-    params = body.sampling.sampling_params(
-        max_tokens=body.max_tokens, logprobs=None, defaults=service.sampling_defaults
-    )
+    fields = body.sampling
+    fields.check_supported()
+    params = fields.sampling_params(max_tokens=body.max_tokens, logprobs=None, defaults=service.sampling_defaults)
     chat = await _encode(service, body)
     return await prepare_answer(
         service,
@@ -92,13 +89,14 @@ def message_routes(service: Service) -> APIRouter:
     async def create_message(body: MessagesRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         chat = await prepare_message(service, body)
-        message_id = new_id("msg_")
+        fields = body.sampling
+        message_id, _ = fields.origin(new_id("msg_"))
         cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
         writer = MessageWriter(message_id, service.name_of(body.model), chat.answer_format, cached_block)
-        generation = await chat.start(service, message_id, **body.sampling.queueing)
+        generation = await chat.start(service, message_id, **fields.admission)
         if body.stream:
-            events = writer.write_events(generation.outputs[0])
-            return EventStream(events, generation, write_error=writer.write_error, done=b"")
+            events = generation.mark(writer.write_events(generation.outputs[0]))
+            return EventStream(events, generation, write_error=error_event, done=b"")
         async with generation:
             [output] = await generation.wait_finished()
             return Response(writer.write_whole(output), media_type="application/json")

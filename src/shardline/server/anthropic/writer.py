@@ -11,21 +11,10 @@ from pydantic import BaseModel
 
 from shardline.api.outputs import RequestOutput
 from shardline.receipts.receipt import Receipt
-from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.generation import SentChoice
 from shardline.server.sse import Events
 from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
-
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
@@ -78,12 +67,6 @@ class MessageError(BaseModel):
     error: ErrorText
 
 
-def error_body(error: ApiError) -> bytes:
-    """The JSON of an error in Anthropic's shape."""
-    kind = ERROR_TYPES.get(error.status_code, "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error.detail)}})
-
-
 def _event(kind: str, **fields: Any) -> bytes:
     data = msgspec.json.encode({"type": kind, **fields})
     return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
@@ -128,10 +111,6 @@ class MessageWriter:
         receipt = {} if ended.receipt is msgspec.UNSET else {"receipt": ended.receipt}
         self._events += [_event("message_delta", delta=delta, usage=ended.usage, **receipt), _event("message_stop")]
         yield self._take_events()
-
-    def write_error(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
-        return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
     def _take_events(self) -> bytes:
         events, self._events = self._events, []

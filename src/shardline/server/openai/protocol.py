@@ -331,6 +331,11 @@ class SamplingFields(IgnoredFields):
         """The priority, the cache salt and the model, as `Generation.start` takes them."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or "", "model": self.model}
 
+    @property
+    def admission(self) -> dict[str, Any]:
+        """What `PreparedChat.start` takes: `queueing`, and with what the answer goes on."""
+        return {**self.queueing, "resume": self.resume}
+
     def origin(self, response_id: str) -> tuple[str, int]:
         """The id of the answer, and when it was created: an answer that goes on has those that it had."""
         resume: Resume | None = self.resume

@@ -60,7 +60,7 @@ async def _answer(
         )
         whole = writer.write_whole(outputs)
     else:
-        generation = await prepared.start(service, request_id, **body.queueing, resume=body.resume)
+        generation = await prepared.start(service, request_id, **body.admission)
         if body.stream:
             return EventStream(generation.mark(writer.write_chunks(generation)), generation, body.ignored_headers)
         async with generation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,9 +173,9 @@ class ToolParser(ABC):
         """
 
     @staticmethod
-    def new_call_id() -> str:
-        """An id for a call, in the form that the format's chat templates take."""
-        return f"call_{secrets.token_hex(12)}"
+    def call_id(source: bytes) -> str:
+        """An id for a call from 12 random bytes, in the form that the format's chat templates take."""
+        return f"call_{source.hex()}"
 
     def add_text(self, text: str) -> AnswerDelta:
         """What the next piece of text adds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import string
 
 from shardline.structured.grammar import lark_text
@@ -20,9 +19,9 @@ class Parser(ToolParser):
     markers = (_BEGIN, _ID, _ARGUMENTS)
 
     @staticmethod
-    def new_call_id() -> str:
+    def call_id(source: bytes) -> str:
         """Nine letters and digits: Mistral's templates refuse anything else."""
-        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+        return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in source[:9])
 
     @classmethod
     def write_rules(cls, rules: CallRules) -> str:

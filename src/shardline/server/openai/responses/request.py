@@ -277,6 +277,11 @@ class ResponsesRequest(SamplingFields):
             "truncation",
             "'truncation' and 'truncate_prompt_tokens' exclude each other: set one of them.",
         )
+        refuse_if(
+            not self._can_go_on and self.resume is not None and bool(self.resume.prompts),
+            "resume",
+            "'resume' goes on with no response that is made in the background or has log probabilities.",
+        )
         for name in ("conversation", "context_management", "moderation", "access_programs", "image", "prompt"):
             refuse_if(getattr(self, name) is not None, name, f"'{name}' is not supported: leave it out.")
 
@@ -365,6 +370,25 @@ class ResponsesRequest(SamplingFields):
         if wanted is None:
             return None
         return ResponseFormat(type=wanted.type, json_schema={"schema": wanted.schema_})
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether the stream can have marks.
+
+        Responses in the background end here or nowhere, and the last events repeat all log probabilities, which marks
+        do not have.
+        """
+        return not self.background and self.num_logprobs is None
+
+    @property
+    def admission(self) -> dict[str, Any]:
+        """As in `SamplingFields`."""
+        return super().admission if self._can_go_on else self.queueing
+
+    @property
+    def num_events_before(self) -> int:
+        """Events of the stream that another server has written."""
+        return self.resume.num_events if self.resume is not None else 0
 
     @property
     def num_logprobs(self) -> int | None:

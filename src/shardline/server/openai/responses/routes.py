@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -70,9 +69,10 @@ def response_routes(service: Service) -> APIRouter:
         own = [_stored_item(item) for item in _own_items(body)]
 
         def keep(ended: ResponseObject) -> bool:
+            if not ended.store or store.find_answer(ended.id) is not None:  # the id may be a client's word
+                return False
             items = msgspec.json.encode([*own, *ended.output])
-            previous_id = ended.previous_response_id
-            return ended.store and store.add_response(ended.id, msgspec.json.encode(ended), items, previous_id)
+            return store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
 
         def end_run(run: BackgroundRun) -> None:
             ended = running.pop(response.id).response
@@ -86,7 +86,7 @@ def response_routes(service: Service) -> APIRouter:
             with_reasoning=body.include_reasoning is not False,
             namespaces=body.namespaces,
         )
-        generation = await chat.start(service, response.id, **body.queueing)
+        generation = await chat.start(service, response.id, **body.admission)
         if body.background:
             if not keep(response):
                 await generation.aclose()
@@ -94,7 +94,8 @@ def response_routes(service: Service) -> APIRouter:
             run = running[response.id] = BackgroundRun(writer, generation, streams=bool(body.stream), on_end=end_run)
             return _follow(run.follow(0), headers) if body.stream else _json(response, headers)
         if body.stream:
-            return EventStream(writer.write_events(), generation, headers, write_error=writer.write_error, done=b"")
+            events = generation.mark(writer.write_events(body.num_events_before))
+            return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
         async with generation:
             [output] = await generation.wait_finished()
             return Response(writer.write_whole(output), headers=headers, media_type="application/json")
@@ -297,9 +298,10 @@ def _begin_response(service: Service, body: ResponsesRequest, chat: PreparedChat
     """The response without its output."""
     shows = bool(body.enable_response_messages)
     wanted = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    response_id, created = body.origin(new_id("resp_"))
     return ResponseObject(
-        id=new_id("resp_"),
-        created_at=int(time.time()),
+        id=response_id,
+        created_at=created,
         model=service.name_of(body.model),
         system_fingerprint=service.llm.model.fingerprint,
         status="queued" if body.background else "in_progress",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -15,7 +16,6 @@ from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import ChatLogprob, TokenPieces, chat_logprobs
 from shardline.server.openai.generation import Delta, SentChoice
-from shardline.server.service import new_id
 from shardline.server.sse import Events
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.tool_parsers.base import AnswerDelta
@@ -170,21 +170,24 @@ class Event(msgspec.Struct, kw_only=True, frozen=True):
 class ItemWriter:
     """Writes the items of one answer. Every method appends its events, encoded, to `events`."""
 
-    def __init__(self, parser: AnswerParser, namespaces: Mapping[str, tuple[str, str]]) -> None:
-        """`namespaces`: by the name that the model calls, the namespace and the function's name in it."""
+    def __init__(self, response_id: str, parser: AnswerParser, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        """`response_id`: ids of items and calls follow from it, so that an answer that goes on has those that it had.
+        `namespaces`: by the name that the model calls, the namespace and the function's name in it."""
         self.items: list[OutputItem] = []
         self.events: list[bytes] = []
+        self.num_events = 0
+        """The number of the next event."""
+        self._response_id = response_id
         self._parser = parser
         self._namespaces = namespaces
         self._encoder = msgspec.json.Encoder()
-        self._num_events = 0
         self._open: OutputItem | None = None
 
     def add_event(self, type: str, **fields: Any) -> None:
         """Append an event."""
-        data = self._encoder.encode(Event(type=type, sequence_number=self._num_events, **fields))
+        data = self._encoder.encode(Event(type=type, sequence_number=self.num_events, **fields))
         self.events.append(b"event: " + type.encode() + b"\ndata: " + data + b"\n\n")
-        self._num_events += 1
+        self.num_events += 1
 
     def take_events(self) -> bytes:
         """The events since the last call."""
@@ -200,11 +203,12 @@ class ItemWriter:
         for call in delta.calls:
             if call.name is not None:
                 namespace, name = self._namespaces.get(call.name, (msgspec.UNSET, call.name))
-                fields: dict[str, Any] = {"call_id": self._parser.new_call_id(), "name": name, "namespace": namespace}
+                call_id = self._parser.new_call_id(self._next_digest(b"call")[:12])
+                fields: dict[str, Any] = {"call_id": call_id, "name": name, "namespace": namespace}
                 self._begin(
-                    CustomCallItem(id=new_id("ctc_"), **fields)
+                    CustomCallItem(id=self._next_id("ctc_"), **fields)
                     if call.is_custom
-                    else CallItem(id=new_id("fc_"), **fields)
+                    else CallItem(id=self._next_id("fc_"), **fields)
                 )
             if call.arguments:
                 item = self._open
@@ -224,7 +228,7 @@ class ItemWriter:
 
     def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._open, ReasoningItem):
-            item = self._begin(ReasoningItem(id=new_id("rs_")))
+            item = self._begin(ReasoningItem(id=self._next_id("rs_")))
             assert isinstance(item, ReasoningItem)
             self._add_item_event("response.content_part.added", item, content_index=0, part=ReasoningText())
             item.content = [ReasoningText()]
@@ -240,11 +244,19 @@ class ItemWriter:
         self._add_item_event("response.output_text.delta", item, content_index=0, delta=text, logprobs=logprobs)
 
     def _begin_message(self) -> MessageItem:
-        item = self._begin(MessageItem(id=new_id("msg_")))
+        item = self._begin(MessageItem(id=self._next_id("msg_")))
         assert isinstance(item, MessageItem)
         self._add_item_event("response.content_part.added", item, content_index=0, part=OutputText())
         item.content = [OutputText(logprobs=[])]
         return item
+
+    def _next_id(self, prefix: str) -> str:
+        return prefix + self._next_digest(b"item").hex()
+
+    def _next_digest(self, kind: bytes) -> bytes:
+        """16 bytes for the item that comes next."""
+        name = f"{self._response_id}/{len(self.items)}/".encode() + kind
+        return hashlib.blake2b(name, digest_size=16).digest()
 
     def _begin(self, item: OutputItem) -> OutputItem:
         self._end_item(cut=False)
@@ -302,7 +314,7 @@ class ResponseWriter:
         self._keep = keep
         self._with_reasoning = with_reasoning
         self._parser = answer_format.make_parser()
-        self._items = ItemWriter(self._parser, namespaces)
+        self._items = ItemWriter(response.id, self._parser, namespaces)
         self._sent = SentChoice()
         self._counter = answer_format.make_counter()
         self._held: list[ChatLogprob] = []
@@ -318,13 +330,18 @@ class ResponseWriter:
         self._items.take_events()
         return msgspec.json.encode(self.response)
 
-    def write_events(self) -> Events:
-        """The events of a stream, in OpenAI's order."""
+    def write_events(self, num_before: int = 0) -> Events:
+        """The events of a stream, in OpenAI's order.
+
+        `num_before`: events that another server has written, of the first output that comes.
+        """
         self._items.add_event("response.created", response=self.response)
         self.response.status = "in_progress"
         self._items.add_event("response.in_progress", response=self.response)
         while (update := (yield self._items.take_events())) is not None:
             self._add_output(update[1])
+            if num_before:
+                self._items.num_events, num_before = num_before, 0
         self._items.add_event(f"response.{self.response.status}", response=self.response)
         yield self._items.take_events()
 
