@@ -83,10 +83,17 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
 
 
 def start_engine(
-    model: Path, *, tensor: int = 1, pipeline: int = 1, lockstep: int = 1, hosts: str = "one-host", **options: object
+    model: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    lockstep: int = 1,
+    hosts: str = "one-host",
+    namespace: bytes | None = None,
+    **options: object,
 ) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
-    `hosts`: as in `Case`."""
+    `hosts`: as in `Case`; `namespace`: as in `Engine`."""
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
@@ -113,7 +120,7 @@ def start_engine(
     executor = make_executor(setup)
     with quantized:
         executor.start()
-    return Engine(setup, executor), executor
+    return Engine(setup, executor, namespace), executor
 
 
 def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:

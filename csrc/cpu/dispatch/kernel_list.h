@@ -31,4 +31,5 @@
   KERNEL(void, round_rows_e4m3, const RoundRowsArgs& args) \
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
-  KERNEL(void, merge_partials, const MergePartialsArgs& args)
+  KERNEL(void, merge_partials, const MergePartialsArgs& args) \
+  KERNEL(void, hash_stripes, uint64_t* lanes, const unsigned char* memory, int64_t num_stripes)
