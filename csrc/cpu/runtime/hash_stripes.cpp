@@ -7,7 +7,8 @@
 namespace shardline::SHARDLINE_ISA {
 
 // Each step of a lane maps its states one to one for a given word, so a change within one word of a lane always changes
-// the lane; others go unseen once in 2^64. Shifts and adds only: vectors of 64-bit words have no product before AVX-512.
+// the lane; others go unseen once in 2^64. Shifts and adds only: vectors of 64-bit words have no product before
+// AVX-512.
 void hash_stripes(uint64_t* lanes, const unsigned char* memory, int64_t num_stripes) {
   uint64_t state[kChecksumLanes];
   std::memcpy(state, lanes, sizeof(state));
