@@ -31,6 +31,7 @@ PROTOCOLS = tuple(
     f"{PACKAGE}.{name}"
     for name in (
         "kernels",
+        "kernels.block_copies",
         "kernels.contract",
         "kernels.memory",
         "kernels.page_cache",

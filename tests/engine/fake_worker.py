@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardline.messages.copies import BlockCopies, CopyResult
 from shardline.messages.request import Request
-from shardline.messages.step import BlockCopies, SequenceResult, SequenceStep, StepPlan, StepResult
+from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from shardline.sampling_params import SamplingParams
 
@@ -94,7 +95,7 @@ class FakeWorker:
         tokens_per_result: int = 1,
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`loses`: whether the next fetch finds nothing."""
+        """`loses`: whether the next fetch finds nothing; from files, whether it is late."""
         self._groups = groups
         self._loses = loses
         self._block_size = block_size
@@ -104,13 +105,14 @@ class FakeWorker:
         self._prefixes = Prefixes()
         self._pool: dict[tuple[int, int], tuple[int, int] | None] = {}
         """(block, offset) -> (group, prefix)"""
-        self._tier: dict[int, list[tuple[int, int] | None]] = {}
-        """slot -> the content of a block"""
+        self._tier: dict[int, tuple[bytes, list[tuple[int, int] | None]]] = {}
+        """slot -> its key and the content of a block"""
+        self._files: dict[bytes, list[tuple[int, int] | None]] = {}
         self.sequences: dict[int, _Sequence] = {}
         self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan, salts: dict[int, str]) -> StepResult:
-        lost = None if plan.copies is None else self._copy(plan.copies)
+        copied = None if plan.copies is None else self._copy(plan.copies)
         for seq_id in plan.ends:
             del self.sequences[seq_id]
         for start in plan.starts:
@@ -126,21 +128,31 @@ class FakeWorker:
         for step in plan.steps:
             self._check(step)
         results = [self._sample(step) for step in plan.steps if step.sample]
-        return StepResult(plan.step_id, [result for result in results if result is not None], 0.001, lost)
+        return StepResult(plan.step_id, [result for result in results if result is not None], 0.001, copied)
 
-    def _copy(self, copies: BlockCopies) -> list[int] | None:
-        offsets, lost = range(self._block_size), []
+    def _copy(self, copies: BlockCopies) -> CopyResult:
+        """A slot keeps its last content under its key. What it has not, files have: all that was ever stored."""
+        offsets = range(self._block_size)
+        lost: list[int] = []
+        late: list[int] = []
         for copy in copies.stores:
             content = [self._pool.get((copy.block, offset)) for offset in offsets]
             assert {entry and entry[0] for entry in content} == {copy.group}, "a block that is not full is stored"
-            self._tier[copy.slot] = content
+            self._tier[copy.slot] = copy.key, content
+            self._files[copy.key] = content
         for copy in copies.fetches:
-            content = self._tier[copy.slot]
+            held, content = self._tier.get(copy.slot, (b"", []))
+            if held != copy.key:
+                content = self._files[copy.key]
+                self._tier[copy.slot] = copy.key, content
+                if self._loses():
+                    late.append(copy.slot)
+                    continue
             if self._loses():
                 lost.append(copy.slot)
                 content = [None] * self._block_size
             self._pool |= {(copy.block, offset): content[offset] for offset in offsets}
-        return lost if copies.fetches else None
+        return CopyResult(lost, late)
 
     def _apply(self, step: SequenceStep) -> None:
         sequence = self.sequences[step.seq_id]

@@ -11,11 +11,12 @@ import msgspec
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.messages.copies import CopyResult
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.step import StepPlan, StepResult
 from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import FakeWorker, reference
-from tests.engine.lru_tier import LruTier
+from tests.engine.lru_tier import CountingTier
 
 FULL = (KVGroup((0,), None),)
 
@@ -38,6 +39,8 @@ class Shape:
     speculation: Speculation = NO_SPECULATION
     tier_slots: int = 0
     """0: there is no tier."""
+    tier_files: bool = False
+    most_fetches: int = 9
 
 
 def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
@@ -51,7 +54,8 @@ class Engine:
     def __init__(self, shape: Shape, loses: Callable[[], bool] = lambda: False) -> None:
         """`loses`: whether a worker's next fetch finds nothing."""
         self.shape = shape
-        self.tier = LruTier(shape.tier_slots) if shape.tier_slots else None
+        files: set[bytes] | None = set() if shape.tier_files else None
+        self.tier = CountingTier(shape.tier_slots, files) if shape.tier_slots else None
         self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
@@ -61,7 +65,7 @@ class Engine:
             last_token_known=shape.pipeline,
         )
         if self.tier is not None:
-            self.scheduler.kv.add_tier(self.tier)
+            self.scheduler.kv.add_tier(self.tier, shape.most_fetches)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(
@@ -99,9 +103,9 @@ class Engine:
         plan = self.in_flight.popleft()
         results: list[StepResult] = [worker.run(plan, self._salts) for worker in self.workers]
         result = results[0]
-        if plan.has_fetches:
-            lost = [slot for other in results for slot in other.lost_slots or ()]
-            result = msgspec.structs.replace(result, lost_slots=lost)
+        if plan.copies is not None:
+            copied = [other.copied for other in results if other.copied is not None]
+            result = msgspec.structs.replace(result, copied=sum(copied, CopyResult()))
         self._take(self.scheduler.update(plan, result))
 
     def turn(self) -> None:

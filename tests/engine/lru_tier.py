@@ -1,46 +1,36 @@
-"""The simplest tier: it drops what was longest unused."""
+"""A tier that counts what happens to it."""
 
 from __future__ import annotations
 
+from shardline.engine.tiers import Tier
 
-class LruTier:
+
+class CountingTier(Tier):
     """See `Tier`."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.slots: dict[bytes, int] = {}
-        """What it holds, in the order of use."""
-        self.fetching: set[bytes] = set()
+    def __init__(self, num_slots: int, files: set[bytes] | None = None) -> None:
+        super().__init__(num_slots, files)
         self.num_stored = self.num_fetched = self.num_lost = 0
-        self._free = list(range(num_slots))
 
-    def find(self, key: bytes) -> bool:
-        return key in self.slots
+    @property
+    def slots(self) -> dict[bytes, int]:
+        """What it holds."""
+        return self._slots
+
+    @property
+    def fetching(self) -> set[bytes]:
+        """What keeps its slot."""
+        return self._fetching
 
     def store(self, key: bytes) -> int | None:
-        slot = self.slots.pop(key, None)
-        if slot is not None:
-            self.slots[key] = slot
-            return None
-        if not self._free:
-            victim = next((other for other in self.slots if other not in self.fetching), None)
-            if victim is None:
-                return None
-            self._free.append(self.slots.pop(victim))
-        self.slots[key] = slot = self._free.pop()
-        self.num_stored += 1
-        return slot
-
-    def fetch(self, key: bytes) -> int:
-        assert key not in self.fetching
-        self.fetching.add(key)
-        self.slots[key] = slot = self.slots.pop(key)
+        slot = super().store(key)
+        self.num_stored += slot is not None
         return slot
 
     def release(self, key: bytes) -> None:
-        self.fetching.remove(key)
+        super().release(key)
         self.num_fetched += 1
 
     def drop(self, key: bytes) -> None:
-        self.fetching.remove(key)
-        self._free.append(self.slots.pop(key))
+        super().drop(key)
         self.num_lost += 1

@@ -59,6 +59,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         prefix_caching=draw(st.booleans()),
         speculation=draw(st.just(NO_SPECULATION) | SPECULATIONS),
         tier_slots=draw(st.sampled_from([0, 0, 1, 3, 40])),
+        tier_files=draw(st.booleans()),
+        most_fetches=draw(st.sampled_from([1, 2, 9])),
     )
 
 

@@ -14,11 +14,12 @@ from shardline.engine.kv_cache import KVCache, cache_namespace
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.tiers import BlockTraffic, content_key
+from shardline.messages.copies import CopyResult
 from shardline.messages.step import StepPlan
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 from tests.engine.fake_worker import make_request
 from tests.engine.harness import FULL, Engine, Shape
-from tests.engine.lru_tier import LruTier
+from tests.engine.lru_tier import CountingTier
 from tests.engine.test_scheduler_exact import GROUPS, drive, growing_request, random_request
 
 NUM_BLOCKS, NUM_SLOTS = 7, 3
@@ -26,22 +27,25 @@ KEYS = [content_key(bytes([number]), number % 2) for number in range(9)]
 
 
 class TrafficMachine(RuleBasedStateMachine):
-    """Ranks are two tables of contents, which plans change in their order: copies first, then what is computed.
+    """Ranks are tables of contents, which plans change in their order: copies first, then what is computed. Files never
+    forget.
 
     Whoever finds a key in the pool must find its content in the block, once the ranks have run all plans.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.tier = BlockPool(NUM_BLOCKS), LruTier(NUM_SLOTS)
-        self.traffic = BlockTraffic(self.pool, self.tier)
+        self.pool, self.known = BlockPool(NUM_BLOCKS), set[bytes]()
+        self.tier = CountingTier(NUM_SLOTS, self.known)
+        self.traffic = BlockTraffic(self.pool, self.tier, 2)
         self.held: list[int] = []
         self.blocks: dict[int, object] = {}
-        self.slots: dict[int, object] = {}
+        self.slots: dict[int, bytes] = {}
+        self.files: set[bytes] = set()
         self.computed: dict[int, object] = {}
         """What the plan in the making computes."""
-        self.in_flight: list[tuple[int, set[int]]] = []
-        """The plans in flight that fetch, and the slots that ranks have lost."""
+        self.in_flight: list[tuple[int, CopyResult]] = []
+        self.tickets: set[int] = set()
         self.step_id = 0
 
     @precondition(lambda self: self.pool.num_free)
@@ -75,20 +79,30 @@ class TrafficMachine(RuleBasedStateMachine):
         absent = [key for key in keys if self.pool.find_block(key) is None]
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in found)
         if absent and len(absent) <= free and all(map(self.traffic.can_fetch, absent)):
-            assert self.traffic.fetch(found, absent, self.step_id) <= self.step_id
+            ticket = self.traffic.fetch(found, absent)
+            assert ticket not in self.tickets
+            if ticket is None:
+                assert len(self.tier.fetching) == NUM_SLOTS
+            else:
+                self.tickets.add(ticket)
 
-    @rule(lost=st.sets(st.integers(0, NUM_SLOTS - 1)))
-    def launch(self, lost: set[int]) -> None:
+    @rule(lost=st.sets(st.integers(0, NUM_SLOTS - 1)), late=st.sets(st.integers(0, NUM_SLOTS - 1)))
+    def launch(self, lost: set[int], late: set[int]) -> None:
         """Plan what has gathered; ranks run it at once."""
-        copies = self.traffic.take_copies()
+        copies = self.traffic.take_copies(self.step_id)
         if copies is not None:
             for copy in copies.stores:
-                assert self.blocks[copy.block] in KEYS
-                self.slots[copy.slot] = self.blocks[copy.block]
+                assert self.blocks[copy.block] == copy.key
+                self.slots[copy.slot] = copy.key
+                self.files.add(copy.key)
+            assert len(copies.fetches) <= 2
             for copy in copies.fetches:
-                self.blocks[copy.block] = object() if copy.slot in lost else self.slots[copy.slot]
-            if copies.fetches:
-                self.in_flight.append((self.step_id, lost & {copy.slot for copy in copies.fetches}))
+                if self.slots.get(copy.slot) != copy.key:
+                    assert copy.key in self.files
+                    self.slots[copy.slot] = copy.key
+                self.blocks[copy.block] = object() if copy.slot in lost | late else copy.key
+            fetched = {copy.slot for copy in copies.fetches}
+            self.in_flight.append((self.step_id, CopyResult(list(lost & fetched), list(late & fetched))))
         self.blocks |= self.computed
         self.computed.clear()
         self.step_id += 1
@@ -96,7 +110,10 @@ class TrafficMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def finish(self) -> None:
-        self.traffic.finish_fetches(*self.in_flight.pop(0))
+        done = self.traffic.finish_plan(*self.in_flight.pop(0))
+        assert len(set(done)) == len(done)
+        assert set(done) <= self.tickets
+        self.tickets -= set(done)
 
     @invariant()
     def content_is_that_of_the_key(self) -> None:
@@ -104,20 +121,23 @@ class TrafficMachine(RuleBasedStateMachine):
             for key in KEYS:
                 block = self.pool.find_block(key)
                 assert block is None or self.blocks[block] == key
-            assert all(self.slots[slot] == key for key, slot in self.tier.slots.items())
+            settled = self.tier.slots.items() if not self.tier.fetching else ()
+            assert all(self.slots[slot] == key for key, slot in settled)
 
     @invariant()
     def counts_agree(self) -> None:
         assert len(set(self.tier.slots.values())) == len(self.tier.slots) <= NUM_SLOTS
+        assert self.traffic.is_fetching == bool(self.tickets)
+        assert bool(self.tier.fetching) == bool(self.tickets)
+        assert self.pool.num_free >= 0
         if not self.traffic.is_fetching:
             assert self.pool.num_used == len(set(self.held))
-            assert not self.tier.fetching
 
     def teardown(self) -> None:
-        self.launch(set())
-        while self.in_flight:
-            self.finish()
-        assert not self.traffic.is_fetching
+        while self.tickets:
+            self.launch(set(), set())
+            while self.in_flight:
+                self.finish()
         for block in self.held:
             self.pool.release_block(block)
         assert self.pool.num_used == 0
@@ -226,7 +246,7 @@ def test_what_was_longest_unused_is_dropped() -> None:
 
 
 def test_keys_are_those_of_the_namespace() -> None:
-    tier, ours, theirs = LruTier(9), cache_namespace("weights", b"ours"), cache_namespace("weights", b"theirs")
+    tier, ours, theirs = CountingTier(9), cache_namespace("weights", b"ours"), cache_namespace("weights", b"theirs")
     cache, sequence = cache_and_sequence(ours, tier)
     cache.grow_tables(sequence, 17)
     sequence.num_scheduled = 17
@@ -239,15 +259,15 @@ def test_keys_are_those_of_the_namespace() -> None:
         cache, sequence = cache_and_sequence(namespace, tier)
         assert len(cache.lookup_prefix(sequence).absent) == absent
     cache, sequence = cache_and_sequence(ours, tier)
-    cache.fetch_prefix(sequence, cache.lookup_prefix(sequence), 0)
+    assert cache.fetch_prefix(sequence, cache.lookup_prefix(sequence)) is not None
     assert not cache.lookup_prefix(sequence).absent, "it would wait again"
     sequence.forget_computed()
     assert len(cache.lookup_prefix(sequence).absent) == 4
 
 
-def cache_and_sequence(namespace: bytes | None, tier: LruTier) -> tuple[KVCache, LiveSequence]:
+def cache_and_sequence(namespace: bytes | None, tier: CountingTier) -> tuple[KVCache, LiveSequence]:
     cache = KVCache(FULL, 9, 4, prefix_caching=True, namespace=namespace)
-    cache.add_tier(tier)
+    cache.add_tier(tier, 9)
     sequence = RequestRegistry(cache, max_model_len=40).add_request(make_request("r", PROMPT))
     assert sequence is not None
     return cache, sequence
@@ -279,6 +299,8 @@ def test_tiny_pools_with_tiers_that_lose_blocks(groups: tuple[KVGroup, ...], pip
             pipeline=pipeline,
             max_num_batched_tokens=16,
             tier_slots=rng.choice([2, 30]),
+            tier_files=rng.random() < 0.5,
+            most_fetches=rng.choice([1, 3, 9]),
         )
         request = growing_request if seed % 3 == 0 else random_request
         engine = drive(shape, rng, 16, 0.05, request, loss_rate=0.2)

@@ -111,10 +111,11 @@ def start_engine(
     lockstep: int = 1,
     hosts: str = "one-host",
     mark: str = NO_MARK,
+    namespace: bytes | None = None,
     **options: object,
 ) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
-    `hosts` and `mark`: as in `Case`."""
+    `hosts` and `mark`: as in `Case`; `namespace`: as in `Engine`."""
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
@@ -141,7 +142,7 @@ def start_engine(
     executor = make_executor(setup)
     with quantized:
         executor.start()
-    return Engine(setup, executor), executor
+    return Engine(setup, executor, namespace), executor
 
 
 def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:

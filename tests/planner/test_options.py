@@ -26,6 +26,13 @@ def best(found: dict[str, Any]) -> dict[str, Any]:
     return dict(found["layouts"][found["recommended"]])
 
 
+def test_host_memory_for_evicted_blocks_is_set_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    """How much the nodes have is not known, so it is only said."""
+    words = ("plan", LLAMA_70B, "--gpus", "8xH100", "-tp", "4", "-dp", "2", "--kv-offloading-size", "200")
+    assert main([*words]) == 0
+    assert "host memory set aside: 400.0 GiB for evicted blocks" in capsys.readouterr().out
+
+
 def test_a_plan_knows_every_option_of_the_engine() -> None:
     assert [name for name in option_names() if not is_option(name)] == []
 
@@ -49,6 +56,11 @@ def test_a_plan_knows_every_option_of_the_engine() -> None:
         ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8", "--kv-cache-dtype fp8"),
         ("--seed 3 --tokenizer a/b", "--tokenizer a/b --seed 3", "--tokenizer a/b --seed 3"),
         ("--step-timeout 9", "--step-timeout 9.0", "# --step-timeout"),
+        (
+            "--kv-offloading-size 200 --kv-offloading-dir /kv",
+            "--kv-offloading-size 200.0 --kv-offloading-dir /kv",
+            "# --kv-offloading-dir",
+        ),
     ],
 )
 def test_given_flags_stand_in_the_commands(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from shardline.engine import engine as engine_module
-from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.kernels.block_copies import checksum
+from shardline.messages.copies import BlockCopy
 from shardline.messages.stats import EngineStats
-from shardline.runtime.kv_store import KVStore
-from shardline.runtime.worker import Worker
-from tests.engine.lru_tier import LruTier
+from shardline.runtime.tiers.host import HostTier, _Content
 from tests.exactness.harness import Answer, _tight_pool, golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -35,108 +33,110 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-class HostMemory:
-    """A rank's part of a tier, which hands content out as `alter` has changed it; None: it is lost."""
-
-    def __init__(self, alter: Callable[[Tensor], Tensor | None]) -> None:
-        self._alter = alter
-        self._slots: dict[int, list[Tensor]] = {}
-
-    def write(self, slot: int, pages: Sequence[Tensor]) -> None:
-        self._slots[slot] = [page.clone() for page in pages]
-
-    def read(self, slot: int, pages: Sequence[Tensor]) -> bool:
-        for page, content in zip(pages, self._slots[slot], strict=True):
-            altered = self._alter(content)
-            page.copy_(torch.zeros_like(page) if altered is None else altered)
-            if altered is None:
-                return False
-        return True
-
-
 @contextmanager
-def tiers(num_slots: int, alter: Callable[[int, Tensor], Tensor | None]) -> Iterator[list[LruTier]]:
-    """Engines that start have a tier for each replica. `alter`: for a rank, see `HostMemory`."""
-    made: list[LruTier] = []
-    allocate = Worker._allocate_cache
+def altered(alter: Callable[[HostTier, BlockCopy], None]) -> Iterator[None]:
+    """Every block that is fetched from a slot is altered before."""
+    fetch = HostTier._fetch
 
-    def make_scheduler(*args: object, **options: object) -> Scheduler:
-        scheduler = Scheduler(*args, **options)  # type: ignore[arg-type]
-        made.append(LruTier(num_slots))
-        scheduler.kv.add_tier(made[-1])
-        return scheduler
+    def alter_and_fetch(tier: HostTier, copy: BlockCopy) -> bool:
+        alter(tier, copy)
+        return fetch(tier, copy)
 
-    def allocate_with_tier(worker: Worker, *args: object) -> KVStore:
-        store = allocate(worker, *args)  # type: ignore[arg-type]
-        rank = worker._groups.place.rank
-        store.tier = HostMemory(lambda content: alter(rank, content))
-        return store
-
-    with (
-        patch.object(engine_module, "Scheduler", make_scheduler),
-        patch.object(Worker, "_allocate_cache", allocate_with_tier),
-    ):
-        yield made
+    with patch.object(HostTier, "_fetch", alter_and_fetch):
+        yield
 
 
 def answers_of(
-    model: Path, num_slots: int, alter: Callable[[int, Tensor], Tensor | None], **options: object
-) -> tuple[dict[str, Answer], list[LruTier], EngineStats]:
-    """All requests three times in a pool that is too small for their prefixes; the last answers."""
-    with tiers(num_slots, alter) as made:
-        engine, executor = start_engine(
-            model,
-            dtype="bfloat16",
-            max_num_batched_tokens=32,
-            max_model_len=LONGEST,
-            num_gpu_blocks_override=_tight_pool(model, LONGEST, 32) + 2,
-            **options,  # type: ignore[arg-type]
-        )
-        try:
-            for batch in ("staggered", "together", "staggered"):
-                answers = run(engine, REQUESTS, batch)
-            stats = engine.stats()
-        finally:
-            engine.close()
-            executor.close()
+    model: Path, size: float, folder: Path | None = None, **options: object
+) -> tuple[dict[str, Answer], EngineStats]:
+    """All requests three times in a pool that is too small for their prefixes, with a tier of `size` MiB; the last
+    answers. Engines with the same folder have the same namespace."""
+    if size:
+        options["kv_offloading_size"] = size / 1024
+    if folder is not None:
+        options["kv_offloading_dir"] = str(folder)
+    engine, executor = start_engine(
+        model,
+        namespace=None if folder is None else b"namespace of a folder",
+        dtype="bfloat16",
+        max_num_batched_tokens=32,
+        max_model_len=LONGEST,
+        num_gpu_blocks_override=_tight_pool(model, LONGEST, 32) + 2,
+        **options,  # type: ignore[arg-type]
+    )
+    try:
+        for batch in ("staggered", "together", "staggered"):
+            answers = run(engine, REQUESTS, batch)
+        stats = engine.stats()
+    finally:
+        engine.close()
+        executor.close()
     assert stats.kv_blocks_used == 0
-    assert not any(tier.fetching for tier in made)
-    return answers, made, stats
+    return answers, stats
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_answers_are_those_without_a_tier(layout: str, tmp_path: Path) -> None:
+    """From host memory; and once more by engines that find all in files."""
     family, options = LAYOUTS[layout]
-    model = make_checkpoint(family, tmp_path)
+    model = make_checkpoint(family, tmp_path / "model")
     expected = golden(model, "bfloat16", "none", str(options.get("kv_cache_dtype", "auto")), REQUESTS)
-    answers, made, _ = answers_of(model, 60, lambda rank, content: content, **options)
+    answers, stats = answers_of(model, 4, **options)
     assert answers == expected
-    assert all(tier.num_fetched > 0 for tier in made)
-    assert not any(tier.num_lost for tier in made)
+    for one in stats.in_lockstep or [stats]:
+        assert one.tier is not None
+        assert one.tier.hits > 0
+        assert (one.tier.lost_blocks, one.tier.copies.corrupt_blocks) == (0, 0)
+        assert one.tier.copies.fetched_bytes > 0
+
+
+def test_answers_are_those_of_files_after_a_restart(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "model")
+    expected = golden(model, "bfloat16", "none", "auto", REQUESTS)
+    for run_number in range(2):
+        answers, stats = answers_of(model, 0.05, tmp_path / "blocks", tensor=2, pipeline=2)
+        assert answers == expected
+        assert stats.tier is not None
+        copies = stats.tier.copies
+        assert copies.read_bytes > 0
+        assert (copies.corrupt_blocks, copies.file_errors) == (0, 0)
+        assert (copies.written_bytes > 0) == (run_number == 0)
 
 
 def test_blocks_that_any_rank_has_lost_are_computed_again(tmp_path: Path) -> None:
-    """Each rank loses some, and so may a rank that does not report what is sampled."""
+    """Each rank loses some, and so may a rank that does not report what is sampled: one bit of a slot changes."""
     model = make_checkpoint("llama", tmp_path)
     expected = golden(model, "bfloat16", "none", "auto", REQUESTS)
-    for loser in (0, 3):
-        reads = 0
+    rng, flips = random.Random(5), 0
 
-        def alter(rank: int, content: Tensor, loser: int = loser) -> Tensor | None:
-            nonlocal reads
-            reads += rank == loser
-            return None if rank == loser and reads % 3 == 1 else content
+    def flip(tier: HostTier, copy: BlockCopy) -> None:
+        nonlocal flips
+        if rng.random() < 0.3:
+            flips += 1
+            size = tier._sizes[copy.group]
+            tier._memory[copy.slot, rng.randrange(size)] ^= 1 << rng.randrange(8)
 
-        answers, (tier,), _ = answers_of(model, 60, alter, tensor=2, pipeline=2)
-        assert answers == expected
-        assert tier.num_lost > 0
+    with altered(flip):
+        answers, stats = answers_of(model, 4, tensor=2, pipeline=2)
+    assert answers == expected
+    assert stats.tier is not None
+    assert stats.tier.copies.corrupt_blocks == flips > 20
+    assert 0 < stats.tier.lost_blocks <= flips
 
 
 def test_what_is_fetched_is_read(tmp_path: Path) -> None:
     """Else the other tests would show nothing."""
     model = make_checkpoint("llama", tmp_path)
     expected = golden(model, "bfloat16", "none", "auto", REQUESTS)
-    answers, _, stats = answers_of(model, 60, lambda rank, content: content.neg())
+
+    def negate(tier: HostTier, copy: BlockCopy) -> None:
+        slot = tier._slot(copy.group, copy.slot)
+        slot.view(torch.bfloat16).neg_()
+        tier._contents[copy.slot] = _Content(copy.key, checksum(slot))
+
+    with altered(negate):
+        answers, stats = answers_of(model, 4)
     assert answers != expected
-    _, _, without = answers_of(model, 0, lambda rank, content: content)
+    _, without = answers_of(model, 0)
+    assert without.tier is None
     assert stats.prefix_hits > without.prefix_hits

@@ -5,7 +5,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
-from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad
+from shardline.messages.copies import CopyCounts
+from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad, TierStats, merge_stats
 from shardline.metrics.server import FastHistogram, ServerMetrics
 from tests.server.conftest import serve
 from tests.server.fake_engine import MAX_MODEL_LEN, REPLY
@@ -98,6 +99,27 @@ def test_drafts_have_the_names_of_vllm_where_these_are_wanted() -> None:
     names = {line.split("{")[0] for line in body.decode().splitlines() if "spec_decode" in line and line[0] != "#"}
     counted = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
     assert names == {f"vllm:spec_decode_{name}_total" for name in counted}
+
+
+def test_the_second_tier_is_counted_where_there_is_one() -> None:
+    tier = TierStats(8, 3, 640, 320, 2, CopyCounts(stored_bytes=4000, fetched_seconds=0.5, corrupt_blocks=1))
+    stats = merge_stats([EngineStats(tier=tier), EngineStats(tier=tier), EngineStats()])
+    assert stats.tier is not None
+    assert (stats.tier.hits, stats.tier.copies.stored_bytes, stats.tier.copies.fetched_seconds) == (640, 8000, 1.0)
+    body, _ = ServerMetrics("m", lambda: [EngineStats(tier=tier)], "vllm").expose("")
+    labels = '{engine="0",model_name="m"'
+    for line in (
+        f"vllm:external_prefix_cache_queries_total{labels}}} 640.0",
+        f"vllm:external_prefix_cache_hits_total{labels}}} 320.0",
+        f'vllm:kv_offload_total_bytes_total{labels},transfer_type="GPU_to_CPU"}} 4000.0',
+        f'vllm:kv_offload_total_time_total{labels},transfer_type="CPU_to_GPU"}} 0.5',
+        f"shardline:kv_offload_blocks{labels}}} 8.0",
+        f"shardline:kv_offload_corrupt_blocks_total{labels}}} 1.0",
+        f"shardline:kv_offload_lost_blocks_total{labels}}} 2.0",
+    ):
+        assert line in body.decode()
+    body, _ = ServerMetrics("m", lambda: [EngineStats()]).expose("")
+    assert b"kv_offload" not in body
 
 
 def test_load_of_experts_is_shown_where_there_are_any() -> None:

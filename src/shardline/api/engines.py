@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.block_folder import cache_secret
 from shardline.limits import describe_shortage
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import Request
@@ -259,6 +259,7 @@ class Engines:
                 start = self._cluster.start_engine
             else:
                 deployment = resolve_here(config)
+            secret = cache_secret(deployment)
         except BaseException as error:
             if self._cluster is not None:
                 self._cluster.close(*_as_exit(error))
@@ -267,7 +268,6 @@ class Engines:
             raise
 
         self._deployment = deployment
-        secret = secrets.token_bytes(32)
 
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
             assert self.deployment is not None

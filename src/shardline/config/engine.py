@@ -24,6 +24,9 @@ from shardline.weights.formats import format_names
 logger = logging.getLogger(__name__)
 
 _LONGEST_STEP = 86400.0
+_MOST_GIB = float(1 << 30)
+_SIZES = ("kv_cache_memory", "kv_offloading_size", "kv_offloading_dir_size")
+"""Options that are no counts."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 STORED_METHODS = (
     "auto-round",
@@ -265,11 +268,45 @@ class CacheConfig:
         aliases=("device-memory-utilization",),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, without regard to the memory (for tests)")
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of host memory of each replica, summed over its ranks, to which KV blocks are copied when they are "
+        "evicted, and from which they come back; default: they are computed again",
+    )
+    kv_offloading_dir: str | None = option(
+        None,
+        "folder, the same on all hosts, in which evicted KV blocks are also kept as files, which outlive a restart; "
+        "servers may share it; needs --kv-offloading-size",
+    )
+    kv_offloading_dir_size: float | None = option(
+        None, "GiB that the files in --kv-offloading-dir may take on a host; default: 10 x --kv-offloading-size"
+    )
     kv_events_config: str | None = option(
         None,
         'publish what the prefix cache holds over ZeroMQ, as JSON: {"enable_kv_cache_events": true}, and "endpoint" '
         '(tcp://127.0.0.1:5557), "replay_endpoint", "topic", "buffer_steps"; the events have the token ids of prompts',
     )
+
+    @property
+    def offloading_bytes(self) -> int:
+        """`kv_offloading_size` in bytes; 0: evicted blocks are computed again.
+
+        Raises:
+            ValueError: the options of offloading do not go together.
+        """
+        sizes = {"kv_offloading_size": self.kv_offloading_size, "kv_offloading_dir_size": self.kv_offloading_dir_size}
+        for name, size in sizes.items():
+            if size is not None and not (isinstance(size, int | float) and 0 <= size < _MOST_GIB):
+                raise ValueError(f"{name} must be a number of GiB that is not negative, got {size!r}")
+        if self.kv_offloading_dir and not self.kv_offloading_size:
+            raise ValueError(
+                "kv_offloading_dir needs kv_offloading_size: blocks pass through host memory on their way to files"
+            )
+        if self.kv_offloading_dir_size is not None and not self.kv_offloading_dir:
+            raise ValueError("kv_offloading_dir_size needs kv_offloading_dir: the folder whose files it bounds")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ValueError("kv_offloading_size keeps cached prefixes, which enable_prefix_caching switches off")
+        return int((self.kv_offloading_size or 0) * (1 << 30))
 
     @property
     def kv_events(self) -> KVEventsConfig:
@@ -424,7 +461,7 @@ def _validate(config: EngineConfig) -> None:
             if isinstance(f.default, int) and not isinstance(value, int):
                 raise ValueError(f"{f.name} must be a whole number, got {value!r}")
             least = 0 if f.name == "long_prefill_token_threshold" else 1
-            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < least:
+            if isinstance(value, int) and not isinstance(value, bool) and f.name not in _SIZES and value < least:
                 raise ValueError(f"{f.name} must be at least {least}, got {value}")
             choices = f.metadata.get("choices")
             if choices and value not in choices:
@@ -450,6 +487,7 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError("lora_modules needs enable_lora")
     if config.lora.max_lora_rank > MOST_RANK:
         raise ValueError(f"max_lora_rank must be at most {MOST_RANK}, got {config.lora.max_lora_rank}")
+    _ = config.cache.offloading_bytes
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory)
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
-from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import CachePlan, FixedPool, MeasuredPool, RankWeights
+from shardline.config.engine import CacheConfig, EngineConfig
+from shardline.config.fields import format_bytes
+from shardline.deployment.deployment import NO_TIER, CachePlan, FixedPool, MeasuredPool, RankWeights, TierPlan
 from shardline.deployment.kv_budget import (
     check_host_memory,
     default_host_blocks,
@@ -24,6 +26,9 @@ from shardline.models.spec import DecoderSpec
 
 BLOCK_TOKENS = 16
 """Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
+
+_FOLDER_SHARE = 10
+"""Files of blocks may take so many times the host memory of a replica, unless the user says."""
 
 _STREAM_BYTES = 4096
 """A CPU reads memory at full speed in contiguous pieces of this size or more."""
@@ -101,7 +106,8 @@ def plan_cache(
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
     length = choose_length(config, groups, wanted, num_blocks(wanted))
     estimated = num_blocks(length)
-    check_host_memory(layout, machine, weights, block_bytes, estimated)
+    tier = plan_tier(asked, of_replica)
+    check_host_memory(layout, machine, weights, block_bytes, estimated, tier.num_slots)
     plan = CachePlan(
         dtype=dtype,
         groups=groups,
@@ -115,5 +121,26 @@ def plan_cache(
         pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
         events=asked.kv_events,
         events_to_front=config.parallel.router_policy == "kv_aware" and asked.enable_prefix_caching,
+        tier=tier,
     )
     return plan, length
+
+
+def plan_tier(asked: CacheConfig, block_bytes: Sequence[int]) -> TierPlan:
+    """The second tier that the user wants. `block_bytes`: of a block on each rank of a replica.
+
+    Raises:
+        ValueError: it would hold no block.
+    """
+    num_bytes, block = asked.offloading_bytes, sum(block_bytes)
+    if not num_bytes:
+        return NO_TIER
+    if num_bytes < block:
+        raise ValueError(
+            f"--kv-offloading-size {asked.kv_offloading_size} is {format_bytes(num_bytes)}, and a block needs "
+            f"{format_bytes(block)}; give it at least {block / (1 << 30):.2g}, or leave it out"
+        )
+    folder = os.path.abspath(os.path.expanduser(asked.kv_offloading_dir)) if asked.kv_offloading_dir else ""
+    files = asked.kv_offloading_dir_size
+    folder_bytes = _FOLDER_SHARE * num_bytes if files is None else int(files * (1 << 30))
+    return TierPlan(num_bytes // block, num_bytes // block * block, folder, folder_bytes if folder else 0)

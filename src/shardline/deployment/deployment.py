@@ -80,6 +80,22 @@ class MeasuredPool(msgspec.Struct, frozen=True, tag=True):
     """Share of each GPU's memory that may be used in total."""
 
 
+class TierPlan(msgspec.Struct, frozen=True):
+    """A second tier behind the KV pool of each replica."""
+
+    num_slots: int
+    """Blocks of which each rank has host memory for its part; 0: there is no tier, and evicted blocks are lost."""
+    num_bytes: int
+    """Host memory of a replica."""
+    folder: str
+    """Where ranks keep files, on each host; empty: they keep none."""
+    folder_bytes: int
+    """What the files on a host may take."""
+
+
+NO_TIER = TierPlan(0, 0, "", 0)
+
+
 class CachePlan(msgspec.Struct, frozen=True):
     """The paged KV cache."""
 
@@ -101,6 +117,8 @@ class CachePlan(msgspec.Struct, frozen=True):
     """Where each replica publishes what its cache holds."""
     events_to_front: bool = False
     """Whether the front follows what each cache holds, to choose replicas by it."""
+    tier: TierPlan = NO_TIER
+    """Where evicted blocks go."""
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):

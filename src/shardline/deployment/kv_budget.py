@@ -188,9 +188,14 @@ def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) 
 
 
 def check_host_memory(
-    layout: Layout, machine: Machine, weights: Sequence[RankWeights], block_bytes: Sequence[int], num_blocks: int
+    layout: Layout,
+    machine: Machine,
+    weights: Sequence[RankWeights],
+    block_bytes: Sequence[int],
+    num_blocks: int,
+    num_slots: int,
 ) -> None:
-    """Refuse a requested KV cache that the host's memory cannot hold.
+    """Refuse a requested KV cache, or a tier of `num_slots` blocks behind it, that the host's memory cannot hold.
 
     The host allocates pages only when they are used, so the run would fail hours later. (A GPU allocates them at the
     start, which fails at once.)
@@ -198,15 +203,20 @@ def check_host_memory(
     Raises:
         ValueError: the host does not have enough memory.
     """
-    if layout.device != "cpu":
-        return
     for index in layout.hosts:
-        needed = sum(weights[rank].num_bytes + num_blocks * block_bytes[rank] for _, rank in layout.ranks_on(index))
+        ranks = [rank for _, rank in layout.ranks_on(index)]
+        on_host = layout.device == "cpu"
+        needed = sum(weights[rank].num_bytes + num_blocks * block_bytes[rank] for rank in ranks) if on_host else 0
+        evicted = num_slots * sum(block_bytes[rank] for rank in ranks)
         available = machine.hosts[index].free_memory
-        if needed > available:
+        if needed + evicted > available:
+            what = "weights and KV cache" if on_host else "the"
+            what += f"{' and a' * on_host} second tier of {format_bytes(evicted)}" if evicted else ""
+            verb = "need" if on_host else "needs"
+            flag = "--kv-offloading-size" if needed <= available else "--kv-cache-memory"
             raise ValueError(
-                f"weights and KV cache need {format_bytes(needed)}, but {_name_host(machine, index)} has "
-                f"{format_bytes(available)} available; lower --kv-cache-memory"
+                f"{what} {verb} {format_bytes(needed + evicted)}, but {_name_host(machine, index)} has "
+                f"{format_bytes(available)} available; lower {flag}"
             )
 
 

@@ -30,6 +30,8 @@ class BlockPool:
         self._contents: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
         self._numbers = _block_numbers(num_blocks)
+        self._num_reserved = 0
+        """Free blocks that are promised to somebody."""
         self._num_touched = 1
         """Blocks from this one on were never handed out."""
         self._blank: list[int] = []
@@ -44,7 +46,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `take_block` can hand out, with cached content or without."""
-        return len(self._blank) + self._num_cached + len(self._contents) - self._num_touched
+        return len(self._blank) + self._num_cached + len(self._contents) - self._num_touched - self._num_reserved
 
     @property
     def num_used(self) -> int:
@@ -54,6 +56,16 @@ class BlockPool:
     def num_references(self, block: int) -> int:
         """How many holders the block has."""
         return self._references[block]
+
+    def reserve_blocks(self, count: int) -> None:
+        """Promise free blocks, which keep their content until `take_reserved` hands them out."""
+        assert count <= self.num_free, "more blocks were promised than there are"
+        self._num_reserved += count
+
+    def take_reserved(self) -> int:
+        """Hand out a block that was promised, as `take_block` does."""
+        self._num_reserved -= 1
+        return self.take_block()
 
     def take_block(self) -> int:
         """Hand out a block without content, with the caller as its only holder. There must be a free one."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from shardline.channel import readable
-from shardline.deployment.deployment import Deployment
+from shardline.config.fields import format_bytes
+from shardline.deployment.block_folder import layout_digest, rank_folder
+from shardline.deployment.deployment import Deployment, TierPlan
 from shardline.engine.adapters import AdapterSlots
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
@@ -15,11 +21,17 @@ from shardline.engine.kv_events import KVEventPublisher
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.engine.tier_files import FileIndex
+from shardline.engine.tiers import Tier
 from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, RankTimes, merge_lockstep
 from shardline.messages.step import StepPlan
 
+_log = logging.getLogger(__name__)
+
+_FETCH_BYTES = 16 << 20
+"""What a rank copies back in one step: a few milliseconds, which sequences that compute can bear."""
 _LOAD_SECONDS = 1.0
 """Age that the load of experts and the times of ranks may have while the engine is busy: they take long to read."""
 
@@ -53,6 +65,9 @@ class Engine:
             )
             for _ in range(deployment.grid.data)
         ]
+        self._files: list[FileIndex] = []
+        if deployment.cache.tier.num_slots:
+            self._open_tiers(deployment.cache.tier)
         self._publishers: list[KVEventPublisher] = []
         self._untold: list[KVEvent] | None = [] if deployment.cache.events_to_front else None
         for replica, scheduler in enumerate(self._schedulers, number * deployment.grid.data):
@@ -69,6 +84,22 @@ class Engine:
         self._expert_load: ExpertLoad | None = None
         self._rank_times: list[RankTimes] = []
         self._load_time = 0.0
+
+    def _open_tiers(self, plan: TierPlan) -> None:
+        """Give each replica its tier. All know the same files."""
+        deployment, files = self._deployment, ""
+        if plan.folder:
+            place = deployment.grid.place(0)  # an engine is on the host of its first rank
+            index = FileIndex(rank_folder(Path(plan.folder), layout_digest(deployment), place))
+            self._files.append(index)
+            size = format_bytes(plan.folder_bytes)
+            files = f", and files of up to {size} a host in {plan.folder}, which has {len(index):,} for this layout"
+        each = " a replica" if len(deployment.placements) * deployment.grid.data > 1 else ""
+        memory = format_bytes(plan.num_bytes)
+        _log.info("KV offloading: %s blocks in %s of host memory%s%s", f"{plan.num_slots:,}", memory, each, files)
+        most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
+        for scheduler in self._schedulers:
+            scheduler.kv.add_tier(Tier(plan.num_slots, *self._files), most)
 
     @property
     def busy(self) -> bool:
@@ -99,6 +130,8 @@ class Engine:
     def close(self) -> None:
         """End the processes that compute masks, and the sockets of events. The executor stays."""
         self._masks.close()
+        for files in self._files:
+            files.close()
         for publisher in self._publishers:
             publisher.close()
 
@@ -192,5 +225,7 @@ class Engine:
             if deployment.num_experts:
                 counts = self._executor.expert_load()
                 self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
-        replicas = [scheduler.stats() for scheduler in self._schedulers]
+        replicas = [
+            msgspec.structs.replace(scheduler.stats(), tier=scheduler.kv.tier_stats()) for scheduler in self._schedulers
+        ]
         return merge_lockstep(replicas, self._engine_seconds, self._expert_load, self._rank_times)

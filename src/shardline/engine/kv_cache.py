@@ -13,6 +13,7 @@ from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.kv_events import KVEventLog
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
+from shardline.messages.stats import TierStats
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 
 _DIGEST_BYTES = 16
@@ -107,6 +108,8 @@ class PrefixHit:
     """How many of these blocks nobody holds."""
     absent: list[bytes]
     """The keys of what must be fetched from the tier before a sequence can start with this."""
+    pool_tokens: int
+    """Tokens that could be skipped with what the pool has."""
 
 
 class KVCache:
@@ -132,6 +135,8 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.traffic = BlockTraffic(self.pool, None)
         self.events: KVEventLog | None = None
+        self.tier_queries = self.tier_hits = 0
+        """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
@@ -141,9 +146,19 @@ class KVCache:
         self.no_blocks: list[list[int]] = [[] for _ in groups]
         """What a step that needs no further blocks carries; do not change it."""
 
-    def add_tier(self, tier: Tier) -> None:
-        """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached."""
-        self.traffic = BlockTraffic(self.pool, tier)
+    def add_tier(self, tier: Tier, most_fetches: int) -> None:
+        """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached.
+        `most_fetches`: see `BlockTraffic`."""
+        self.traffic = BlockTraffic(self.pool, tier, most_fetches)
+
+    def tier_stats(self) -> TierStats | None:
+        """Counters of the tier; None: there is none."""
+        tier, traffic = self.traffic.tier, self.traffic
+        if tier is None:
+            return None
+        return TierStats(
+            tier.num_slots, tier.num_used, self.tier_queries, self.tier_hits, traffic.num_lost, traffic.counts
+        )
 
     def log_events(self) -> None:
         """Note in `events` what is published and what is lost. Call it after `add_tier`."""
@@ -178,9 +193,8 @@ class KVCache:
         fetch starts with what the pool has, so that it need not wait again.
         """
         if self._hasher is None:
-            return PrefixHit(self.no_blocks, 0, 0, 0, [])
-        unscored = sequence.first_unscored
-        most = (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
+            return PrefixHit(self.no_blocks, 0, 0, 0, [], 0)
+        most = self._most_hits(sequence)
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
 
@@ -206,12 +220,21 @@ class KVCache:
                 blocks = [block for block in blocks if block != NULL_BLOCK]
             held += blocks
         num_free = sum(self.pool.num_references(block) == 0 for block in held)
-        return PrefixHit(tables, length * self._block_size, len(held), num_free, absent)
+        in_pool_length = longest_hit(self._groups, self._block_size, most, in_pool) if absent else length
+        pool_tokens = in_pool_length * self._block_size
+        return PrefixHit(tables, length * self._block_size, len(held), num_free, absent, pool_tokens)
 
-    def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit, step_id: int) -> int:
-        """Fetch what is absent from a hit, by the plan with this id or earlier ones; returns the last of these."""
+    def _most_hits(self, sequence: LiveSequence) -> int:
+        """The most blocks of a sequence that may be skipped."""
+        unscored = sequence.first_unscored
+        return (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
+
+    def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
+        """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
         sequence.has_fetched = True
-        return self.traffic.fetch(_blocks_of(hit.tables), hit.absent, step_id)
+        self.tier_hits += hit.num_tokens - hit.pool_tokens
+        self.tier_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
+        return self.traffic.fetch(_blocks_of(hit.tables), hit.absent)
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
@@ -225,6 +248,8 @@ class KVCache:
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
+        if not sequence.has_fetched:
+            self.tier_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)

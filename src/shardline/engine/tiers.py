@@ -1,17 +1,18 @@
 """A second tier of the KV cache: it keeps the content of blocks that the pool evicts, until a prefix needs it again.
 
 The engine decides here what a tier holds, and in which of its slots. The ranks have the memory of the slots
-(`runtime.kv_store.TierMemory`), each for its own part of a block, and run the copies of each plan in order.
+(`runtime.tiers`), each for its own part of a block, and run the copies of each plan in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardline.engine.block_pool import BlockPool
-from shardline.messages.step import BlockCopies, BlockCopy
+from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
 
 _GROUP_BYTES = 2
 
@@ -26,130 +27,228 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "little")
 
 
-class Tier(Protocol):
-    """What a tier holds, by `content_key`. A slot may be given to other content once nothing is fetched from it."""
+class KnownFiles(Protocol):
+    """Which content is in files behind a tier, as far as is known."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+    def add(self, key: bytes) -> None:
+        """Ranks write the content to a file."""
+
+    def discard(self, key: bytes) -> None:
+        """It is not there."""
+
+
+class Tier:
+    """What a tier holds, by `content_key`. What is longest unused makes room; what is being fetched keeps its slot."""
+
+    def __init__(self, num_slots: int, files: KnownFiles | None = None) -> None:
+        """`files`: what ranks read into a slot where the slot has something else; None: they have no files."""
+        self.num_slots = num_slots
+        self._slots: dict[bytes, int] = {}
+        """In the order of use."""
+        self._fetching: set[bytes] = set()
+        self._free = list(range(num_slots))
+        self._files = files
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold something."""
+        return len(self._slots)
 
     def find(self, key: bytes) -> bool:
         """Whether it holds the content, as far as is known: ranks may still find that they have lost it."""
+        return key in self._slots or (self._files is not None and key in self._files)
 
     def store(self, key: bytes) -> int | None:
         """The slot to which the content must be copied now; None: it is held already, or there is no room for it."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._slots[key] = slot
+            return None
+        slot = self._take_slot(key)
+        if slot is not None and self._files is not None:
+            self._files.add(key)
+        return slot
 
-    def fetch(self, key: bytes) -> int:
-        """The slot of content that `find` has found, which keeps it until `release` or `drop`."""
+    def fetch(self, key: bytes) -> int | None:
+        """The slot of content that `find` has found, which keeps it until `release` or `drop`; None: it must be read
+        from a file, and all slots are in use."""
+        assert key not in self._fetching
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            slot = self._take_slot(key)
+        else:
+            self._slots[key] = slot
+        if slot is not None:
+            self._fetching.add(key)
+        return slot
+
+    def _take_slot(self, key: bytes) -> int | None:
+        if not self._free:
+            victim = next((other for other in self._slots if other not in self._fetching), None)
+            if victim is None:
+                return None
+            self._free.append(self._slots.pop(victim))
+        self._slots[key] = slot = self._free.pop()
+        return slot
 
     def release(self, key: bytes) -> None:
         """Content was fetched."""
+        self._fetching.remove(key)
 
     def drop(self, key: bytes) -> None:
         """Content could not be fetched: forget it."""
+        self._fetching.remove(key)
+        self._free.append(self._slots.pop(key))
+        if self._files is not None:
+            self._files.discard(key)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Fetch:
-    """What is held until the plans that fetch a prefix are over."""
+    """A part of a prefix that somebody waits for."""
 
-    last_step: int
-    shared: list[int]
-    """The blocks of the prefix that the pool had."""
-    arriving: list[tuple[bytes, BlockCopy]]
+    ticket: int
+    held: list[int]
+    """Blocks of the prefix that the pool has."""
+    missing: set[bytes]
+    """What is still on its way."""
 
 
 class BlockTraffic:
     """Moves the content of blocks between the pool and a tier, by copies that plans carry.
 
     Content that the pool evicts goes to the tier. A plan copies it before anything overwrites the block. A prefix of
-    which the tier has a part can be fetched: it is in the pool once the plan with the copies is over, unless ranks have
-    lost it. Until then no step reads it. All its blocks are held meanwhile, whoever gives up waiting for them.
+    which the tier has a part can be fetched: each plan fetches a few blocks, and they are in the pool once the plan is
+    over, unless ranks have lost them. Until then no step reads them. All blocks of the prefix are held meanwhile,
+    whoever gives up waiting for them.
     """
 
-    def __init__(self, pool: BlockPool, tier: Tier | None) -> None:
-        """Without a tier, there is nothing to copy."""
+    def __init__(self, pool: BlockPool, tier: Tier | None, most_fetches: int = 1) -> None:
+        """Without a tier, there is nothing to copy. `most_fetches`: blocks that may be on their way at a time, so that
+        no plan waits for many."""
         self._pool = pool
-        self._tier = tier
-        self._copies: BlockCopies | None = None
+        self.tier = tier
+        self._most_fetches = most_fetches
+        self._num_tickets = 0
+        self._stores: list[BlockCopy] = []
         """Those of the plan in the making."""
-        self._fetches: list[_Fetch] = []
-        self._arriving: dict[bytes, int] = {}
-        """The plan that fetches each key."""
+        self._wanted: deque[tuple[bytes, int]] = deque()
+        """Keys that no plan has fetched yet, in order, with their slots; a block is reserved for each."""
+        self._late: list[BlockCopy] = []
+        """Fetches that the next plan must repeat."""
+        self._flying: dict[int, list[BlockCopy]] = {}
+        """The fetches of each plan."""
+        self._num_flying = 0
+        self._waiting: dict[bytes, list[_Fetch]] = {}
+        """Who waits for each key on its way."""
+        self.is_fetching = False
+        """Whether blocks are held for fetches."""
+        self.num_lost = 0
+        """Blocks that a rank had lost."""
+        self.counts = CopyCounts()
+        """Summed over ranks."""
         if tier is not None:
             pool.on_evict = self._store
 
     @property
     def has_tier(self) -> bool:
         """Whether evicted content is kept, and may be fetched."""
-        return self._tier is not None
-
-    @property
-    def is_fetching(self) -> bool:
-        """Whether blocks are held for fetches."""
-        return bool(self._fetches)
+        return self.tier is not None
 
     def can_fetch(self, key: bytes) -> bool:
-        """Whether the tier has the content, or a plan already fetches it."""
-        assert self._tier is not None
-        return key in self._arriving or self._tier.find(key)
+        """Whether the tier has the content, or it is on its way already."""
+        assert self.tier is not None
+        return key in self._waiting or self.tier.find(key)
 
-    def fetch(self, shared: list[int], keys: Sequence[bytes], step_id: int) -> int:
-        """Begin to fetch the keys of a prefix, by the plan with this id if no earlier one does it.
+    def fetch(self, shared: list[int], keys: Sequence[bytes]) -> int | None:
+        """Begin to fetch the keys of a prefix that are not on their way.
 
         `shared`: the blocks of the prefix that the pool has. There must be free blocks for the others. Returns the
-        plan after which all is in the pool.
+        ticket that `finish_plan` gives back once nothing is missing; None: the tier has no room to fetch anything.
         """
-        assert self._tier is not None
+        assert self.tier is not None
         for block in shared:
             self._pool.share_block(block)
-        missing = [key for key in keys if key not in self._arriving]
-        # A block that is taken may evict content, for which the tier must not choose these slots.
-        slots = [self._tier.fetch(key) for key in missing]
-        copies = [
-            BlockCopy(split_key(key)[1], self._pool.take_block(), slot)
-            for key, slot in zip(missing, slots, strict=True)
-        ]
-        self._open_copies().fetches.extend(copies)
-        self._arriving.update(dict.fromkeys(missing, step_id))
-        last_step = max(self._arriving[key] for key in keys)
-        self._fetches.append(_Fetch(last_step, shared, list(zip(missing, copies, strict=True))))
-        return last_step
+        arriving: set[bytes] = set()
+        for key in keys:
+            if key not in self._waiting:
+                slot = self.tier.fetch(key)
+                if slot is None:
+                    break
+                self._pool.reserve_blocks(1)
+                self._wanted.append((key, slot))
+            arriving.add(key)
+        if not arriving:
+            self._release(shared)
+            return None
+        self._num_tickets += 1
+        fetch = _Fetch(self._num_tickets, shared, arriving)
+        for key in arriving:
+            self._waiting.setdefault(key, []).append(fetch)
+        self.is_fetching = True
+        return fetch.ticket
 
     @property
     def has_copies(self) -> bool:
         """Whether the next plan must carry copies."""
-        return self._copies is not None
+        return bool(self._stores or self._late or (self._wanted and self._num_flying < self._most_fetches))
 
-    def take_copies(self) -> BlockCopies | None:
-        """The copies that the next plan must carry; None: there are none."""
-        copies, self._copies = self._copies, None
-        return copies
+    def take_copies(self, step_id: int) -> BlockCopies | None:
+        """The copies that the plan with this id must carry; None: there are none."""
+        if not self.has_copies:
+            return None
+        fetches, self._late = self._late, []
+        while self._wanted and self._num_flying + len(fetches) < self._most_fetches:
+            key, slot = self._wanted.popleft()
+            # The block may evict content, which becomes a store of this plan.
+            fetches.append(BlockCopy(split_key(key)[1], self._pool.take_reserved(), slot, key))
+        self._flying[step_id] = fetches
+        self._num_flying += len(fetches)
+        stores, self._stores = self._stores, []
+        return BlockCopies(stores, fetches)
 
-    def _open_copies(self) -> BlockCopies:
-        if self._copies is None:
-            self._copies = BlockCopies([], [])
-        return self._copies
+    def finish_plan(self, step_id: int, result: CopyResult) -> list[int]:
+        """The plan with this id is over: the pool has what was fetched, unless a rank has lost it. Returns the tickets
+        for which nothing is missing any more."""
+        assert self.tier is not None
+        self.counts += result.counts
+        done: list[int] = []
+        for copy in self._flying.pop(step_id):
+            self._num_flying -= 1
+            if copy.slot in result.lost_slots:
+                self.num_lost += 1
+                self.tier.drop(copy.key)
+            elif copy.slot in result.late_slots:
+                self._late.append(copy)
+                continue
+            else:
+                self.tier.release(copy.key)
+                self._pool.publish_block(copy.block, copy.key)
+            done += self._settle(copy)
+        return done
 
-    def finish_fetches(self, step_id: int, lost_slots: Collection[int]) -> None:
-        """The plan with this id is over: the pool has what was fetched, except from the slots that were lost."""
-        assert self._tier is not None
-        over = [fetch for fetch in self._fetches if fetch.last_step == step_id]
-        self._fetches = [fetch for fetch in self._fetches if fetch.last_step != step_id]
-        for fetch in over:
-            for key, copy in fetch.arriving:
-                del self._arriving[key]
-                if copy.slot in lost_slots:
-                    self._tier.drop(key)
-                else:
-                    self._tier.release(key)
-                    self._pool.publish_block(copy.block, key)
-            self._release(copy.block for _, copy in fetch.arriving)
-            self._release(fetch.shared)
+    def _settle(self, copy: BlockCopy) -> Iterable[int]:
+        """Content is in the pool, or lost. Returns the tickets that waited for it alone."""
+        block = self._pool.find_block(copy.key)
+        for fetch in self._waiting.pop(copy.key):
+            fetch.missing.remove(copy.key)
+            if block is not None:
+                self._pool.share_block(block)
+                fetch.held.append(block)
+            if not fetch.missing:
+                self._release(fetch.held)
+                yield fetch.ticket
+        self._pool.release_block(copy.block)
+        self.is_fetching = bool(self._waiting)
 
-    def _release(self, blocks: Iterable[int]) -> None:
+    def _release(self, blocks: Sequence[int]) -> None:
         """The last blocks of a prefix are re-used first."""
-        for block in reversed(list(blocks)):
+        for block in reversed(blocks):
             self._pool.release_block(block)
 
     def _store(self, key: bytes, block: int) -> None:
-        assert self._tier is not None
-        slot = self._tier.store(key)
+        assert self.tier is not None
+        slot = self.tier.store(key)
         if slot is not None:
-            self._open_copies().stores.append(BlockCopy(split_key(key)[1], block, slot))
+            self._stores.append(BlockCopy(split_key(key)[1], block, slot, key))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardline.messages.copies import CopyCounts
+
 
 class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens each expert got since the engine's start; a token counts once for each expert it chose."""
@@ -32,6 +34,31 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     def num_accepted(self) -> int:
         """Tokens of drafts that were accepted."""
         return sum(self.accepted)
+
+
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """What a second tier of the KV cache holds, and what came of it since the engine's start."""
+
+    num_slots: int
+    """Blocks that it has room for, in host memory."""
+    num_used: int
+    queries: int
+    """Tokens of prefixes that the pool did not have."""
+    hits: int
+    """Those of them that the tier had, as far as it knew."""
+    lost_blocks: int
+    """Blocks that it was to have, and a rank did not have any more; they are computed again."""
+    copies: CopyCounts
+    """Of all ranks."""
+
+
+def _merge_tiers(stats: Sequence[TierStats]) -> TierStats | None:
+    """The sums of several replicas; None: there are none."""
+    if not stats:
+        return None
+    names = set(TierStats.__struct_fields__) - {"copies"}
+    copies = sum((one.copies for one in stats), CopyCounts())
+    return TierStats(copies=copies, **{name: sum(getattr(one, name) for one in stats) for name in names})
 
 
 class RankTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +100,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """While the engine is busy, these are about a second old. None: the model has no experts."""
     drafts: DraftStats | None = None
     """None: the engine does not decode speculatively."""
+    tier: TierStats | None = None
+    """None: the KV cache has no second tier."""
     step_tokens: list[int] = []
     """How many steps had so many tokens, by STEP_TOKEN_BOUNDS; empty: none has run. As in vLLM, these are the tokens
     that a step samples, and a prompt's with its first one; steps without any are not counted."""
@@ -97,7 +126,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The sums of the counters and gauges of several replicas, or of one engine at several times."""
     # Expert loads of different engines have no sum.
-    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "step_tokens", "ranks", "in_lockstep"}
+    names = set(EngineStats.__struct_fields__) - {"experts", "drafts", "tier", "step_tokens", "ranks", "in_lockstep"}
     replicas = zip(*(one.in_lockstep for one in stats if one.in_lockstep), strict=True)
     return EngineStats(
         **{name: sum(getattr(one, name) for one in stats) for name in names},
@@ -105,6 +134,7 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
             sum(counts) for counts in zip(*(one.step_tokens for one in stats if one.step_tokens), strict=True)
         ],
         drafts=merge_drafts([one.drafts for one in stats if one.drafts is not None]),
+        tier=_merge_tiers([one.tier for one in stats if one.tier is not None]),
         ranks=[_add_times(times) for times in zip(*(one.ranks for one in stats if one.ranks), strict=True)],
         in_lockstep=[merge_stats(one) for one in replicas],
     )

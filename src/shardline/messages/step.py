@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardline.messages.copies import BlockCopies, CopyResult
 from shardline.messages.request import Constraints, PromptEmbeds, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 
@@ -59,21 +60,6 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
         return self.sample and self.num_tokens == 1 + len(self.draft_token_ids)
 
 
-class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a block in one KV group, and the slot of a tier to or from which every rank copies its part."""
-
-    group: int
-    block: int
-    slot: int
-
-
-class BlockCopies(msgspec.Struct, frozen=True, array_like=True):
-    """What a plan copies before it computes anything: first all stores, then all fetches, each in their order."""
-
-    stores: list[BlockCopy]
-    fetches: list[BlockCopy]
-
-
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What every rank does in one step. It contains only what changed since the last plan. `steps` may be empty."""
 
@@ -83,11 +69,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ends: list[int]
     """Ids of sequences that workers may forget; they do so before `starts`."""
     copies: BlockCopies | None = None
-
-    @property
-    def has_fetches(self) -> bool:
-        """Whether the step fetches blocks, so that every rank answers."""
-        return self.copies is not None and bool(self.copies.fetches)
 
     @property
     def num_tokens(self) -> int:
@@ -139,12 +120,11 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to one StepPlan: of the replica's driver, and of every rank if the plan fetches blocks."""
+    """The answer to one StepPlan: of the replica's driver, and of every rank if the plan copies blocks."""
 
     step_id: int
     results: list[SequenceResult]
     seconds: float = 0.0
     """Wall time of the step in the worker."""
-    lost_slots: list[int] | None = None
-    """The slots of the plan's fetches whose content is lost, so that the blocks may have any; None: it has no fetches.
-    """
+    copied: CopyResult | None = None
+    """None: the plan has no copies."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad, RankTimes
+from shardline.messages.copies import CopyCounts
+from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad, RankTimes, TierStats
 
 _LABELS = ("model_name", "engine")
 
@@ -44,6 +45,43 @@ _DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftStats], float]], ...] = (
     ("spec_decode_num_draft_tokens", "Tokens of drafts.", lambda d: d.num_tokens),
     ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", lambda d: d.num_accepted),
 )
+
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("kv_offload_blocks", "Blocks that the second tier of the KV cache has host memory for.", lambda t: t.num_slots),
+    ("kv_offload_blocks_used", "Blocks that the second tier holds in host memory.", lambda t: t.num_used),
+)
+
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    (
+        "external_prefix_cache_queries",
+        "Tokens of prefixes that the KV cache did not have and the second tier was asked for.",
+        lambda t: t.queries,
+    ),
+    ("external_prefix_cache_hits", "Those of them that the second tier had.", lambda t: t.hits),
+    (
+        "kv_offload_lost_blocks",
+        "Blocks that a rank did not have any more, so that they were computed again.",
+        lambda t: t.lost_blocks,
+    ),
+    (
+        "kv_offload_corrupt_blocks",
+        "Parts of blocks whose checksum was wrong when they were to be used.",
+        lambda t: t.copies.corrupt_blocks,
+    ),
+    ("kv_offload_file_written_bytes", "Bytes of blocks written to files.", lambda t: t.copies.written_bytes),
+    ("kv_offload_file_read_bytes", "Bytes of blocks read from files.", lambda t: t.copies.read_bytes),
+    (
+        "kv_offload_file_errors",
+        "Times that a file could not be written or read, or not in time, so that all were left alone for a minute.",
+        lambda t: t.copies.file_errors,
+    ),
+)
+
+_TRANSFERS: tuple[tuple[str, Callable[[CopyCounts], float], Callable[[CopyCounts], float]], ...] = (
+    ("GPU_to_CPU", lambda c: c.stored_bytes, lambda c: c.stored_seconds),
+    ("CPU_to_GPU", lambda c: c.fetched_bytes, lambda c: c.fetched_seconds),
+)
+"""The directions of copies, by vLLM's labels; on CPUs, both ends are host memory."""
 
 _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankTimes], float]], ...] = (
     ("rank_steps", "Steps of a rank.", lambda r: r.num_steps),
@@ -129,6 +167,7 @@ class EngineCollector:
                     counter.add_metric((*labels, str(times.rank)), read(times))
             yield counter
         yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
+        yield from _tier_metrics([(labels, stats.tier) for labels, stats in replicas if stats.tier is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
 
 
@@ -184,6 +223,38 @@ def _draft_metrics(replicas: Sequence[tuple[tuple[str, str], DraftStats]]) -> It
         for position, count in enumerate(drafts.accepted):
             by_position.add_metric((*labels, str(position)), count)
     yield by_position
+
+
+def _tier_metrics(replicas: Sequence[tuple[tuple[str, str], TierStats]]) -> Iterable[Metric]:
+    """Metrics of the replicas whose KV cache has a second tier, by vLLM's names where it has them; nothing if none
+    has."""
+    if not replicas:
+        return
+    for name, text, value in _TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+        for labels, tier in replicas:
+            gauge.add_metric(labels, value(tier))
+        yield gauge
+    for name, text, value in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+        for labels, tier in replicas:
+            counter.add_metric(labels, value(tier))
+        yield counter
+    labels_of_transfers = (*_LABELS, "transfer_type")
+    num_bytes = CounterMetricFamily(
+        "shardline:kv_offload_total_bytes",
+        "Bytes of blocks copied between the KV cache and its second tier, over all ranks.",
+        labels=labels_of_transfers,
+    )
+    seconds = CounterMetricFamily(
+        "shardline:kv_offload_total_time", "Seconds that ranks spent on these copies.", labels=labels_of_transfers
+    )
+    for labels, tier in replicas:
+        for kind, bytes_of, seconds_of in _TRANSFERS:
+            num_bytes.add_metric((*labels, kind), bytes_of(tier.copies))
+            seconds.add_metric((*labels, kind), seconds_of(tier.copies))
+    yield num_bytes
+    yield seconds
 
 
 def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> Iterable[Metric]:

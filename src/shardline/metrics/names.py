@@ -16,7 +16,8 @@ SHARED_NAMES = frozenset(
         "request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
         "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
         "spec_decode_num_accepted_tokens_per_pos", "iteration_tokens_total", "num_requests_waiting_by_reason",
-        "admission_rejections",
+        "admission_rejections", "external_prefix_cache_queries", "external_prefix_cache_hits",
+        "kv_offload_total_bytes", "kv_offload_total_time",
     }
 )  # fmt: skip
 """Metrics that mean what vLLM's of the same name mean. All others keep their own prefix."""

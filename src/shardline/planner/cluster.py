@@ -16,6 +16,8 @@ LINKS = ("nvlink", "bridge", "xgmi", "pcie")
 _NETWORK = re.compile(r"(?:ib|roce|eth|gbe)-?(\d+(?:\.\d+)?)")
 _PART = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
 _HOST_CORES = 64
+_HOST_MEMORY = 1 << 50
+"""Nobody says how much host memory the nodes have, so nothing is refused for it."""
 _MOST_GPUS = 4096
 
 
@@ -106,7 +108,7 @@ class Cluster:
                 total = gpu.usable_bytes
                 devices.append(Device("cuda", gpu.name, total, total - reserved, gpu.capability, identifier=str(index)))
         why = f"Shardline has no back end for GPUs of {others[0]}; use vLLM" if others else ""
-        return Host(name, memory, _HOST_CORES, tuple(devices), unusable_gpus=why)
+        return Host(name, _HOST_MEMORY, _HOST_CORES, tuple(devices), unusable_gpus=why)
 
 
 def share_device(device: Gpu, ranks: int) -> Gpu:

@@ -24,8 +24,8 @@ DEMANDED = ("model", "max_model_len", "gpu_memory_utilization", "max_num_seqs", 
 _SAME_IN_VLLM = (
     "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init", "download_dir", "generation_config",
     "override_generation_config", "dtype", "load_format", "runner", "seed", "block_size", "enable_prefix_caching",
-    "num_gpu_blocks_override", "max_logprobs", "logprobs_mode", "enable_prompt_embeds", "enable_chunked_prefill",
-    "disable_nccl_for_dp_synchronization",
+    "num_gpu_blocks_override", "kv_offloading_size", "max_logprobs", "logprobs_mode", "enable_prompt_embeds",
+    "enable_chunked_prefill", "disable_nccl_for_dp_synchronization",
     "distributed_executor_backend", "distributed_timeout_seconds", "master_port", "data_parallel_backend",
 )  # fmt: skip
 """Options that vLLM has under the same name."""
@@ -36,7 +36,7 @@ stages are an environment variable."""
 
 _ONLY_OURS = (
     "router_policy", "step_timeout", "on_failure", "max_restarts", "cpu_threads", "max_num_waiting", "join_timeout",
-    "join_token_file", "watermark_config",
+    "join_token_file", "kv_offloading_dir", "kv_offloading_dir_size", "watermark_config",
 )  # fmt: skip
 """Options without a counterpart in vLLM."""
 

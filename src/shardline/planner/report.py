@@ -12,8 +12,8 @@ from shardline.config.topology import COORDINATES
 from shardline.models.sizes import stage_spans
 from shardline.planner.commands import plan_commands
 from shardline.planner.cost import HOURS_PER_MONTH, ApiPrice, OtherPrices, api_break_even, recommended_costs
-from shardline.planner.hardware import GB
-from shardline.planner.layout import STARTED_AXES, Layout
+from shardline.planner.hardware import GB, GIB
+from shardline.planner.layout import STARTED_AXES, Demand, Layout
 from shardline.planner.memory import Fit, packed_bytes
 from shardline.planner.path import explain_path, turns_yes
 from shardline.planner.search import Option, Plan, missing_kernels
@@ -40,7 +40,15 @@ def plan_memory(plan: Plan, option: Option) -> dict[str, Any]:
         "kv_bytes_per_token": fitted.kv_bytes / fitted.kv_tokens if fitted.kv_tokens > 0 else None,
         "kv_tokens": fitted.kv_tokens,
         "max_context": fitted.max_context,
+        "host_bytes": option.layout.data * _offloading_bytes(plan.demand),
     }
+
+
+def _offloading_bytes(demand: Demand) -> int:
+    """Host memory of a replica for evicted blocks of the KV cache."""
+    if demand.config is not None:
+        return demand.config.cache.offloading_bytes
+    return int(float(demand.options.get("kv_offloading_size") or 0) * GIB)
 
 
 def _bandwidth_json(plan: Plan, option: Option) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The pages of a rank's KV cache: which layer uses which, and how blocks are copied to a tier and back."""
+"""The pages of a rank's KV cache: which layer uses which, and what copies blocks elsewhere and back."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 
 from shardline.deployment.deployment import CachePlan
-from shardline.messages.step import BlockCopies, BlockCopy
+from shardline.messages.copies import BlockCopies, CopyResult
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import KVPart
 from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.parallel.groups import RankGroups
 
 
-class TierMemory(Protocol):
-    """A rank's part of a second tier: memory for the content of blocks, in slots that the engine names."""
+class BlockCopier(Protocol):
+    """Keeps a rank's parts of evicted blocks, in slots that the engine names."""
 
-    def write(self, slot: int, pages: Sequence[Tensor]) -> None:
-        """Keep the content of pages in place of what the slot had."""
-
-    def read(self, slot: int, pages: Sequence[Tensor]) -> bool:
-        """Give pages the content of a slot. False: it is lost, and the pages may have any content."""
+    def copy_blocks(self, copies: BlockCopies, *, may_wait: bool) -> CopyResult:
+        """Run the copies of a plan. `may_wait`: whether nothing else waits for this step."""
 
 
 class KVStore:
@@ -46,11 +43,10 @@ class KVStore:
         self._pages_empty = pages_empty
         self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[Tensor, ...]] = {}
         self._pages: list[list[Tensor]] = []
-        """For each KV group the tensors [num_blocks, ...] that this rank copies."""
         self._allocated = 0
         self.num_bytes = 0
         """Bytes of this rank. Ranks that share a pool count an equal part each."""
-        self.tier: TierMemory | None = None
+        self.copier: BlockCopier | None = None
         """Where blocks are copied to; None: no plan copies any."""
 
     def bind_layers(self, layers: list[DecoderLayer], span: Span, ranks: RankGroups) -> None:
@@ -83,17 +79,15 @@ class KVStore:
         count = math.prod(part.shape)
         return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)
 
-    def copy_blocks(self, copies: BlockCopies) -> list[int] | None:
-        """Run the copies of a plan; returns what `StepResult.lost_slots` tells."""
-        assert self.tier is not None, "a plan copies blocks, and there is no tier"
-        for copy in copies.stores:
-            self.tier.write(copy.slot, self._pages_of(copy))
-        if not copies.fetches:
-            return None
-        return [copy.slot for copy in copies.fetches if not self.tier.read(copy.slot, self._pages_of(copy))]
+    @property
+    def pages(self) -> Sequence[Sequence[Tensor]]:
+        """For each KV group, the tensors [num_blocks, ...] of which this rank copies a block."""
+        return self._pages
 
-    def _pages_of(self, copy: BlockCopy) -> list[Tensor]:
-        return [pages[copy.block] for pages in self._pages[copy.group]]
+    def copy_blocks(self, copies: BlockCopies, *, may_wait: bool) -> CopyResult:
+        """Run the copies of a plan, see `BlockCopier`."""
+        assert self.copier is not None, "a plan copies blocks, and there is nothing to copy them to"
+        return self.copier.copy_blocks(copies, may_wait=may_wait)
 
 
 def _own_slots(slots: list[tuple[Tensor, ...]], ranks: RankGroups) -> list[tuple[Tensor, ...]]:

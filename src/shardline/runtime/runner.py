@@ -114,7 +114,7 @@ class Runner:
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan
-        fetches blocks."""
+        copies blocks."""
         return self.launch_step(rank_step).result()
 
     @torch.inference_mode()
@@ -131,7 +131,9 @@ class Runner:
         self._groups.progress.begin()
         running = self._begin(rank_step.plan)
         if rank_step.plan.copies is not None:
-            running.lost_slots = self._kv_store.copy_blocks(rank_step.plan.copies)
+            # Where other replicas compute, they wait for this rank in every layer.
+            idle = not any(rank_step.replica_tokens)
+            running.copied = self._kv_store.copy_blocks(rank_step.plan.copies, may_wait=idle)
         outcome: _Outcome | None = None
         if running.stepped:
             outcome = self._compute(rank_step, running)
@@ -210,7 +212,7 @@ class Runner:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
         self._groups.progress.finish(running.plan.step_id)
-        if not self._stage.is_last and running.lost_slots is None:
+        if not self._stage.is_last and running.copied is None:
             return None
         running.copies = copies
         results: list[SequenceResult] = []
@@ -226,7 +228,7 @@ class Runner:
         # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
-        return StepResult(running.plan.step_id, results, seconds, running.lost_slots)
+        return StepResult(running.plan.step_id, results, seconds, running.copied)
 
 
 class _Outcome(NamedTuple):

@@ -27,6 +27,7 @@ from shardline.runtime.machines.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
+from shardline.runtime.tiers import open_tier
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Worker:
         allocation = fixed_allocation(deployment) if agree is None else agree(memory)
         assert allocation is not None
         self._kv_store = kv_store = self._allocate_cache(stage, allocation.num_blocks)
+        kv_store.copier = open_tier(deployment, self._engine, place, kv_store.pages)
         with torch.inference_mode():
             replay.capture_steps()
         forward = replay if self._finite_checker is None else stage.forward

@@ -97,7 +97,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             note_work()  # kernels of a GPU do not count themselves
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
-            elif (result := pending.result()) is not None and (is_driver or result.lost_slots is not None):
+            elif (result := pending.result()) is not None and (is_driver or result.copied is not None):
                 answer(StepDone(result))
     except Exception as error:
         if channel.peer_has_ended():

@@ -10,6 +10,7 @@ import msgspec
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import KVAllocation
 from shardline.messages.control import Control, ControlDone
+from shardline.messages.copies import CopyResult
 from shardline.messages.stats import RankTimes
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import RankReport
@@ -157,7 +158,7 @@ class StepAnswers:
 
     def expect(self, plans: Sequence[StepPlan]) -> None:
         """Note that the ranks are given a step: the plan of each replica."""
-        num_answers = sum(self._replica_size if plan.has_fetches else 1 for plan in plans)
+        num_answers = sum(1 if plan.copies is None else self._replica_size for plan in plans)
         self._steps[plans[0].step_id] = num_answers, {}
 
     def put(self, rank: int, result: StepResult) -> None:
@@ -176,7 +177,7 @@ class StepAnswers:
         results = {driver // self._replica_size: answers[driver] for driver in self._drivers}
         for rank, answer in answers.items():
             replica = rank // self._replica_size
-            if answer.lost_slots and rank not in self._drivers:
-                lost = [*(results[replica].lost_slots or ()), *answer.lost_slots]
-                results[replica] = msgspec.structs.replace(results[replica], lost_slots=lost)
+            if answer.copied is not None and rank not in self._drivers:
+                copied = (results[replica].copied or CopyResult()) + answer.copied
+                results[replica] = msgspec.structs.replace(results[replica], copied=copied)
         return list(results.values())

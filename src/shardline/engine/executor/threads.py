@@ -111,7 +111,7 @@ class ThreadExecutor(Executor):
                     self._replies.put((rank, execute_control(worker, step)))
                     continue
                 result = worker.runner.run_step(step)
-                if result is not None and (is_driver or result.lost_slots is not None):
+                if result is not None and (is_driver or result.copied is not None):
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread
             self._replies.put(error)

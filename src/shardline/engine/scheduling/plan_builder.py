@@ -54,7 +54,7 @@ class PlanBuilder:
 
     def finish(self) -> StepPlan:
         """The plan."""
-        ends, copies = self._queues.take_ends(), self._kv.traffic.take_copies()
+        ends, copies = self._queues.take_ends(), self._kv.traffic.take_copies(self.step_id)
         return StepPlan(self.step_id, self.starts, self.steps, ends, copies)
 
     def place(self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = ()) -> None:
@@ -131,7 +131,10 @@ class PlanBuilder:
         if others_have_blocks and sequence.blocks_wanted > room:
             return False
         if hit.absent:
-            queues.fetch(sequence, kv.fetch_prefix(sequence, hit, self.step_id))
+            ticket = kv.fetch_prefix(sequence, hit)
+            if ticket is None:
+                return self.start(sequence)  # with what the pool has
+            queues.fetch(sequence, ticket)
             return True
         queues.start(sequence)
         kv.share_prefix(sequence, hit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.scheduling.sequence import LiveSequence, State
@@ -59,7 +59,7 @@ class SequenceQueues:
         self.draining: set[LiveSequence] = set()
         """Sequences that left the running ones but have plans in flight, and therefore blocks."""
         self.fetching: dict[LiveSequence, int] = {}
-        """For each sequence that waits for blocks of its prefix, the plan after which they are there."""
+        """For each sequence that waits for blocks of its prefix, the ticket with which they come."""
         self.ends: list[int] = []
         """The `seq_id`s that were given up since the last `take_ends`."""
         self._kv = kv
@@ -84,15 +84,15 @@ class SequenceQueues:
         if sequence.state is State.PARKED:
             self.add(sequence)
 
-    def fetch(self, sequence: LiveSequence, last_step: int) -> None:
-        """Let a waiting sequence wait for blocks, which are there after a plan."""
+    def fetch(self, sequence: LiveSequence, ticket: int) -> None:
+        """Let a waiting sequence wait for blocks."""
         self.waiting.remove(sequence)
         sequence.state = State.FETCHING
-        self.fetching[sequence] = last_step
+        self.fetching[sequence] = ticket
 
-    def end_fetches(self, step_id: int) -> None:
-        """Let the sequences wait as usual whose blocks are there after this plan."""
-        for sequence in [sequence for sequence, last_step in self.fetching.items() if last_step == step_id]:
+    def end_fetches(self, tickets: Collection[int]) -> None:
+        """Let the sequences wait as usual whose blocks have come."""
+        for sequence in [sequence for sequence, ticket in self.fetching.items() if ticket in tickets]:
             del self.fetching[sequence]
             self.add(sequence)
 

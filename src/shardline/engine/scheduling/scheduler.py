@@ -61,7 +61,7 @@ class Scheduler:
       one token more than it accepts, and the next step begins with that token.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
     * `copies` come before anything that the plan computes. What they store was computed by earlier plans, and what they
-      fetch is read by later ones.
+      fetch is read by plans that are scheduled after its result.
     * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
 
     `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples. A sequence whose
@@ -74,7 +74,7 @@ class Scheduler:
     flight, and no sequence is stepped beyond its length limit.
 
     A block returns to the pool when no plan in flight reads or writes it. If a tier has a part of a sequence's prefix,
-    the sequence starts after the plan that fetches this part.
+    the sequence starts after the plans that fetch this part.
     """
 
     def __init__(
@@ -212,10 +212,9 @@ class Scheduler:
         flying, sequences, planned = self.in_flight.popleft()
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
-        if flying.copies is not None and flying.has_fetches:
-            assert step_result.lost_slots is not None, "every rank must say what it has lost"
-            self.kv.traffic.finish_fetches(flying.step_id, step_result.lost_slots)
-            self.queues.end_fetches(flying.step_id)
+        if flying.copies is not None:
+            assert step_result.copied is not None, "every rank must say what came of its copies"
+            self.queues.end_fetches(self.kv.traffic.finish_plan(flying.step_id, step_result.copied))
         outputs = self.registry.take_outputs()
         tokens_before = self.registry.totals.tokens
         results = {entry.seq_id: entry for entry in step_result.results}

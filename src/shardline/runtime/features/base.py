@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shardline.messages.copies import CopyResult
 from shardline.messages.step import SequenceResult, SequenceStart, StepPlan
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -31,7 +32,7 @@ class RunningStep:
     """Whether the lm_head finds only the best token of each row. A feature may need logits and unset it."""
     forward: Callable[[StepInput, Tensor], Tensor]
     """Runs the layers of this step."""
-    lost_slots: list[int] | None = None
+    copied: CopyResult | None = None
     """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
