@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ from shardline.watermark.keys import KGWKey, SynthIDKey, write_key
 KEYS = {"kgw": KGWKey(hashing_key=15485863), "synthid": SynthIDKey(keys=tuple(range(1000, 31000, 1000)))}
 
 
-def detect(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+def detect(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["watermark", "detect", *words, "--json"]) == 0
-    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 

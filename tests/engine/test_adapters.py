@@ -73,7 +73,7 @@ def test_the_least_recently_used_adapter_that_is_free_goes_first() -> None:
     ranks.end(a)
     assert ranks.loads[2][1:] == (ranks.loads[0][1], "c"), "in the place of a"
     ranks.answer()
-    assert c.state is State.WAITING
+    assert {c.state} == {State.WAITING}
     ranks.end(b)
     ranks.end(c)
     ranks.end(ranks.add("b"))

@@ -22,8 +22,11 @@ def plan_adapters(
     lora = config.lora
     if not lora.enable_lora:
         return NO_ADAPTERS
-    if layout.device == "cuda":
-        raise ValueError("enable_lora runs on CPUs only: the GPU kernels have no adapters; use --device cpu")
+    if layout.device != "cpu" or layout.kernels != "own":
+        raise ValueError(
+            "enable_lora runs with the CPU's own kernels only: those of GPUs and of torch have no adapters; use --device "
+            "cpu, and leave --kernels out"
+        )
     if config.parallel.numerics == "fast" and layout.grid.tensor > 1:
         raise ValueError(
             "enable_lora needs --numerics exact where ranks share layers: then each output has one owner, which adds "

@@ -8,7 +8,8 @@ from torch import Tensor
 from shardline.kernels.contract import Kernels, LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.runtime.machines.base import Forward, Replay, StepSizes
-from shardline.runtime.machines.cuda.machine import CudaBackend, NoReplay
+from shardline.runtime.machines.base import NoReplay
+from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.weights.base import PackedExperts, weight_format
 
 CPU = torch.device("cpu")

@@ -26,7 +26,8 @@ from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.fused_layers import _Stream as Stream
 from shardline.runtime.machines.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.machines.cuda.machine import CudaBackend, NoReplay
+from shardline.runtime.machines.base import NoReplay
+from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import RankGroups, connect_host_memory, make_single_rank_groups
 from shardline.runtime.worker import Worker
 from tests.kernels.cuda.helpers import CPU, KERNELS, InterpretedBackend

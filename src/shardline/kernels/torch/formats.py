@@ -18,7 +18,7 @@ from shardline.kernels.torch.elementwise import activation, quantized_width
 from shardline.kernels.torch.linear import COLUMNS, DenseKernels, best_of, place_rows
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from shardline.weights.formats.int8 import int8_weight_reference
+from shardline.weights.formats.int8_fast import int8_weight_reference
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows_reference
 
