@@ -13,8 +13,11 @@ import pytest
 from shardline.checkpoints.adapters import read_adapter
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import ModelConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import AdapterRef, Request
+from shardline.receipts.check import check_output
+from shardline.receipts.receipt import make_receipt
 from shardline.runtime.machines.host.replay import DecodeReplay
 from tests.exactness.harness import Answer, Guesses, make_requests, run, start_engine
 from tests.models.adapters import make_adapter
@@ -76,6 +79,29 @@ def test_adapters_change_the_answers(setup: Setup) -> None:
 )
 def test_layouts_and_batches(setup: Setup, layout: dict[str, object], batch: str) -> None:
     assert setup.answers(setup.requests, batch, **layout) == setup.expected
+
+
+def test_receipts_name_the_adapter(setup: Setup) -> None:
+    engine, executor = start_engine(setup.model, **{**setup.options, **LORA})
+    asked = [msgspec.structs.replace(one, prompt_token_ids=[5, 7, 9]) for one in setup.requests[:4]]
+    answers = run(engine, asked, "together")
+    made = [
+        make_receipt(NumericContract("any"), one, got.token_ids, got.digests)
+        for one, got in ((one, answers[one.request_id]) for one in asked)
+    ]
+    assert [receipt.adapter for receipt in made] == [ref.digest if ref else "" for ref in setup.adapters]
+    for right in (True, False):
+        refs = setup.adapters if right else [None, *setup.adapters[2:], setup.adapters[1]]
+        again = [receipt.request(f"v{i}", 0.0, ref) for i, (receipt, ref) in enumerate(zip(made, refs, strict=True))]
+        again = [msgspec.structs.replace(one, cache_salt=one.adapter.digest if one.adapter else "") for one in again]
+        checked = run(engine, again, "together")
+        verdicts = [
+            check_output(receipt, checked[f"v{i}"].token_ids, checked[f"v{i}"].digests)
+            for i, receipt in enumerate(made)
+        ]
+        assert [verdict.equal for verdict in verdicts] == [True, right, right, right]
+    engine.close()
+    executor.close()
 
 
 def test_preemption_and_cached_prefixes(setup: Setup) -> None:

@@ -61,6 +61,7 @@ def test_every_parameter_counts_unless_it_is_known_to_choose_no_token() -> None:
     others: dict[str, Any] = {
         "structured_outputs": StructuredOutputsParams(choice=["a"]), "stop": ["x"], "output_kind": 1,
         "allowed_token_ids": [1], "bad_words": ["b"], "logprob_token_ids": [1], "logits_processors": 1,
+        "watermarking": True,
     }  # fmt: skip
     silent = set()
     for name in SamplingParams.__struct_fields__:

@@ -247,7 +247,11 @@ class LLM:
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
         with self._lock:
-            requests = [self._builder.build_from_receipt(str(next(self._ids)), receipt) for receipt in receipts]
+            adapters = [self._text.adapters.find(receipt.adapter) for receipt in receipts]
+            requests = [
+                self._builder.build_from_receipt(str(next(self._ids)), receipt, adapter)
+                for receipt, adapter in zip(receipts, adapters, strict=True)
+            ]
             outputs, _ = self._run_requests(requests, use_tqdm=False)
         verdicts = []
         for receipt, output in zip(receipts, outputs, strict=True):

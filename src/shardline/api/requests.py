@@ -290,8 +290,11 @@ class RequestBuilder:
         contract = self.contract if params.receipt else None
         return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far, contract)
 
-    def build_from_receipt(self, request_id: str, receipt: Receipt) -> PreparedRequest:
-        """The request of a receipt, which ends where its output would differ from the receipt's.
+    def build_from_receipt(
+        self, request_id: str, receipt: Receipt, adapter: AdapterRef | None = None
+    ) -> PreparedRequest:
+        """The request of a receipt, which ends where its output would differ from the receipt's. `adapter`: the one
+        with the receipt's digest.
 
         Raises:
             ContractDiffers: it ran under another contract, which the message compares with this one.
@@ -307,7 +310,9 @@ class RequestBuilder:
                 f"prompt and output of the receipt have {len(ids) + len(output)} tokens, more than the "
                 f"{self.max_model_len} that this engine was started for; raise --max-model-len"
             )
-        request = receipt.request(f"{request_id}-0", time.monotonic())
+        request = receipt.request(f"{request_id}-0", time.monotonic(), adapter)
+        if adapter is not None:
+            request = msgspec.structs.replace(request, cache_salt=_ADAPTER_SALT + adapter.digest)
         own = request.constraints or Constraints()
         params = msgspec.structs.replace(request.sampling, allowed_token_ids=own.allowed_token_ids or None)
         self._check_params(params)

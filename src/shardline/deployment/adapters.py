@@ -24,8 +24,8 @@ def plan_adapters(
         return NO_ADAPTERS
     if layout.device != "cpu" or layout.kernels != "own":
         raise ValueError(
-            "enable_lora runs with the CPU's own kernels only: those of GPUs and of torch have no adapters; use --device "
-            "cpu, and leave --kernels out"
+            "enable_lora runs with the CPU's own kernels only: those of GPUs and of torch have no adapters; use "
+            "--device cpu, and leave --kernels out"
         )
     if config.parallel.numerics == "fast" and layout.grid.tensor > 1:
         raise ValueError(

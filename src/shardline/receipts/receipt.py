@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.deployment.fingerprint import NumericContract
-from shardline.messages.request import Constraints, Request
+from shardline.messages.request import AdapterRef, Constraints, Request
 from shardline.sampling_params import CHOOSE_NO_TOKEN, RESOLVED, SamplingParams
 
 PREFIX_CHARS = 8
@@ -56,6 +56,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     choice: Annotated[int, Meta(ge=0)] = 0
     eos_token_ids: TokenIds = []
     constraints: TokenConstraints | None = None
+    adapter: Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$")] = ""
+    """The digest of the LoRA adapter; empty: there was none."""
     output_token_ids: TokenIds
     digests: list[str]
     """For each token of the output, the first digits of the digest of the logits that it was chosen from."""
@@ -75,8 +77,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         seed = int(self.seed)
         return msgspec.structs.replace(given, seed=seed, max_tokens=count, min_tokens=least, logits_digest=True)
 
-    def request(self, request_id: str, arrival_time: float) -> Request:
-        """The request that runs again.
+    def request(self, request_id: str, arrival_time: float, adapter: AdapterRef | None = None) -> Request:
+        """The request that runs again. `adapter`: the one with the receipt's digest.
 
         Raises:
             ValueError: its parameters are invalid.
@@ -90,6 +92,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             eos_token_ids=tuple(self.eos_token_ids),
             arrival_time=arrival_time,
             constraints=None if self.constraints is None else self.constraints.as_message(),
+            adapter=adapter,
             streamed=False,
         )
 
@@ -114,6 +117,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "choice": self.choice,
             "eos_token_ids": self.eos_token_ids,
             "constraints": self.constraints,
+            "adapter": self.adapter,
         }
         return msgspec.json.encode(parts, order="sorted")
 
@@ -133,6 +137,7 @@ def make_receipt(
         choice=request.choice,
         eos_token_ids=list(request.eos_token_ids),
         constraints=None if own is None else TokenConstraints.from_message(own),
+        adapter="" if request.adapter is None else request.adapter.digest,
         output_token_ids=list(token_ids),
         digests=[digest[:PREFIX_CHARS] for digest in digests],
         digest="",

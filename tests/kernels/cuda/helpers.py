@@ -7,8 +7,7 @@ from torch import Tensor
 
 from shardline.kernels.contract import Kernels, LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
-from shardline.runtime.machines.base import Forward, Replay, StepSizes
-from shardline.runtime.machines.base import NoReplay
+from shardline.runtime.machines.base import Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.weights.base import PackedExperts, weight_format
 

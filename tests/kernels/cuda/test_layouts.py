@@ -22,11 +22,10 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.segment import segment_layout
-from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.base import NoReplay, StepSizes
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.fused_layers import _Stream as Stream
 from shardline.runtime.machines.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.machines.base import NoReplay
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import RankGroups, connect_host_memory, make_single_rank_groups
 from shardline.runtime.worker import Worker

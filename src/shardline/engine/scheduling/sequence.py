@@ -225,8 +225,8 @@ class LiveSequence:
 
     @property
     def may_expect(self) -> bool:
-        """Whether its expected tokens can be drafts. A sequence with constraints has none, see `Proposer.propose`."""
-        return self.request.constraints is None
+        """Whether its expected tokens can be drafts. With a grammar they cannot: it must allow guesses before."""
+        return not self.has_grammar
 
     def expected_next(self, most: int) -> list[int]:
         """Up to `most` tokens that the request expects after its output; at least one that it may still get is left
