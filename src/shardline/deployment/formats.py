@@ -66,11 +66,12 @@ def choose_weight_format(
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
-    if not held.is_for_gpus and held.on_gpus and (kernels == "torch" or devices[0].kind != "cpu"):
+    has_kernels = held.is_for_torch if kernels == "torch" else held.is_for_gpus or devices[0].kind == "cpu"
+    if not has_kernels and held.on_gpus:
         return FormatChoice(held.on_gpus)
-    if not held.is_for_gpus and kernels == "torch":
+    if not has_kernels and kernels == "torch":
         raise ValueError(f"quantization {asked} needs the CPU's own kernels; use int8, fp8, or leave --kernels out")
-    if not held.is_for_gpus and devices[0].kind != "cpu":
+    if not has_kernels:
         raise ValueError(f"quantization {asked} is for CPUs; use {held.alternatives}, or --device cpu")
     if held.takes_e4m3 and is_there:
         return _with_e4m3(asked, stored)

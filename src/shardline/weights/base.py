@@ -182,6 +182,8 @@ class WeightFormat(ABC):
     """Whether GPUs support the format at all."""
     on_gpus: ClassVar[str] = ""
     """The format that this name stands for on GPUs, if they do not support the format itself."""
+    is_for_torch: ClassVar[bool] = True
+    """Whether the torch back end supports the format."""
     packs_embedding: ClassVar[bool] = False
     """Whether the embedding is held as the lm_head is, of which rows can be read."""
     takes_e4m3: ClassVar[bool] = False

@@ -19,7 +19,7 @@ def stored(request: pytest.FixtureRequest) -> torch.dtype | None:
     return request.param
 
 
-@pytest.fixture(params=["plain", "int8", "int4", "fp8"])
+@pytest.fixture(params=["plain", "int8", "int8_fast", "int4_fast", "fp8"])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -24,7 +24,7 @@ from tests.runtime.ops.attention import (
     test_rope,
 )
 from tests.runtime.ops.moe import test_experts, test_routing
-from tests.runtime.ops.sampling import test_logprobs, test_mask, test_penalties, test_sample
+from tests.runtime.ops.sampling import test_logprobs, test_mask, test_penalties, test_row_digests, test_sample
 from tests.weights import test_contract
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -75,6 +75,7 @@ TESTS: dict[Any, tuple[str, ...]] = {
     test_logprobs: ("matches_reference", "banned_tokens_and_an_exhausted_vocabulary"),
     test_mask: ("matches_reference", "only_the_named_rows_change"),
     test_penalties: ("matches_reference", "nothing_to_change"),
+    test_row_digests: ("digests_are_those_of_the_reference", "every_bit_and_every_place_counts"),
     test_sample: (
         "greedy_takes_the_lowest_id_on_ties",
         "greedy_ignores_nan_and_survives_rows_of_nothing",
@@ -95,7 +96,7 @@ for _module, _names in TESTS.items():
         globals()[f"test_{_module.__name__.rpartition('test_')[2]}__{_name}"] = getattr(_module, f"test_{_name}")
 
 
-@pytest.mark.parametrize("name", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("name", ["plain", "int8", "int8_fast", "int4_fast"])
 @pytest.mark.parametrize(("m", "k", "n"), [(3, 77, 100), (6, 1, 1), (13, 4200, 65), (250, 130, 190)])
 def test_products_are_those_of_the_oracle(name, dtype, rng, m, k, n):
     """Those of fp8 round the unpacked weight too."""

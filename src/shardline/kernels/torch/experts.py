@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardline.kernels.torch.elementwise import activation, sigmoid
 from shardline.kernels.torch.formats import FormatKernels
+from shardline.weights.base import RotatedScales
+from shardline.weights.rotation import rotate_reference
 
 Scales = Tensor | tuple[object, ...] | None
 """See `contract.Kernels`; there are none of groups."""
@@ -96,8 +98,10 @@ class ExpertKernels(FormatKernels):
     ) -> Tensor:
         """Rows sorted by expert [num_slots, K], each times its expert's weight: [num_slots, width] of `dtype` (default:
         that of the rows)."""
-        assert not isinstance(scales, tuple), "no experts are kept in groups"
         out = rows.new_empty(len(rows), width, dtype=dtype)
+        if isinstance(scales, RotatedScales):
+            rows, scales = rotate_reference(rows), scales.scales
+        assert not isinstance(scales, tuple), "no experts are kept in groups"
         first = 0
         for expert, count in enumerate(slots.counts):
             if count:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from shardline.kernels.host.panels import PanelKernels
 from shardline.kernels.tensors import GROUP_SIZE, QuantizedRows
-from shardline.kernels.torch.elementwise import activation, quantized_width
+from shardline.kernels.torch.elementwise import activation, quantize_rows, quantized_width
 from shardline.kernels.torch.linear import COLUMNS, DenseKernels, best_of, place_rows
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.formats.int8_fast import int8_weight_reference
 from shardline.weights.grouped import GroupedWeight
+from shardline.weights.rotation import num_parts, rotate_reference
 from shardline.weights.rows import quantize_rows_reference
 
 _EXACT_DEPTH = 1024
@@ -52,11 +53,19 @@ class FormatKernels(DenseKernels):
         return values, self._weights_empty(torch.float32, *shape)
 
     @staticmethod
-    def pack_int8(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
+    def pack_int8(
+        weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None, rotated: bool = False
+    ) -> None:
+        if rotated:
+            weight = rotate_reference(weight) / num_parts(weight.shape[1])
         values, row_scales = int8_weight_reference(weight)
         padded = F.pad(values, (0, panels.shape[1] - weight.shape[1]))
         place_rows(panels, len(weight), first, half).copy_(padded)
         place_rows(scales, len(weight), first, half).copy_(row_scales)
+
+    @staticmethod
+    def quantize_rotated(x: Tensor, values: Tensor, scales: Tensor, sums: Tensor) -> None:
+        quantize_rows(rotate_reference(x), values, scales, sums)
 
     def linear_int8(
         self,

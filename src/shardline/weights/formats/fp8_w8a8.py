@@ -31,6 +31,7 @@ class Format(packed.Format):
 
     rounds_x: ClassVar[bool] = True
     is_for_gpus: ClassVar[bool] = False
+    is_for_torch: ClassVar[bool] = False
     takes_e4m3: ClassVar[bool] = True
     alternatives: ClassVar[str] = "fp8, which rounds activations on GPUs"
 

@@ -31,6 +31,7 @@ class Format(packed.Format):
     """See `base.WeightFormat`."""
 
     is_for_gpus: ClassVar[bool] = False
+    is_for_torch: ClassVar[bool] = False
     packs_embedding: ClassVar[bool] = True
 
     @property
