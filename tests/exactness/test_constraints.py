@@ -106,7 +106,7 @@ def test_outputs_have_the_form(requests: list[Request], expected: dict[str, Answ
 def test_one_answer(
     model: Path, requests: list[Request], expected: dict[str, Answer], tensor: int, pipeline: int, memory: str
 ) -> None:
-    rest = ("staggered", "chunked", "warm", "roomy", "none", "split-experts", "kv-auto", "one-host")
+    rest = ("staggered", "chunked", "warm", memory, "none", "split-experts", "kv-auto", "one-host")
     case = Case("llama", "float32", tensor, pipeline, 1, *rest)
     answers, stats = run_case(model, case, requests, expected)
     assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {

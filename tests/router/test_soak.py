@@ -11,5 +11,5 @@ from tests.router.soak import soak
 
 @pytest.mark.slow
 def test_a_few_seconds_of_chaos() -> None:
-    report = asyncio.run(soak(4.0, seed=1))
+    report = asyncio.run(soak(2.0, seed=1))
     assert not report.problems(), report

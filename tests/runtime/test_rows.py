@@ -50,6 +50,7 @@ def test_a_replica_without_tokens_knows_those_of_others() -> None:
 def test_a_linear_refuses_the_rows_of_another_table() -> None:
     linear = object.__new__(ColumnLinear)
     linear.packed, linear.bias = Format().pack_linear(KERNELS, torch.randn(4, 8)), None
+    linear._adapters = None
     linear(torch.randn(3, 8), table(3))
     with pytest.raises(AssertionError, match="other rows"):
         linear(torch.randn(3, 8), table(2))

@@ -45,6 +45,7 @@ PASSED = (*_SAME_IN_VLLM, *_OTHERWISE_IN_VLLM, *_ONLY_OURS)
 
 _NODES = "--gpus says which nodes there are, such as 2x8xH100, and the printed commands have the flags for them"
 _CHANGED = "a plan reads config.json as it is; change it in a folder of your own, and plan that"
+_ADAPTERS = "adapters run on CPUs only so far; --gpus here takes it"
 _REFUSED = {
     "hf_token": "set HF_TOKEN, so that no printed command has it",
     "hf_overrides": _CHANGED,
@@ -58,6 +59,13 @@ _REFUSED = {
     "data_parallel_address": _NODES,
     "data_parallel_rpc_port": _NODES,
     "long_prefill_token_threshold": "a plan has no figures for it; give it to serve only",
+    "enable_lora": _ADAPTERS,
+    "lora_modules": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "max_cpu_loras": _ADAPTERS,
+    "fully_sharded_loras": _ADAPTERS,
+    "share_suffixes": "drafts run on CPUs only so far; --gpus here takes it",
     "kernels": "a plan has no figures for torch's operations; give it to serve only",
     "kv_events_config": "it changes no figure; give it to serve only",
     "check_finite": "it is for finding faults, and how much it slows down is not known; give it to serve only",

@@ -185,7 +185,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 def test_a_grammar_reads_the_tokenizer_of_the_file(tmp_path: Path) -> None:
     _, file = _sentencepiece(tmp_path)
-    job = MaskJob(0, [], structured_grammar(StructuredOutputsParams(regex="[0-9]+")))
+    job = MaskJob(0, [], grammar=structured_grammar(StructuredOutputsParams(regex="[0-9]+")))
     answer = msgspec.msgpack.decode(open_service(str(file))(msgspec.msgpack.encode(job)), type=MaskAnswer)
     assert not answer.error
     assert any(answer.words)

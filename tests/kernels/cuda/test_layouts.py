@@ -176,7 +176,7 @@ def test_the_host_waits_for_nothing_but_whole_experts(tmp_path: Path, family: st
 
 LAUNCHES = {
     "llama": "qkv attention linear linear linear",
-    "llama-int8": "norm linear rope_and_write attention quantize linear norm linear quantize linear",
+    "llama-int8_fast": "norm linear rope_and_write attention quantize linear norm linear quantize linear",
     "qwen3_moe": "qkv attention linear norm linear route sort grouped sort grouped combine",
 }
 """Of a later layer in a decode step; a context of several splits adds one, where few sequences have programs for each.

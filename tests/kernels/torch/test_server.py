@@ -12,7 +12,6 @@ from tests.e2e.test_openai_client import (  # noqa: F401 (they run here, with th
     test_bad_requests_are_told_and_hurt_nobody,
     test_choices_differ_and_seeds_repeat,
     test_stop,
-    test_streamed_and_whole_answers_are_one,
 )
 
 
