@@ -15,6 +15,8 @@ KEY_BYTES = 18
 """Of `engine.tiers.content_key`."""
 _SECRET_BYTES = 32
 _SECRET = "secret"
+ANY_BLOCK = f"{'[0-9a-f]' * 32}/pp*-cp*-tp*/[0-9a-f][0-9a-f]/*"
+"""The files of all ranks of all layouts, below the folder; see `rank_folder` and `block_path`."""
 _FORM = 1
 """Changes whenever the content of a block has another form for the same layout."""
 

@@ -51,7 +51,8 @@ def key_of(number: int) -> bytes:
 
 
 def open_files(folder: Path, budget: int = 1 << 20) -> BlockFiles:
-    return BlockFiles(folder, folder / "layout" / "rank", LAYOUT, budget, 1)
+    own = folder / LAYOUT.hex() / "pp0-cp0-tp0"
+    return BlockFiles(folder, own, LAYOUT, budget, 1)
 
 
 def store(tier: HostTier, pages: list[list[Tensor]], number: int, slot: int) -> CopyResult:
@@ -235,7 +236,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_block(tmp_path: Path
         from shardline.kernels.block_copies import checksum
         from shardline.runtime.tiers import files
         root = Path(sys.argv[1])
-        target = files.BlockFiles(root, root / "layout" / "rank", b"the layout of it", 1 << 30, 1)
+        layout = b"the layout of it"
+        target = files.BlockFiles(root, root / layout.hex() / "pp0-cp0-tp0", layout, 1 << 30, 1)
         content = torch.full((1 << 16,), 7, dtype=torch.uint8)
         write, count = os.writev, 0
         def slow(file, parts):
@@ -282,6 +284,26 @@ def test_the_folder_is_held_to_its_budget_and_the_longest_unused_go_first(tmp_pa
     assert {"03", "3b", "3a"} <= names
     assert len(names) >= 17
     assert "04" not in names
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    foreign = [
+        tmp_path / "mine",
+        tmp_path / "photos" / "2024" / "ab" / "sea",
+        tmp_path / "photos" / "film.part",
+        tmp_path / LAYOUT.hex() / "pp0-cp0-tp0" / "03" / "notes",
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(9000))
+        os.utime(path, (0, 0))
+    files, part = open_files(tmp_path, 2000), torch.zeros(900, dtype=torch.uint8)
+    for number in range(9):
+        files.write(key_of(number), part, block_copies.checksum(part), lambda: True)
+    files.trim()
+    own = [path for path in files_in(tmp_path) if path not in foreign]
+    assert 0 < len(own) <= 2
+    assert all(path.exists() for path in foreign)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])

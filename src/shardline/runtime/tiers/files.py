@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardline.deployment.block_folder import KEY_BYTES, block_path
+from shardline.deployment.block_folder import ANY_BLOCK, KEY_BYTES, block_path, key_of
 from shardline.kernels.block_copies import checksum
 
 _MAGIC = b"ShardKV1"
@@ -122,24 +122,22 @@ class BlockFiles:
         return _HEADER.pack(_MAGIC, self._layout, key, len(content), total)
 
     def trim(self) -> None:
-        """Remove the files below the root that are longest unused, if there are more bytes than the budget has."""
+        """Remove the blocks that are longest unused, if there are more bytes than the budget has. Other files stay."""
         files, total, now = [], 0, time.time()
-        for folder, _, names in os.walk(self._root):
-            for name in names:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):
-                    status = os.stat(path)
-                    if name.endswith(_TEMPORARY):
-                        if status.st_mtime < now - _OLD_SECONDS:
-                            os.unlink(path)
-                    elif folder != str(self._root):
-                        files.append((status.st_mtime, status.st_size, path))
-                        total += status.st_size
+        for path in self._root.glob(ANY_BLOCK):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if path.suffix == _TEMPORARY:
+                    if status.st_mtime < now - _OLD_SECONDS:
+                        path.unlink()
+                elif key_of(path.parent.name, path.name) is not None:
+                    files.append((status.st_mtime, status.st_size, path))
+                    total += status.st_size
         if total <= self._budget - self._step:
             return
         for _, size, path in sorted(files):
             if total <= _KEPT * self._budget:
                 return
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                path.unlink()
             total -= size
