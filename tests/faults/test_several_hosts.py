@@ -84,14 +84,7 @@ def assert_answers(url: str, undisturbed: str) -> None:
 @pytest.mark.parametrize(
     ("count", "flags"),
     [
-        (2, ("-tp", "2", "-pp", "2")),
-        (
-            2,
-            (
-                "-tp",
-                "2",
-            ),
-        ),
+        (2, ("-tp", "2")),
         (3, ("-pp", "3")),
     ],
 )

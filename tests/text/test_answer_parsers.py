@@ -62,7 +62,7 @@ def test_every_format_is_tested() -> None:
 
 
 @in_every_form
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(data=st.data())
 def test_calls_are_read(name: str, write, data: st.DataObject) -> None:
     calls = data.draw(call_lists(name))
@@ -79,7 +79,7 @@ def test_what_is_cut_within_values_of_gemma_adds_nothing(text: str, arguments: s
 
 
 @in_every_form
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(data=st.data(), cut=st.integers(0, 200))
 def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObject, cut: int) -> None:
     calls = data.draw(call_lists(name))
@@ -93,7 +93,7 @@ def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObje
 
 
 @in_every_form
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(text=st.text(st.sampled_from('ab <>{}[]"\\:,;|`\n') | st.characters(codec="utf-8"), max_size=40))
 def test_any_text_is_the_same_in_any_pieces(name: str, write, text: str) -> None:
     parse(text, name)
@@ -277,7 +277,7 @@ def test_no_markup_reaches_content(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", reasoning_parser_names())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     reasoning=st.text(st.sampled_from("ab <>/thinkTHINK[]\n"), max_size=20),
     content=st.text(st.sampled_from("ab <>[]\n"), max_size=20),
