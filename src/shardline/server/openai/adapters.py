@@ -8,14 +8,15 @@ from pathlib import Path
 from fastapi import APIRouter, Depends
 from starlette.responses import PlainTextResponse, Response
 
-from shardline.server.documentation import json_answers
+from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.protocol import RequestModel
 from shardline.server.service import Service
 
 _MAX_NAME_CHARS = 256
-_ERRORS = {status: answer for status, answer in json_answers(str).items() if status != 200}
+_DONE = {"description": "What was done.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+_ANSWERS: Responses = {**json_answers(str), 200: _DONE}
 
 
 class LoadAdapterRequest(RequestModel):
@@ -41,7 +42,7 @@ def adapter_routes(service: Service) -> APIRouter:
     """The endpoints. They need the admin key, where one is set."""
     router = APIRouter(route_class=StrictRoute, dependencies=[Depends(service.require_ready)])
 
-    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
+    @router.post("/v1/load_lora_adapter", response_class=Response, responses=_ANSWERS)
     async def load_adapter(body: LoadAdapterRequest) -> Response:
         """Let requests name an adapter as their model. The ranks load it with the first of them."""
         name, adapters = body.lora_name, service.adapters
@@ -62,7 +63,7 @@ def adapter_routes(service: Service) -> APIRouter:
         adapters.put(name, ref, body.base_model_name or "")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
+    @router.post("/v1/unload_lora_adapter", response_class=Response, responses=_ANSWERS)
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
         """Forget the name of an adapter. Requests that run keep theirs."""
         if not service.adapters.remove(body.lora_name):
