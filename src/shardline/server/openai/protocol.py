@@ -262,7 +262,7 @@ class SamplingFields(IgnoredFields):
             "'receipt' is not supported with beam search: its outputs are not sampled.",
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
-        refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
+        refuse_if(self.lora_path is not None, "lora_path", "Name an adapter as the 'model' instead.")
         refuse_if(
             {self.watermark, self.watermarking} == {True, False},
             "watermark",

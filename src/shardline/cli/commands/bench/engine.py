@@ -43,7 +43,7 @@ _REFUSED_BY_THROUGHPUT = {
     "all prompts are submitted at once": ("async-engine", "prequeue-requests"),
     "the engine's time is reported by itself, see engine overhead": ("disable-detokenize",),
     "Shardline has no profiler": ("profile",),
-    "Shardline serves no LoRA adapters": ("lora-path", "lora-assignment"),
+    "this bench runs the base model; measure adapters through a server": ("lora-path", "lora-assignment"),
 }  # fmt: skip
 
 

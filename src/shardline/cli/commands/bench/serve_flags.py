@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "blazedit-max-distance", "bfcl-categories", "spec-bench-output-len", "spec-bench-category",
         "speed-bench-dataset-subset", "speed-bench-output-len", "speed-bench-category",
     ),
-    "Shardline serves no LoRA adapters": ("lora-modules", "lora-assignment"),
+    "an adapter is a model: name it as --model": ("lora-modules", "lora-assignment"),
     "Shardline has no beam search": ("use-beam-search",),
     "Shardline serves no rerankers": ("no-reranker",),
     "Shardline has no profiler endpoints": ("profile",),
