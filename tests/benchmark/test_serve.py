@@ -236,7 +236,7 @@ def test_results_are_appended(tmp_path: Path) -> None:
         ("--self-timed", 2, "timed_trace"),
         ("--base-url ftp://x", 2, "http://127.0.0.1:8000"),
         ("--compare a.json b.json", 2, "a.json"),
-        ("--lora-modules a b", 2, "LoRA"),
+        ("--lora-modules a b", 2, "an adapter is a model"),
     ],
 )
 def test_bad_input_is_one_line(words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
