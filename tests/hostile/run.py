@@ -105,12 +105,13 @@ class Run:
             with self._site() as (site, processes):
                 baseline = _steady_memory(processes)
                 while batches and site.runs:
+                    known = self.found.failures(self._slack)
                     self._send(site, batches.pop(0))
-                    print(
-                        f"{len(batches)} batches left, {len(self.found.failures(self._slack))} failures",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    failures = self.found.failures(self._slack)
+                    print(f"{len(batches)} batches left, {len(failures)} failures", file=sys.stderr, flush=True)
+                    for failure in failures:
+                        if failure not in known:
+                            print(failure[:300], file=sys.stderr, flush=True)
                 if site.runs and connecting:
                     self._connect(site)
                     connecting = False

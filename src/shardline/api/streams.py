@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from shardline.api.engines import EngineEvent
 from shardline.api.output_processor import OutputProcessor, RequestState
@@ -97,6 +97,19 @@ class RequestStream:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def watch_finish(streams: Sequence[RequestStream]) -> Callable[[], bool]:
+    """A function that says whether all streams have finished; a finished stream is looked at once, by all its calls."""
+    left = len(streams)
+
+    def finished() -> bool:
+        nonlocal left
+        while left and streams[left - 1].output.finished:
+            left -= 1
+        return not left
+
+    return finished
 
 
 class Streams:

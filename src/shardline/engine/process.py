@@ -40,6 +40,8 @@ from shardline.segment.pulse import start_pulse
 
 HOLD_SECONDS = 0.05
 """How long an output may wait for further ones."""
+_MESSAGE_SECONDS = 0.005
+"""How long messages may keep a batch waiting for its next step."""
 
 
 class Outbox:
@@ -191,7 +193,10 @@ class EngineProcess:
     def _take_messages(self, engine: Engine, executor: Executor) -> bool:
         """Whether a message came that may change what the engine does or reports, other than one for the ranks."""
         changed = False
+        deadline = time.monotonic() + _MESSAGE_SECONDS
         while not self._stopping and readable([self._channel.fileno()]):
+            if engine.busy and time.monotonic() > deadline:
+                return changed
             message = self._channel.receive()
             if isinstance(message, Control):
                 executor.submit_control(message)

@@ -62,7 +62,7 @@ class ObservedRequest:
         self._observer.log.begin(self._request_id, streams)
 
     def stop_timers(self) -> None:
-        """Record the latencies, before unfinished prompts are aborted; may be called again."""
+        """Record the latencies of unfinished prompts, before they are aborted; may be called again."""
         timers, self.timers = self.timers, []
         for timer in timers:
             timer.finish()
@@ -105,9 +105,9 @@ class RequestTimer:
     def finish(self) -> None:
         """Record the whole request. Call this after its last output, also if the client has disconnected.
 
-        A refused request has no output and is not recorded.
+        It records once. A refused request has no output and is not recorded.
         """
-        output = self._output
+        output, self._output = self._output, None
         if output is None:
             return
         self._metrics.end_to_end.observe(time.perf_counter() - self._start)

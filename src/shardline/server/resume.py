@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.api.resume import PromptSoFar
-from shardline.api.streams import RequestStream
+from shardline.api.streams import RequestStream, watch_finish
 from shardline.server.sse import Events
 
 MARK = b": resume "
@@ -80,6 +80,7 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
     body = next(events)
     marked: list[dict[int, tuple[int, bool]]] = [{} for _ in streams]
     """For each prompt, by choice: the tokens that are marked, and whether its end is."""
+    finished = watch_finish(streams)
     replayed = [stream.replayed for stream in streams]
     if any(output is not None for output in replayed):
         for index, output in enumerate(replayed):
@@ -93,7 +94,7 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
         body = make_mark(resume) + body + (make_mark([]) if body else b"")
     while (update := (yield body)) is not None:
         body = events.send(update)
-        if not body or all(stream.output.finished for stream in streams):
+        if not body or finished():
             continue  # the next mark has these tokens, too; the end has none, since only here is known how it ends
         prompt, output = update
         changed: list[tuple[int, list[int], bool]] = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.resume import PromptSoFar, RequestDiffers
+from shardline.api.streams import RequestStream, watch_finish
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
@@ -25,7 +26,6 @@ from shardline.server.sse import Events
 
 if TYPE_CHECKING:
     from shardline.api.requests import Prompt
-    from shardline.api.streams import RequestStream
 
 
 RETRY_QUEUE_FULL_SECONDS = 1
@@ -41,12 +41,13 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    __slots__ = ("_llm", "_observed", "_resume", "_streams", "_timers")
+    __slots__ = ("_all_finished", "_llm", "_observed", "_resume", "_streams", "_timers")
 
     def __init__(self, service: Service, observed: ObservedRequest, resume: Resume | None) -> None:
         self._llm = service.llm
         self._observed = observed
         self._streams: list[RequestStream] = []
+        self._all_finished: Callable[[], bool] = bool  # until all prompts are admitted
         self._timers = observed.timers
         self._resume = resume
 
@@ -117,6 +118,7 @@ class Generation:
                 raise
             raise answer from error
         observed.admit(generation._streams)
+        generation._all_finished = watch_finish(generation._streams)
         return generation
 
     def mark(self, events: Events) -> Events:
@@ -146,7 +148,7 @@ class Generation:
     @property
     def finished(self) -> bool:
         """Whether every output is whole."""
-        return all(stream.output.finished for stream in self._streams)
+        return self._all_finished()
 
     def listen(self, on_update: Callable[[int, RequestOutput], None] | None) -> None:
         """Call `on_update` with the index of a prompt and its output so far, each time that the output changes.
@@ -163,7 +165,10 @@ class Generation:
         Raises:
             ApiError: as `check`.
         """
-        self._timers[index].observe_output(output)
+        timer = self._timers[index]
+        timer.observe_output(output)
+        if output.finished:  # now, since a thousand prompts at the end would keep other streams waiting
+            timer.finish()
         self._check_output(output)
 
     def check(self) -> None:
