@@ -8,6 +8,7 @@ import re
 import pytest
 
 from shardline.config.engine import EngineConfig, option_names
+from shardline.config.experts import ExpertBalancing
 from shardline.config.fields import format_bytes, parse_bytes, parse_count
 from shardline.config.topology import RankGrid
 
@@ -34,6 +35,8 @@ def test_every_option_lands_where_it_belongs() -> None:
         ("gpu_memory_utilization", 1.5, "(0, 1]"),
         ("kv_cache_memory", "4 parsecs", "4GiB"),
         ("max_model_len", "long", "auto"),
+        ("enable_eplb", True, "needs enable_expert_parallel"),
+        ("eplb_config", "{}", "needs enable_eplb"),
         ("step_timeout", 0.0, "(0, 86400.0]"),
         ("step_timeout", float("nan"), "(0, 86400.0]"),
         ("step_timeout", float("inf"), "(0, 86400.0]"),
@@ -94,3 +97,22 @@ def test_lengths_that_are_none() -> None:
     for text in ("1.5K", "k", "10kb", ""):
         with pytest.raises(ValueError, match="max_model_len must be a positive number of tokens"):
             EngineConfig.from_options(max_model_len=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "a JSON object like"),
+        ('{"window": 3}', "unknown key 'window'; known: window_size"),
+        ('{"window_size": 0}', "window_size of eplb_config must be a whole number from 1 on, got 0"),
+        ('{"step_interval": 1.5}', "eplb_config: Expected `int`, got `float`"),
+        ('{"num_redundant_experts": -1}', "from 0 on"),
+    ],
+)
+def test_how_experts_move_is_checked(text: str, says: str) -> None:
+    options = {"enable_expert_parallel": True, "enable_eplb": True}
+    with pytest.raises(ValueError, match=re.escape(says)):
+        EngineConfig.from_options(**options, eplb_config=text)
+    config = EngineConfig.from_options(**options, eplb_config='{"step_interval": 7}')
+    assert config.parallel.expert_balancing == ExpertBalancing(step_interval=7)
+    assert EngineConfig.from_options(enable_expert_parallel=True).parallel.expert_balancing is None

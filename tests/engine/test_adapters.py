@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from shardline.engine.adapters import AdapterSlots
+from shardline.engine.commands import Answered
 from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.messages.adapters import LoadAdapter
-from shardline.messages.control import Control, ControlDone
+from shardline.messages.control import Command, ControlDone
 from shardline.messages.request import AdapterRef, Request
 from shardline.sampling_params import SamplingParams
 from tests.engine.harness import Engine, Shape
@@ -18,14 +17,14 @@ class Ranks:
 
     def __init__(self, num_slots: int) -> None:
         self.scheduler = Engine(Shape()).scheduler
-        self.loads: list[tuple[int, int, str]] = []
-        """The number of each control message, the slot and the adapter."""
+        self.loads: list[tuple[Answered, int, str]] = []
+        """Who waits for the answer, the slot and the adapter."""
         self.slots = AdapterSlots(num_slots, self.take)
         self.count = 0
 
-    def take(self, control: Control) -> None:
-        command = msgspec.msgpack.decode(control.command, type=LoadAdapter)
-        self.loads.append((control.number, command.slot, command.adapter.digest))
+    def take(self, command: Command, answered: Answered) -> None:
+        assert isinstance(command, LoadAdapter)
+        self.loads.append((answered, command.slot, command.adapter.digest))
 
     def add(self, digest: str) -> LiveSequence:
         self.count += 1
@@ -41,7 +40,7 @@ class Ranks:
 
     def answer(self, error: str = "") -> None:
         """All ranks answer the last load."""
-        self.slots.apply(ControlDone(self.loads[-1][0], error=error))
+        self.loads[-1][0](ControlDone(-1, error=error))
 
     def end(self, sequence: LiveSequence) -> None:
         self.scheduler.abort_requests([sequence.request.request_id])
@@ -52,9 +51,8 @@ def test_sequences_wait_for_their_adapter_and_share_it() -> None:
     ranks = Ranks(2)
     first, second = ranks.add("a"), ranks.add("a")
     assert [load[2] for load in ranks.loads] == ["a"]
-    assert ranks.slots.is_loading
+    assert {one.state for one in (first, second)} == {State.PARKED}
     ranks.answer()
-    assert not ranks.slots.is_loading
     third = ranks.add("a")
     assert len(ranks.loads) == 1
     assert {one.adapter_slot for one in (first, second, third)} == {ranks.loads[0][1]}

@@ -290,6 +290,21 @@ void bind_count_exchanged(nb::handle ids_object, const std::vector<int64_t>& tok
   });
 }
 
+void bind_place_slots(nb::handle ids_object, nb::handle places_object, nb::handle copies_object, int64_t first_token,
+                      nb::handle out_object) {
+  const Tensor ids(ids_object, "ids"), places(places_object, "places"), copies(copies_object, "copies");
+  const Tensor out(out_object, "out");
+  ids.is(DType::kInt32).has_shape({-1, -1}).is_contiguous();
+  places.is(DType::kInt32).has_shape({-1, -1}).is_contiguous();
+  copies.is(DType::kInt32).has_shape({places.size(0)}).is_contiguous();
+  out.is(DType::kInt32).has_shape({ids.size(0), ids.size(1)}).is_contiguous();
+  if (first_token < 0) raise_value_error("first_token must be at least 0");
+  perform([from = ids.as<int32_t>(), num_tokens = ids.size(0), per_token = ids.size(1), table = places.as<int32_t>(),
+           width = places.size(1), counts = copies.as<int32_t>(), first_token, to = out.as<int32_t>()] {
+    place_slots(from, num_tokens, per_token, table, width, counts, first_token, to);
+  });
+}
+
 void bind_pack_dispatch(nb::handle x_object, nb::handle ids_object, nb::handle expert_bounds_object,
                         nb::handle out_object) {
   const Tensor x(x_object, "x"), ids(ids_object, "ids"), expert_bounds(expert_bounds_object, "expert_bounds");
@@ -327,6 +342,7 @@ void bind_experts(nb::module_& m) {
         "shared_scale"_a.none(), "out"_a);
   m.def("count_exchanged", &bind_count_exchanged, "ids"_a, "token_bounds"_a, "expert_bounds"_a, "row_counts"_a,
         "slot_counts"_a);
+  m.def("place_slots", &bind_place_slots, "ids"_a, "places"_a, "copies"_a, "first_token"_a, "out"_a);
   m.def("pack_dispatch", &bind_pack_dispatch, "x"_a, "ids"_a, "expert_bounds"_a, "out"_a);
 }
 

@@ -362,6 +362,16 @@ void count_exchanged(const ExpertRanks& ranks, const int32_t* ids, int64_t exper
   }
 }
 
+void place_slots(const int32_t* ids, int64_t num_tokens, int64_t experts_per_token, const int32_t* places,
+                 int64_t width, const int32_t* copies, int64_t first_token, int32_t* out) {
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    for (int64_t slot = token * experts_per_token; slot < (token + 1) * experts_per_token; ++slot) {
+      const int64_t expert = ids[slot];
+      out[slot] = places[expert * width + (first_token + token) % copies[expert]];
+    }
+  }
+}
+
 void pack_dispatch(const ExpertRanks& ranks, const int32_t* ids, int64_t num_tokens, int64_t experts_per_token,
                    const char* x, int64_t x_stride_bytes, int64_t row_bytes, char* out) {
   std::vector<std::vector<int32_t>> by_rank(static_cast<size_t>(ranks.num_ranks));

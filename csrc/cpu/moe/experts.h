@@ -103,6 +103,11 @@ struct ExpertRanks {
 void count_exchanged(const ExpertRanks& ranks, const int32_t* ids, int64_t experts_per_token, int64_t* row_counts,
                      int64_t* slot_counts);
 
+// The places of the experts of slots. Expert e has the first copies[e] of its `width` places; consecutive tokens, from
+// first_token on, take them in turn.
+void place_slots(const int32_t* ids, int64_t num_tokens, int64_t experts_per_token, const int32_t* places,
+                 int64_t width, const int32_t* copies, int64_t first_token, int32_t* out);
+
 // Packs the rows of x [own tokens] that go to each rank, one rank after another; a token goes to a rank once.
 void pack_dispatch(const ExpertRanks& ranks, const int32_t* ids, int64_t num_tokens, int64_t experts_per_token,
                    const char* x, int64_t x_stride_bytes, int64_t row_bytes, char* out);

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
+from shardline.config.experts import ExpertBalancing, parse_balancing
 from shardline.config.fields import option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.lora import MOST_RANK, LoRAConfig
@@ -184,6 +185,12 @@ class ParallelConfig:
         choices=("cache_aware", "kv_aware", "least_loaded", "least_work", "power_of_two", "prefix_hash", "round_robin"),
     )
     enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each", aliases=("ep",))
+    enable_eplb: bool = option(False, "whole experts move between ranks, so that all have as much to do")
+    eplb_config: str | None = option(
+        None,
+        "how experts move, as a JSON object with window_size, step_interval (in steps), num_redundant_experts and "
+        "log_balancedness",
+    )
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(
         "auto",
@@ -229,6 +236,21 @@ class ParallelConfig:
     )
     max_restarts: int = option(5, "restarts of a replica within five minutes, after which it stays down")
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
+
+    @property
+    def expert_balancing(self) -> ExpertBalancing | None:
+        """`eplb_config` as fields; None: experts stay where they are.
+
+        Raises:
+            ValueError: it cannot be read, or experts are not whole.
+        """
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise ValueError("eplb_config needs enable_eplb")
+            return None
+        if not self.enable_expert_parallel:
+            raise ValueError("enable_eplb moves whole experts between ranks, and needs enable_expert_parallel")
+        return parse_balancing(self.eplb_config)
 
     @property
     def lockstep(self) -> int:
@@ -481,6 +503,7 @@ def _validate(config: EngineConfig) -> None:
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     _ = config.cache.kv_events
+    _ = config.parallel.expert_balancing
     if isinstance(config.lora.lora_modules, str):
         raise ValueError("lora_modules must be a sequence of strings, not one string")
     if config.lora.modules and not config.lora.enable_lora:

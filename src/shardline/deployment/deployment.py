@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from shardline.config.engine import LogprobsMode
+from shardline.config.experts import ExpertBalancing
 from shardline.config.kv_events import KVEventsConfig
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
@@ -211,8 +212,15 @@ class Deployment(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
+    expert_balancing: ExpertBalancing | None = None
+    """How experts move between ranks; None: they stay."""
     watermark: tuple[WatermarkKey, ...] = ()
     """The one secret with which answers are marked; empty: they have no mark."""
+
+    @property
+    def redundant_experts(self) -> int:
+        """Places of each layer for further copies of experts."""
+        return 0 if self.expert_balancing is None else self.expert_balancing.num_redundant_experts
 
     @property
     def last_token_known(self) -> bool:

@@ -65,6 +65,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
+    _check_balancing(parallel, layout)
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
@@ -100,6 +101,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         limits=_step_limits(config, layout),
         cache=cache,
         adapters=adapters,
+        expert_balancing=parallel.expert_balancing,
         host_models=(),
         reasons=(),
         warnings=(*layout.warnings, *_without_effect(config)),
@@ -159,6 +161,21 @@ def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
 
 
+def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
+    """Refuse to move experts where a layout has no ranks for it, or where a move would change an answer."""
+    if parallel.expert_balancing is None:
+        return
+    if layout.grid.expert == 1:
+        raise ValueError("enable_eplb moves experts between ranks, and one rank has them all: leave it out")
+    if layout.device == "cuda" and layout.kernels == "own":
+        raise ValueError("enable_eplb is not there for GPU kernels yet: leave it out, or use --kernels torch")
+    if parallel.numerics == "fast" and layout.grid.expert == layout.grid.tensor:
+        raise ValueError(
+            "with numerics fast, the sum over experts depends on where they are, so enable_eplb would change answers: "
+            "use --numerics exact"
+        )
+
+
 def _tries_symmetric_memory(layout: Layout, parallel: ParallelConfig) -> bool:
     return layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
 
@@ -212,6 +229,8 @@ def _rank_weights(
 ) -> tuple[RankWeights, ...]:
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
+    balancing = config.parallel.expert_balancing
+    redundant = 0 if balancing is None else balancing.num_redundant_experts
 
     def find() -> tuple[RankWeights, ...]:
         own = _own_formats(model, spec, layout.device, held)
@@ -223,7 +242,7 @@ def _rank_weights(
             if key in found:
                 weights.append(found[key])
                 continue
-            total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
+            total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own, redundant)
             touched = 0
             if layout.device == "cpu" and layout.kernels == "own":
                 largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
@@ -232,7 +251,9 @@ def _rank_weights(
             weights.append(found[key])
         return tuple(weights)
 
-    return model.keep((id(spec), layout.grid, layout.device, stages, dtype, held, numerics, whole_experts), find)
+    return model.keep(
+        (id(spec), layout.grid, layout.device, stages, dtype, held, numerics, whole_experts, redundant), find
+    )
 
 
 def _num_experts(spec: DecoderSpec) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from shardline.engine.commands import Give
 from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.engine.scheduling.sequence import LiveSequence, State
 from shardline.messages.adapters import LoadAdapter
-from shardline.messages.control import Control, ControlDone
+from shardline.messages.control import ControlDone
 from shardline.messages.request import AdapterRef
 
 
@@ -29,17 +29,14 @@ class AdapterSlots:
     Sequences whose adapter is not there are parked until all ranks have loaded it; other sequences go on meanwhile.
     """
 
-    def __init__(self, num_slots: int, submit: Callable[[Control], None]) -> None:
-        """`submit` hands a control message to all ranks, behind the steps that have been submitted."""
-        self._submit = submit
+    def __init__(self, num_slots: int, give: Give) -> None:
+        """`give`: see `RankCommands.give`."""
+        self._give_command = give
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
         """By digest; the least recently used one first."""
         self._waiting: list[tuple[Scheduler, LiveSequence]] = []
         """Those that need a slot, in their order."""
-        self._loading: dict[int, _Slot] = {}
-        """By the number of the control message."""
-        self._numbers = itertools.count(-1, -1)
 
     def begin(self, scheduler: Scheduler, sequence: LiveSequence) -> None:
         """Note a sequence with an adapter that has just been added; it is parked."""
@@ -55,9 +52,8 @@ class AdapterSlots:
             if sequence.state is not State.FINISHED and not self._place(scheduler, sequence):
                 self._waiting.append((scheduler, sequence))
 
-    def apply(self, done: ControlDone) -> None:
+    def _note_load(self, slot: _Slot, done: ControlDone) -> None:
         """Note the answer of all ranks to a load."""
-        slot = self._loading.pop(done.number)
         if not done.error:
             slot.is_loaded = True
             for scheduler, sequence in slot.users:
@@ -70,11 +66,6 @@ class AdapterSlots:
                 scheduler.queues.leave(sequence, State.FINISHED)
                 scheduler.registry.refuse_sequence(sequence, done.error)
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether the ranks have still to answer."""
-        return bool(self._loading)
-
     def _place(self, scheduler: Scheduler, sequence: LiveSequence) -> bool:
         """Whether the sequence's adapter has a slot, or has one from now on."""
         adapter = sequence.request.adapter
@@ -85,10 +76,8 @@ class AdapterSlots:
             if number is None:
                 return False
             slot = self._slots[adapter.digest] = _Slot(number, adapter)
-            control = Control.carry(next(self._numbers), LoadAdapter(number, adapter))
-            self._loading[control.number] = slot
             slot.users.append((scheduler, sequence))
-            self._submit(control)
+            self._give_command(LoadAdapter(number, adapter), partial(self._note_load, slot))
             return True
         self._slots.move_to_end(adapter.digest)
         slot.users.append((scheduler, sequence))

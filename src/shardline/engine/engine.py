@@ -15,7 +15,9 @@ from shardline.config.fields import format_bytes
 from shardline.deployment.block_folder import layout_digest, rank_folder
 from shardline.deployment.deployment import Deployment, TierPlan
 from shardline.engine.adapters import AdapterSlots
+from shardline.engine.commands import RankCommands
 from shardline.engine.executor.base import Executor
+from shardline.engine.expert_balancer import ExpertBalancer
 from shardline.engine.expert_load import expert_load
 from shardline.engine.kv_events import KVEventPublisher
 from shardline.engine.masks.lanes import MaskLanes
@@ -76,9 +78,11 @@ class Engine:
             if self._publishers or self._untold is not None:
                 scheduler.kv.log_events()
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
+        self._commands = RankCommands(executor)
         self._adapters: AdapterSlots | None = None
         if deployment.adapters.num_slots:
-            self._adapters = AdapterSlots(deployment.adapters.num_slots, executor.submit_control)
+            self._adapters = AdapterSlots(deployment.adapters.num_slots, self._commands.give)
+        self._balancer = self._open_balancer()
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
@@ -100,6 +104,19 @@ class Engine:
         most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
         for scheduler in self._schedulers:
             scheduler.kv.add_tier(Tier(plan.num_slots, *self._files), most)
+
+    def _open_balancer(self) -> ExpertBalancer | None:
+        deployment = self._deployment
+        if deployment.expert_balancing is None:
+            return None
+        routings = [layer.feed_forward.routing for layer in deployment.spec.layers]
+        return ExpertBalancer(
+            deployment.expert_balancing,
+            {index: routing.num_experts for index, routing in enumerate(routings) if routing is not None},
+            deployment.grid.expert,
+            self._commands.give,
+            self._executor.expert_load,
+        )
 
     @property
     def busy(self) -> bool:
@@ -143,9 +160,8 @@ class Engine:
         """
         started = time.perf_counter()
         self._masks.collect(0.0)
+        self._commands.settle()
         if self._adapters is not None:
-            for done in self._executor.answers.take(own=True):
-                self._adapters.apply(done)
             self._adapters.settle()
         while len(self._in_flight) < self._executor.max_in_flight:
             if self._in_flight and self._awaits_step():
@@ -158,7 +174,7 @@ class Engine:
         waited = 0.0
         outputs: list[SequenceOutput] = []
         if not self._in_flight:
-            if self._adapters is not None and self._adapters.is_loading and (fds := self._executor.watched_fds()):
+            if self._commands.awaited and (fds := self._executor.watched_fds()):
                 readable(fds, PATIENCE)
             self._executor.check_ranks()  # nothing else reads what they send
             if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
@@ -174,6 +190,8 @@ class Engine:
             now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
+            if self._balancer is not None:
+                self._balancer.note_step()
         self._masks.forget_finished()
         self._tell_events()
         self._engine_seconds += time.perf_counter() - started - waited
@@ -224,7 +242,9 @@ class Engine:
             self._rank_times = self._executor.rank_times()
             if deployment.num_experts:
                 counts = self._executor.expert_load()
-                self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
+                self._expert_load = expert_load(
+                    counts, deployment.grid, deployment.stages, deployment.expert_parallel, self._balancer
+                )
         replicas = [
             msgspec.structs.replace(scheduler.stats(), tier=scheduler.kv.tier_stats()) for scheduler in self._schedulers
         ]

@@ -8,22 +8,33 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.config.topology import RankGrid
+from shardline.engine.expert_balancer import ExpertBalancer
 from shardline.messages.stats import ExpertLoad
 from shardline.models.partition import Span, split_dim
 from shardline.segment.expert_load import Counts
 
 
-def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_experts: bool) -> ExpertLoad | None:
+def expert_load(
+    counts: Counts,
+    grid: RankGrid,
+    stages: Sequence[Span],
+    whole_experts: bool,
+    balancer: ExpertBalancer | None = None,
+) -> ExpertLoad | None:
     """The load of experts and ranks from `counts` [num_layers, num_experts]; None: the model has no experts.
 
-    With `whole_experts`, each rank of a stage, over all replicas in lockstep, has some of the experts. Otherwise every
-    rank has a part of each expert, and all ranks of a stage have the same load.
+    With `whole_experts`, each rank of a stage, over all replicas in lockstep, has some of the experts: those that
+    `balancer` says, if they move. Otherwise every rank has a part of each expert, and all ranks of a stage have the
+    same load.
     """
     if counts.size == 0:
         return None
     sharing = grid.tensor * grid.data
     spans = split_dim(counts.shape[1], sharing) if whole_experts else [Span(0, counts.shape[1])] * sharing
     by_rank = np.stack([counts[:, span.start : span.stop].sum(axis=1) for span in spans], axis=1)
+    if balancer is not None:
+        for layer, load in balancer.rank_load(counts).items():
+            by_rank[layer] = load.round()
     rank_tokens = []
     for rank in range(grid.world_size):
         place = grid.place(rank)
@@ -34,6 +45,7 @@ def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_ex
         rank_tokens=rank_tokens,
         expert_imbalance=_imbalance(counts),
         rank_imbalance=_imbalance(by_rank),
+        moves=None if balancer is None else balancer.stats(),
     )
 
 

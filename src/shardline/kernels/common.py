@@ -203,6 +203,9 @@ class CommonKernels(Protocol):
     ) -> None:
         """The rows that the ranks sent back, summed over each token's slots, plus shared, to out."""
 
+    def place_slots(self, ids: Tensor, places: Tensor, copies: Tensor, first_token: int, out: Tensor, /) -> None:
+        """The places of the experts ids [T, k], to out [T, k]; tokens take the copies of an expert in turn."""
+
     def pack_dispatch(self, x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor, /) -> None:
         """The rows of x that go to each rank, one rank after another; a token goes to a rank once."""
 

@@ -9,6 +9,16 @@ import msgspec
 from shardline.messages.copies import CopyCounts
 
 
+class ExpertMoves(msgspec.Struct, frozen=True, array_like=True):
+    """What was moved between ranks since the engine's start."""
+
+    count: int
+    unmoved_imbalance: float
+    """`ExpertLoad.rank_imbalance` of the last window of decision, if no expert had ever moved."""
+    imbalance: float
+    """The same with the experts where they are now."""
+
+
 class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens each expert got since the engine's start; a token counts once for each expert it chose."""
 
@@ -20,6 +30,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of a layer's busiest expert divided by the mean of its experts, averaged over layers; 1 is even."""
     rank_imbalance: float
     """The same for the ranks that share a layer."""
+    moves: ExpertMoves | None = None
+    """None: experts do not move."""
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):

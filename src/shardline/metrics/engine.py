@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from shardline.messages.copies import CopyCounts
-from shardline.messages.stats import STEP_TOKEN_BOUNDS, DraftStats, EngineStats, ExpertLoad, RankTimes, TierStats
+from shardline.messages.stats import (
+    STEP_TOKEN_BOUNDS,
+    DraftStats,
+    EngineStats,
+    ExpertLoad,
+    ExpertMoves,
+    RankTimes,
+    TierStats,
+)
 
 _LABELS = ("model_name", "engine")
 
@@ -101,6 +109,19 @@ _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int
         "Tokens of a rank's experts, summed over layers.",
         "rank",
         lambda e: e.rank_tokens,
+    ),
+)
+
+_MOVE_GAUGES: tuple[tuple[str, str, Callable[[ExpertMoves], float]], ...] = (
+    (
+        "expert_window_imbalance",
+        "Tokens of the busiest rank divided by the mean in the last window of decision, with experts where they are.",
+        lambda m: m.imbalance,
+    ),
+    (
+        "expert_window_imbalance_unmoved",
+        "The same if no expert had ever moved.",
+        lambda m: m.unmoved_imbalance,
     ),
 )
 
@@ -267,8 +288,24 @@ def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> I
             for index, value in enumerate(values(load)):
                 counter.add_metric((*labels, str(index)), value)
         yield counter
+    yield from _move_metrics([(labels, load.moves) for labels, load in replicas if load.moves is not None])
     for name, text, read in _EXPERT_GAUGES:
         gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
         for labels, load in replicas:
             gauge.add_metric(labels, read(load))
+        yield gauge
+
+
+def _move_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertMoves]]) -> Iterable[Metric]:
+    """Metrics of the replicas whose experts move; nothing if none does."""
+    if not replicas:
+        return
+    counter = CounterMetricFamily("shardline:expert_moves", "Moves of experts between ranks.", labels=_LABELS)
+    for labels, moves in replicas:
+        counter.add_metric(labels, moves.count)
+    yield counter
+    for name, text, read in _MOVE_GAUGES:
+        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+        for labels, moves in replicas:
+            gauge.add_metric(labels, read(moves))
         yield gauge

@@ -76,13 +76,17 @@ def weight_bytes(
     weight_format: FormatChoice = PLAIN,
     expert_parallel: bool = False,
     own_formats: OwnFormats | None = None,
+    redundant_experts: int = 0,
 ) -> int:
-    """Bytes of the weights that the rank at `place` holds, without padding.
+    """Bytes of the weights that the rank at `place` holds, without padding. The ranks that share a layer's experts have
+    places for `redundant_experts` further copies.
 
     Linear weights are in `weight_format`, or each in its own of `own_formats`, and the rest in `dtype`. If the lm_head
     is tied to the embedding and quantized here, both are stored. If it is as in the checkpoint, one tensor serves both.
     """
-    return _weight_bytes(spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel, own_formats)
+    return _weight_bytes(
+        spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel, own_formats, redundant_experts
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -95,6 +99,7 @@ def _weight_bytes(
     weight_format: FormatChoice,
     expert_parallel: bool,
     own_formats: OwnFormats | None,
+    redundant_experts: int,
 ) -> int:
     """See `weight_bytes`. The planner asks for the same ranks again and again."""
     held = weight_format.open_format()
@@ -119,7 +124,9 @@ def _weight_bytes(
         keeps_head = not own_formats.format_of(head).open_format().is_dense("lm_head")
     apart = tied and not held.reads_packed and not held.is_dense("lm_head") and not held.packs_embedding
     parameters = _held(counted, spec, stage, apart, keeps_head)
-    return rank_total(spec, place, parameters, num_bytes, numerics, expert_parallel)
+    return rank_total(
+        spec, place, parameters, num_bytes, numerics, expert_parallel, redundant_experts=redundant_experts
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,9 +170,10 @@ def rank_total(
     numerics: Numerics,
     expert_parallel: bool,
     whole: Collection[str] = (),
+    redundant_experts: int = 0,
 ) -> int:
     """Sum of `num_bytes(name, local shape)` over the rank's parts of the parameters in `held`."""
-    parts = _local_parts(spec, place, held, numerics, expert_parallel, whole)
+    parts = _local_parts(spec, place, held, numerics, expert_parallel, whole, redundant_experts)
     return sum(count * num_bytes(name, local) for name, local, count in parts)
 
 
@@ -176,12 +184,14 @@ def _local_parts(
     numerics: Numerics,
     expert_parallel: bool,
     whole: Collection[str] = (),
+    redundant_experts: int = 0,
 ) -> Iterator[tuple[str, Shape, int]]:
     """(name, local shape, how many the rank has of this shape) for each of the parameters in `held`."""
     tp_size, experts = len(place.peers("tensor")), place.peers("expert")
     for name, shape, num_layers, num_experts in held:
         if num_experts and expert_parallel:
-            yield name, shape, num_layers * split_dim(num_experts, len(experts))[experts.index(place.rank)].size
+            places = split_dim(num_experts + redundant_experts, len(experts))
+            yield name, shape, num_layers * places[experts.index(place.rank)].size
         elif whole and parse_name(name).part in whole:
             yield name, shape, num_layers
         else:

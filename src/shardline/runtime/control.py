@@ -11,6 +11,7 @@ import msgspec
 
 from shardline.messages.adapters import LoadAdapter
 from shardline.messages.control import Command, Control, ControlDone, Probe
+from shardline.messages.experts import LookAtExperts, PutExperts, ReadExperts
 
 if TYPE_CHECKING:
     from shardline.runtime.worker import Worker
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 HANDLERS: dict[type[Command], Callable[[Worker, Any], object]] = {
     Probe: lambda worker, probe: None,
     LoadAdapter: lambda worker, command: worker.load_adapter(command),
+    ReadExperts: lambda worker, command: worker.expert_mover.read(command),
+    LookAtExperts: lambda worker, command: worker.expert_mover.progress(),
+    PutExperts: lambda worker, command: worker.expert_mover.put(),
 }
 """What executes each command. All ranks do so between the same two steps, so a handler may use collectives. If a user
 is at fault, it raises ValueError on every rank; with any other exception, the rank fails."""

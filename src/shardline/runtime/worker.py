@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.adapters import LoadAdapter
 from shardline.messages.worker import RankReport
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.expert_mover import ExpertMover
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext
@@ -120,6 +122,11 @@ class Worker:
         assert self._kv_store is not None
         return self._kv_store
 
+    @functools.cached_property
+    def expert_mover(self) -> ExpertMover:
+        """What brings experts to this rank."""
+        return ExpertMover(self.stage.layers, self._deployment.stages[self._groups.place.pp_rank].start)
+
     @property
     def runner(self) -> Runner:
         """What runs the steps, once the layers are loaded."""
@@ -175,6 +182,8 @@ class Worker:
                 expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
                 adapters=deployment.adapters,
+                moves_experts=deployment.expert_balancing is not None,
+                redundant_experts=deployment.redundant_experts,
             )
             loader = LayerLoader(
                 stage=context,

@@ -160,6 +160,33 @@ class PackedExperts:
         """Bytes held, padding included."""
         return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    def takes_expert(self, other: PackedExperts) -> bool:
+        """Whether the only expert of `other` can be one of these: all experts of a layer share the table of codes."""
+        own, others = self.scales, other.scales
+        if not isinstance(own, GroupScales) or own.table is None:
+            return True
+        return isinstance(others, GroupScales) and others.table is not None and own.table.equal(others.table)
+
+    def copy_expert(self, index: int, other: PackedExperts) -> None:
+        """Put the only expert of `other`, which `takes_expert` accepts, in the place `index`."""
+        own, others = self.scales, other.scales
+        pairs: list[tuple[Tensor | None, Tensor]] = [(self.panels, other.panels)]
+        if isinstance(own, GroupScales):
+            assert isinstance(others, GroupScales)
+            pairs += [(getattr(own, name), getattr(others, name)) for name in ("scales", "mins", "zeros", "order")]
+            if own.rounding is not None and others.rounding is not None:
+                pairs.append((own.rounding.scales, others.rounding.scales))
+        elif isinstance(own, RotatedScales):
+            assert isinstance(others, RotatedScales)
+            pairs.append((own.scales, others.scales))
+        elif own is not None:
+            assert others is not None
+            assert not isinstance(others, GroupScales | RotatedScales)
+            pairs.append((own, others))
+        for to, source in pairs:
+            if to is not None:
+                to[index].copy_(source[0])
+
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):

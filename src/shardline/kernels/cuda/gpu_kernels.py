@@ -61,6 +61,10 @@ class CudaKernels(RowKernels):
     sample = staticmethod(sampling.sample)
 
     @staticmethod
+    def place_slots(ids: Tensor, places: Tensor, copies: Tensor, first_token: int, out: Tensor) -> None:
+        raise AssertionError("deployment.resolve refuses to move experts")
+
+    @staticmethod
     def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None:
         raise AssertionError("deployment.gpu_support refuses such models")
 

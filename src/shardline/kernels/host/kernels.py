@@ -34,6 +34,7 @@ class HostKernels(Fp8PanelKernels):
     linear_heads = staticmethod(_cpu.linear_heads)
     expert_up = staticmethod(_cpu.expert_up)
     expert_down = staticmethod(_cpu.expert_down)
+    place_slots = staticmethod(_cpu.place_slots)
     pack_dispatch = staticmethod(_cpu.pack_dispatch)
     expert_slots = staticmethod(_cpu.expert_slots)
     combine_slots = staticmethod(_cpu.combine_slots)

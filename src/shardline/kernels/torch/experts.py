@@ -126,6 +126,13 @@ def combine_slots(
     _add_slots(placed.view(*ids.shape, rows.shape[1]), weights, shared, shared_scale, out)
 
 
+def place_slots(ids: Tensor, places: Tensor, copies: Tensor, first_token: int, out: Tensor) -> None:
+    flat = ids.reshape(-1)
+    tokens = torch.arange(first_token, first_token + len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+    turns = tokens % copies.index_select(0, flat)
+    out.copy_(places.view(-1).index_select(0, flat * places.shape[1] + turns).view(ids.shape))
+
+
 def pack_dispatch(x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor) -> None:
     ranks = torch.arange(len(expert_bounds) - 1, device=ids.device)
     goes = (_ranks_of(ids, expert_bounds)[None] == ranks[:, None, None]).any(2)

@@ -21,6 +21,7 @@ class TorchKernels(ExpertKernels, AttentionKernels):
     activation = staticmethod(elementwise.activation)
     softcap = staticmethod(elementwise.softcap)
     combine_slots = staticmethod(experts.combine_slots)
+    place_slots = staticmethod(experts.place_slots)
     pack_dispatch = staticmethod(experts.pack_dispatch)
     count_exchanged = staticmethod(experts.count_exchanged)
     route_experts = staticmethod(experts.route_experts)

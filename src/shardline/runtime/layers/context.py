@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -71,6 +71,10 @@ class StageContext:
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
+    moves_experts: bool = False
+    """Whether experts move between the ranks of `expert_group`."""
+    redundant_experts: int = 0
+    """Places of each layer for further copies of experts."""
 
     @property
     def kernels(self) -> Kernels:
@@ -98,7 +102,8 @@ class StageContext:
 
     def shard(self, name: str, rank: int) -> Spans:
         """The part of parameter `name` that a rank of the group holds."""
-        share = ExpertShare(self.expert_group.rank, self.expert_group.size) if self.expert_parallel else None
+        # Any whole expert may come to this rank.
+        share = ExpertShare(0, 1) if self.expert_parallel else None
         return shard(name, self.spec, rank, self.group.size, self.numerics, share)
 
 
@@ -181,7 +186,9 @@ class LayerLoader:
         self.on_loaded(packed.nbytes)
         return packed
 
-    def pack_experts(self, held: range, name: Callable[[int, str], str], parts: tuple[str, ...]) -> PackedExperts:
+    def pack_experts(
+        self, held: Sequence[int], name: Callable[[int, str], str], parts: tuple[str, ...]
+    ) -> PackedExperts:
         """The linears `parts` of every expert in `held`, packed; `name` gives the name of a weight."""
         experts: PackedExperts | None = None
         for index, expert in enumerate(held):
@@ -193,7 +200,9 @@ class LayerLoader:
         assert experts is not None, "every rank has at least one expert"
         return experts
 
-    def load_expert_biases(self, held: range, name: Callable[[int, str], str], parts: tuple[str, ...]) -> Tensor:
+    def load_expert_biases(
+        self, held: Sequence[int], name: Callable[[int, str], str], parts: tuple[str, ...]
+    ) -> Tensor:
         """The biases [experts, outputs] of the linears `parts`, side by side, of every expert in `held`."""
         rows = [torch.cat([self.read(name(expert, part)) for part in parts]) for expert in held]
         biases = self.stage.backend.keep_weight(torch.stack(rows))

@@ -8,24 +8,28 @@ slots, in slot order. So all layouts give the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from shardline.kernels.contract import Kernels
 from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.parameters import parse_name
 from shardline.models.partition import split_dim
 from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.expert_places import ExpertPlaces
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.add import add
-from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
+from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch, place_slots
 from shardline.runtime.ops.moe.experts import expert_down, expert_up
 from shardline.runtime.ops.moe.routing import route_experts
 from shardline.runtime.ops.scale import scale_rows
@@ -88,31 +92,58 @@ class Router:
         return Routed(ids, ones, scale, input_scale=weights[:, 0])
 
 
+class ExpertWeights(NamedTuple):
+    """The weights of some experts, or this rank's parts of all experts."""
+
+    up: PackedExperts
+    up_bias: Tensor | None
+    down: PackedExperts
+    down_bias: Tensor | None
+
+    def takes_expert(self, other: ExpertWeights) -> bool:
+        """See `PackedExperts.takes_expert`."""
+        return self.up.takes_expert(other.up) and self.down.takes_expert(other.down)
+
+    def copy_expert(self, index: int, other: ExpertWeights) -> None:
+        """Put the only expert of `other`, which `takes_expert` accepts, in the place `index`."""
+        self.up.copy_expert(index, other.up)
+        self.down.copy_expert(index, other.down)
+        for own, others in ((self.up_bias, other.up_bias), (self.down_bias, other.down_bias)):
+            if own is not None and others is not None:
+                own[index].copy_(others[0])
+
+
+def load_experts(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]) -> ExpertWeights:
+    """Load the experts with these numbers of the layer `name`."""
+    stage = loader.stage
+
+    def weight_name(expert: int, part: str) -> str:
+        return f"{name}.experts.{expert}.{part}.weight"
+
+    def bias_name(expert: int, part: str) -> str:
+        return f"{name}.experts.{expert}.{part}.bias"
+
+    parts = ("gate", "up") if spec.gated else ("up",)
+    # If ranks add up partial sums of the same experts, one of them adds the bias.
+    adds_bias = spec.bias and (stage.splits_outputs or stage.expert_parallel or stage.group.rank == 0)
+    return ExpertWeights(
+        up=loader.pack_experts(experts, weight_name, parts),
+        up_bias=loader.load_expert_biases(experts, bias_name, parts) if spec.bias else None,
+        down=loader.pack_experts(experts, weight_name, ("down",)),
+        down_bias=loader.load_expert_biases(experts, bias_name, ("down",)) if adds_bias else None,
+    )
+
+
 class Experts:
     """The experts, or parts of all experts, that this rank holds."""
 
-    def __init__(self, loader: LayerLoader, name: str, spec: Dense, num_experts: int) -> None:
-        stage = loader.stage
-        self._kernels = stage.kernels
-        own_span = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
-        held = range(own_span.start, own_span.stop) if stage.expert_parallel else range(num_experts)
-        self.first = held.start
+    def __init__(self, kernels: Kernels, spec: Dense, weights: ExpertWeights, first: int) -> None:
+        """`first`: the place of the first of them, among those of all ranks."""
+        self._kernels = kernels
         self._activation = spec.activation
         self._gated = spec.gated
-
-        def weight_name(expert: int, part: str) -> str:
-            return f"{name}.experts.{expert}.{part}.weight"
-
-        def bias_name(expert: int, part: str) -> str:
-            return f"{name}.experts.{expert}.{part}.bias"
-
-        parts = ("gate", "up") if spec.gated else ("up",)
-        self._up = loader.pack_experts(held, weight_name, parts)
-        self._up_bias = loader.load_expert_biases(held, bias_name, parts) if spec.bias else None
-        self.down: PackedExperts = loader.pack_experts(held, weight_name, ("down",))
-        # If ranks add up partial sums of the same experts, one of them adds the bias.
-        adds_bias = spec.bias and (stage.splits_outputs or stage.expert_parallel or stage.group.rank == 0)
-        self.down_bias = loader.load_expert_biases(held, bias_name, ("down",)) if adds_bias else None
+        self.weights = weights
+        self.first = first
 
     def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
         """The activations between the two products, see `expert_up`."""
@@ -120,12 +151,12 @@ class Experts:
             self._kernels,
             x,
             ids,
-            self._up,
+            self.weights.up,
             self._activation,
             gated=self._gated,
             first_expert=self.first,
             compact=compact,
-            bias=self._up_bias,
+            bias=self.weights.up_bias,
         )
 
 
@@ -167,7 +198,19 @@ class MoEFeedForward:
         self._whole_experts = stage.expert_parallel and stage.expert_group.size > 1
         owns_tokens = self._whole_experts and not self._partial_sums
         self._router = Router(loader, name, spec, owns_tokens or stage.group.rank == 0)
-        self._experts = Experts(loader, name, spec.expert, spec.routing.num_experts)
+        num_experts, held = spec.routing.num_experts, range(spec.routing.num_experts)
+        self.places = ExpertPlaces(
+            num_experts, num_experts + stage.redundant_experts, stage.expert_group.size, stage.device
+        )
+        self._own_places = self.places.spans[stage.expert_group.rank]
+        if self._whole_experts:
+            held = range(self._own_places.start, self._own_places.stop)
+        weights = load_experts(loader, name, spec.expert, [self.places.experts[place] for place in held])
+        self._experts = Experts(stage.kernels, spec.expert, weights, held.start)
+        self._read_experts: Callable[[Sequence[int]], ExpertWeights] | None = None
+        if stage.moves_experts:
+            later = dataclasses.replace(loader, on_loaded=lambda num_bytes: None)
+            self._read_experts = partial(load_experts, later, name, spec.expert)
         self._shared = DenseFeedForward(loader, f"{name}.shared", spec.shared) if spec.shared is not None else None
         self._beside: DenseBeside | None = None
         if spec.own_norms is not None:
@@ -175,9 +218,29 @@ class MoEFeedForward:
             self._beside, self._shared = DenseBeside(loader, name, spec.own_norms, self._shared), None
         self._inner_widths = [span.size for span in split_dim(spec.expert.intermediate_size, stage.group.size)]
         self._output_widths = [span.size for span in split_dim(stage.spec.hidden_size, stage.group.size)]
-        bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, stage.expert_group.size))]
-        self._expert_bounds = torch.tensor(bounds)
-        self._device_expert_bounds = self._expert_bounds.to(stage.device)
+
+    def read_experts(self, changes: Sequence[tuple[int, int]]) -> list[tuple[int, ExpertWeights]]:
+        """The experts of the (place, expert) in `changes` that come to this rank, with their indices on it.
+
+        Raises:
+            OSError: the checkpoint cannot be read.
+            ValueError: the same, or it has changed.
+        """
+        assert self._read_experts is not None, "experts do not move"
+        own, read = self._own_places, []
+        for place, expert in changes:
+            if own.start <= place < own.stop:
+                weights = self._read_experts([expert])
+                if not self._experts.weights.takes_expert(weights):
+                    raise ValueError("the experts of a layer have unlike zero points")
+                read.append((place - own.start, weights))
+        return read
+
+    def put_experts(self, changes: Sequence[tuple[int, int]], read: Sequence[tuple[int, ExpertWeights]]) -> None:
+        """Put what `read_experts` has read in its places, between two steps. All ranks do so at the same time."""
+        for index, weights in read:
+            self._experts.weights.copy_expert(index, weights)
+        self.places.put(changes)
 
     def __call__(self, x: LinearInput, rows: Rows, hidden: Tensor) -> Tensor:
         """`hidden` [T, hidden]: the residual stream; x is its norm."""
@@ -206,10 +269,10 @@ class MoEFeedForward:
             inner,
             routed.ids,
             routed.weights,
-            experts.down,
+            experts.weights.down,
             shared=shared,
             shared_scale=routed.shared_scale,
-            bias=experts.down_bias,
+            bias=experts.weights.down_bias,
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
@@ -219,7 +282,7 @@ class MoEFeedForward:
     def _with_whole_experts(self, x: Tensor, router_input: Tensor, rows: Rows) -> Tensor:
         """A replica's tokens are divided among its ranks. Each rank sends its own tokens to the ranks of their experts,
         which may be in any replica, and adds up the products that come back."""
-        kernels, group, experts, bounds = self._kernels, self._expert_group, self._experts, self._device_expert_bounds
+        kernels, group, experts, bounds = self._kernels, self._expert_group, self._experts, self.places.device_bounds
         counts, token_bounds = _token_shares(rows.replicas, self._group.size)
         first = group.rank - self._group.rank
         own_counts = counts[first : first + self._group.size]
@@ -227,12 +290,17 @@ class MoEFeedForward:
         own = slice(start, start + own_counts[self._group.rank])
         shared = self._shared(x, rows)[own] if self._shared is not None else None
         routed = self._router(router_input[own])
+        if self._read_experts is not None:
+            places = place_slots(kernels, routed.ids, self.places.places, self.places.copies, token_bounds[group.rank])
+            routed = routed._replace(ids=places)
         ids = group.all_gather_rows(routed.ids, counts)
-        exchanged = count_exchanged(kernels, ids, token_bounds, self._expert_bounds)
+        exchanged = count_exchanged(kernels, ids, token_bounds, self.places.bounds)
         sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
         tokens = group.all_to_all_rows(sent, exchanged.tokens, sum(counts))
         inner = experts.activate(tokens, ids, compact=True)
-        slots = expert_slots(kernels, inner, ids, experts.down, first_expert=experts.first, bias=experts.down_bias)
+        slots = expert_slots(
+            kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=experts.weights.down_bias
+        )
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             kernels, products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale
@@ -247,10 +315,10 @@ class MoEFeedForward:
             experts.activate(self._expert_input(x, routed), routed.ids),
             routed.ids,
             routed.weights,
-            experts.down,
+            experts.weights.down,
             first_expert=experts.first,
             out_dtype=torch.float32,
-            bias=experts.down_bias,
+            bias=experts.weights.down_bias,
         )
         total = self._group.all_reduce_sum(local)
         if self._shared is not None:

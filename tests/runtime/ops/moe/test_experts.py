@@ -14,6 +14,8 @@ from shardline.runtime.ops.moe.exchange import (
     count_exchanged,
     expert_slots,
     pack_dispatch,
+    place_slots,
+    place_slots_reference,
     ranks_of_experts,
 )
 from shardline.runtime.ops.moe.experts import (
@@ -191,3 +193,21 @@ def test_checks_shapes(rng):
         expert_up(KERNELS, torch.zeros(2, 17), ids, stack, "silu", gated=True)
     with pytest.raises(ValueError, match="token_bounds must rise"):
         count_exchanged(KERNELS, ids, [0, 1], torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("redundant", [0, 5])
+def test_tokens_take_the_copies_of_an_expert_in_turn(rng, redundant):
+    num_experts = 7
+    held = torch.cat(
+        [torch.randperm(num_experts, generator=rng), torch.randint(num_experts, (redundant,), generator=rng)]
+    )
+    copies = held.bincount(minlength=num_experts).to(torch.int32)
+    places = torch.zeros(num_experts, 1 + redundant, dtype=torch.int32)
+    for expert in range(num_experts):
+        where = (held == expert).nonzero().flatten().to(torch.int32)
+        places[expert, : len(where)] = where
+    for num_tokens in (0, 1, 61):
+        ids = choose(num_tokens, num_experts, 3, rng)
+        found = place_slots(KERNELS, ids, places, copies, 9)
+        assert found.equal(place_slots_reference(ids, places, copies, 9))
+        assert held[found.long()].equal(ids.long())

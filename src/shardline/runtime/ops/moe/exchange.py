@@ -34,6 +34,26 @@ def count_exchanged(
     return ExchangeCounts(*kernels.count_exchanged(ids, list(token_bounds), expert_bounds))
 
 
+def place_slots(kernels: Kernels, ids: Tensor, places: Tensor, copies: Tensor, first_token: int) -> Tensor:
+    """The places [T, k] int32 of the experts `ids` [T, k] int32 of consecutive tokens.
+
+    Expert e has the first copies[e] of places[e]; `places` [num_experts, C] and `copies` [num_experts] are int32. The
+    tokens take the copies of an expert in turn; `first_token` is the number of the first.
+    """
+    out = kernels.activation_empty(torch.int32, *ids.shape)
+    kernels.place_slots(ids, places, copies, first_token, out)
+    return out
+
+
+def place_slots_reference(ids: Tensor, places: Tensor, copies: Tensor, first_token: int) -> Tensor:
+    """`place_slots` in plain Python."""
+    found = [
+        [int(places[expert, (first_token + token) % int(copies[expert])]) for expert in chosen]
+        for token, chosen in enumerate(ids.tolist())
+    ]
+    return torch.tensor(found, dtype=torch.int32).view(ids.shape)
+
+
 def pack_dispatch(kernels: Kernels, x: Tensor, ids: Tensor, expert_bounds: Tensor) -> Tensor:
     """The rows of x [T, H] for each rank, one rank after another: [T * min(k, R), H]. Unused rows at the end are
     undefined."""
