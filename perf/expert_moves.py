@@ -1,10 +1,10 @@
 """What moving experts gains: `python -m perf.expert_moves`.
 
-Three engines of two ranks with whole experts compute the same prompts, in turns: experts stay, experts move, and experts
-move and have copies. The checkpoint's routers prefer some experts (Zipf's law), which lie side by side. For each engine,
-this prints the load of the busier rank over the mean, and its speed divided by that of the first engine, as the median
-of the rounds with the least and the most. Prompts are long: a small batch that decodes waits for the weights of all
-experts, however few tokens each has.
+Three engines of two ranks with whole experts compute the same prompts, in turns: experts stay, experts move, and
+experts move and have copies. The checkpoint's routers prefer some experts (Zipf's law), which lie side by side. For
+each engine, this prints the load of the busier rank over the mean, and its speed divided by that of the first engine,
+as the median of the rounds with the least and the most. Prompts are long: a small batch that decodes waits for the
+weights of all experts, however few tokens each has.
 
 Run nothing else on the machine meanwhile.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.checkpoints import make_checkpoint
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
@@ -27,7 +28,6 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
-from tests.models.checkpoints import make_checkpoint
 
 EXPERTS, WARM_UP_ROUNDS = 32, 6
 ENGINES = {
