@@ -115,4 +115,4 @@ def test_how_experts_move_is_checked(text: str, says: str) -> None:
         EngineConfig.from_options(**options, eplb_config=text)
     config = EngineConfig.from_options(**options, eplb_config='{"step_interval": 7}')
     assert config.parallel.expert_balancing == ExpertBalancing(step_interval=7)
-    assert EngineConfig.from_options(enable_expert_parallel=True).parallel.expert_balancing is None
+    assert EngineConfig.from_options(enable_expert_parallel=True).parallel.expert_balancing.step_interval == 0

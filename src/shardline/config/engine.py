@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
-from shardline.config.experts import ExpertBalancing, parse_balancing
+from shardline.config.experts import NO_BALANCING, ExpertBalancing, parse_balancing
 from shardline.config.fields import option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.lora import MOST_RANK, LoRAConfig
@@ -102,6 +102,12 @@ class ModelConfig:
         "auto",
         "auto: read the checkpoint; safetensors, gguf, bitsandbytes: state its format; dummy: random weights",
         choices=("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
+    )
+    cpu_offload_gb: float = option(
+        0.0, "GiB of each rank's weights that are not kept in memory, but read from --offload-to in every step"
+    )
+    offload_to: str | None = option(
+        None, "folder on a fast disk for the weights of --cpu-offload-gb, as long as it runs"
     )
     quantization: str | None = option(
         None,
@@ -238,8 +244,8 @@ class ParallelConfig:
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property
-    def expert_balancing(self) -> ExpertBalancing | None:
-        """`eplb_config` as fields; None: experts stay where they are.
+    def expert_balancing(self) -> ExpertBalancing:
+        """`eplb_config` as fields.
 
         Raises:
             ValueError: it cannot be read, or experts are not whole.
@@ -247,7 +253,7 @@ class ParallelConfig:
         if not self.enable_eplb:
             if self.eplb_config is not None:
                 raise ValueError("eplb_config needs enable_eplb")
-            return None
+            return NO_BALANCING
         if not self.enable_expert_parallel:
             raise ValueError("enable_eplb moves whole experts between ranks, and needs enable_expert_parallel")
         return parse_balancing(self.eplb_config)
@@ -499,6 +505,10 @@ def _validate(config: EngineConfig) -> None:
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )
     _ = config.model.config_overrides
+    if not 0.0 <= config.model.cpu_offload_gb < _MOST_GIB:
+        raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {config.model.cpu_offload_gb}")
+    if config.model.offload_to is not None and not config.model.cpu_offload_gb:
+        raise ValueError("offload_to needs cpu_offload_gb: how much of the weights is read from there in every step")
     json_object("override_generation_config", config.model.override_generation_config)
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")

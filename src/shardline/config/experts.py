@@ -17,13 +17,16 @@ class ExpertBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_size: int = 500
     """Steps whose load counts: the last ones before a decision."""
     step_interval: int = 500
-    """Steps from one decision to the next."""
+    """Steps from one decision to the next; 0: experts stay where they are."""
     num_redundant_experts: int = 0
     """Places of each layer for further copies of experts, over all ranks that share it."""
     log_balancedness: bool = False
     """Whether each decision is logged."""
     use_async: bool = True
     """Without effect: experts are always read while steps go on."""
+
+
+NO_BALANCING = ExpertBalancing(step_interval=0)
 
 
 def parse_balancing(text: str | None) -> ExpertBalancing:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from shardline.config.engine import LogprobsMode
-from shardline.config.experts import ExpertBalancing
+from shardline.config.experts import NO_BALANCING, ExpertBalancing
 from shardline.config.kv_events import KVEventsConfig
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
@@ -65,6 +65,26 @@ class RankWeights(msgspec.Struct, frozen=True):
     """Bytes of host memory to touch before the weights are read; 0 on GPUs. While a tensor is packed, its mapped file
     counts as memory of the process too. So the rank's largest tensor is left out, or what is mapped of it at a
     time."""
+    read_bytes: int = 0
+    """Bytes that are read in every step. They are not part of `num_bytes`."""
+    slot_bytes: int = 0
+    """The most of them that a layer has. `num_bytes` includes memory for two layers."""
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of all weights, in memory or not."""
+        return self.num_bytes + self.read_bytes - 2 * self.slot_bytes
+
+
+class OffloadPlan(msgspec.Struct, frozen=True):
+    """Weights that are read from files in every step."""
+
+    folder: str = ""
+    layers: tuple[int, ...] = ()
+    """Empty: all weights stay in memory."""
+
+
+NO_OFFLOAD = OffloadPlan()
 
 
 class FixedPool(msgspec.Struct, frozen=True, tag=True):
@@ -212,15 +232,12 @@ class Deployment(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
-    expert_balancing: ExpertBalancing | None = None
-    """How experts move between ranks; None: they stay."""
+    offload: OffloadPlan = NO_OFFLOAD
+    """Which layers' weights are not kept in memory."""
+    expert_balancing: ExpertBalancing = NO_BALANCING
+    """How experts move between ranks."""
     watermark: tuple[WatermarkKey, ...] = ()
     """The one secret with which answers are marked; empty: they have no mark."""
-
-    @property
-    def redundant_experts(self) -> int:
-        """Places of each layer for further copies of experts."""
-        return 0 if self.expert_balancing is None else self.expert_balancing.num_redundant_experts
 
     @property
     def last_token_known(self) -> bool:

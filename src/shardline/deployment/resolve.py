@@ -12,6 +12,7 @@ from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
 from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
+from shardline.config.topology import RankPlace
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import AdapterPlan, Deployment, ModelSource, RankWeights, StepLimits
@@ -29,10 +30,11 @@ from shardline.deployment.layout import Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
+from shardline.deployment.weight_offload import plan_offload
 from shardline.models.partition import Span
 from shardline.models.parts import DType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
-from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
+from shardline.models.sizes import OwnFormats, largest_weight_bytes, layer_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
@@ -69,6 +71,13 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
+    own_formats = _own_formats(model, spec, layout.device, held)
+
+    def bytes_of(place: RankPlace, layer: int) -> int:
+        whole, numerics = parallel.enable_expert_parallel, cast(Numerics, parallel.numerics)
+        return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats)
+
+    offload, weights = plan_offload(config, layout, stages, weights, bytes_of)
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = _with_adapters(weights, adapters) if adapters.num_slots else weights
     room = rank_room(config, layout, machine, spec, dtype, needed)
@@ -101,6 +110,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         limits=_step_limits(config, layout),
         cache=cache,
         adapters=adapters,
+        offload=offload,
         expert_balancing=parallel.expert_balancing,
         host_models=(),
         reasons=(),
@@ -163,7 +173,7 @@ def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
 
 def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
     """Refuse to move experts where a layout has no ranks for it, or where a move would change an answer."""
-    if parallel.expert_balancing is None:
+    if not parallel.enable_eplb:
         return
     if layout.grid.expert == 1:
         raise ValueError("enable_eplb moves experts between ranks, and one rank has them all: leave it out")
@@ -229,8 +239,7 @@ def _rank_weights(
 ) -> tuple[RankWeights, ...]:
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
-    balancing = config.parallel.expert_balancing
-    redundant = 0 if balancing is None else balancing.num_redundant_experts
+    redundant = config.parallel.expert_balancing.num_redundant_experts
 
     def find() -> tuple[RankWeights, ...]:
         own = _own_formats(model, spec, layout.device, held)

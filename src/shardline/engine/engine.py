@@ -107,7 +107,7 @@ class Engine:
 
     def _open_balancer(self) -> ExpertBalancer | None:
         deployment = self._deployment
-        if deployment.expert_balancing is None:
+        if not deployment.expert_balancing.step_interval:
             return None
         routings = [layer.feed_forward.routing for layer in deployment.spec.layers]
         return ExpertBalancer(

@@ -112,6 +112,8 @@ def _experts(deployment: Deployment) -> str:
     if not count:
         return ""
     if deployment.expert_parallel:
-        counts = sorted({span.size for span in split_dim(count + deployment.redundant_experts, grid.expert)})
+        counts = sorted(
+            {span.size for span in split_dim(count + deployment.expert_balancing.num_redundant_experts, grid.expert)}
+        )
         return f", {' or '.join(map(str, counts))} of {count} experts a rank"
     return f", {count} experts split over {grid.tensor} rank{'s' * (grid.tensor > 1)}"

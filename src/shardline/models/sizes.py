@@ -26,7 +26,7 @@ from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.models.stored_weights import StoredWeights
-from shardline.weights.base import PLAIN, FormatChoice, Role
+from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -103,8 +103,31 @@ def _weight_bytes(
 ) -> int:
     """See `weight_bytes`. The planner asks for the same ranks again and again."""
     held = weight_format.open_format()
+    num_bytes = _bytes_in_format(spec, dtype, held, own_formats)
+    stage = stages[place.pp_rank]
+    counted = counted_parameters(spec, stage, own_formats.layer_class) if own_formats else _counted(spec, stage)
+    tied = spec.tied_embeddings
+    keeps_head = tied and held.packs_embedding
     # A tied lm_head is packed as the checkpoint packs the embedding.
-    head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
+    head = _head_name(spec)
+    if tied and own_formats is not None:
+        keeps_head = not own_formats.format_of(head).open_format().is_dense("lm_head")
+    apart = tied and not held.reads_packed and not held.is_dense("lm_head") and not held.packs_embedding
+    parameters = _held(counted, spec, stage, apart, keeps_head)
+    return rank_total(
+        spec, place, parameters, num_bytes, numerics, expert_parallel, redundant_experts=redundant_experts
+    )
+
+
+def _head_name(spec: DecoderSpec) -> str:
+    return "embed.weight" if spec.tied_embeddings else "lm_head.weight"
+
+
+def _bytes_in_format(
+    spec: DecoderSpec, dtype: DType, held: WeightFormat, own_formats: OwnFormats | None
+) -> Callable[[str, Shape], int]:
+    """The bytes of a parameter's part, by its name and shape."""
+    head = _head_name(spec)
 
     def num_bytes(name: str, local: Shape) -> int:
         if is_linear(name):
@@ -116,17 +139,26 @@ def _weight_bytes(
             return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], "lm_head")
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
-    stage = stages[place.pp_rank]
-    counted = counted_parameters(spec, stage, own_formats.layer_class) if own_formats else _counted(spec, stage)
-    tied = spec.tied_embeddings
-    keeps_head = tied and held.packs_embedding
-    if tied and own_formats is not None:
-        keeps_head = not own_formats.format_of(head).open_format().is_dense("lm_head")
-    apart = tied and not held.reads_packed and not held.is_dense("lm_head") and not held.packs_embedding
-    parameters = _held(counted, spec, stage, apart, keeps_head)
-    return rank_total(
-        spec, place, parameters, num_bytes, numerics, expert_parallel, redundant_experts=redundant_experts
+    return num_bytes
+
+
+def layer_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    layer: int,
+    dtype: DType,
+    numerics: Numerics,
+    weight_format: FormatChoice,
+    expert_parallel: bool,
+    own_formats: OwnFormats | None,
+) -> int:
+    """Bytes of the weights of one layer that the rank at `place` holds, without padding."""
+    counted = counted_parameters(
+        spec, Span(layer, layer + 1), own_formats.layer_class if own_formats else lambda index: None
     )
+    own = [one for one in counted if parse_name(one.name).layer is not None]
+    num_bytes = _bytes_in_format(spec, dtype, weight_format.open_format(), own_formats)
+    return rank_total(spec, place, own, num_bytes, numerics, expert_parallel)
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -155,7 +156,12 @@ class DecoderStage:
         if spec.token_input is not None:
             assert self._embedding is not None
             self._token_inputs = TokenInputs(loader, layers, spec, self._embedding)
-        self.layers = [DecoderLayer(loader, layers.start + place, tables, place) for place in range(layers.size)]
+        self.layers: list[DecoderLayer] = []
+        self.stream = stage.stream
+        """Reads the weights of layers that do not stay in memory."""
+        for place in range(layers.size):
+            with nullcontext() if self.stream is None else self.stream.loading(layers.start + place):
+                self.layers.append(DecoderLayer(loader, layers.start + place, tables, place))
         self._finite_checker = stage.finite_checker
         self._first_layer = layers.start
         self._final_norm: InputNorm | None = None
@@ -253,7 +259,11 @@ class DecoderStage:
             finite_checker.begin_step(len(hidden))
             finite_checker.check_tensor("the embedding" if self._embedding else "what the previous stage sent", hidden)
         for index, layer in enumerate(self.layers, self._first_layer):
+            if self.stream is not None:
+                self.stream.acquire(index)
             hidden, delta, rows = layer(hidden, delta, rows)
+            if self.stream is not None:
+                self.stream.release(index)
             if finite_checker is not None:
                 finite_checker.check_tensor(f"layer {index}", hidden if delta is None else delta, rows.places)
         return hidden, delta
@@ -262,5 +272,9 @@ class DecoderStage:
         """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas
         need."""
         rows = empty_rows(replica_tokens, replica_samples)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers, self._first_layer):
+            if self.stream is not None:
+                self.stream.acquire(index)
             rows = layer.run_empty_step(self._nothing, rows)
+            if self.stream is not None:
+                self.stream.release(index)

@@ -20,7 +20,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_store import KVStore
-from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
 from shardline.runtime.loader.adapters import load_adapter
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
@@ -83,7 +83,8 @@ class Worker:
         kv_store.copier = open_tier(deployment, self._engine, place, kv_store.pages)
         with torch.inference_mode():
             replay.capture_steps()
-        forward = replay if self._finite_checker is None else stage.forward
+        # What is recorded would neither be checked nor wait for weights.
+        forward = replay if self._finite_checker is None and stage.stream is None else stage.forward
         self._runner = Runner(
             backend,
             stage,
@@ -147,13 +148,13 @@ class Worker:
 
     def _load_stage(self) -> tuple[DecoderStage, int]:
         deployment, place, backend = self._deployment, self._groups.place, self._backend
-        expected = deployment.weights[place.rank].num_bytes
+        expected = deployment.weights[place.rank].loaded_bytes
         if (load := self._groups.expert_load).size:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
         # One rank of a node reads for all of them, and one shows their progress: they load the same layers at a time.
         host = deployment.placements[self._engine][place.rank].host
         local = deployment.ranks_on(self._engine, host)
-        on_node = sum(deployment.weights[rank].num_bytes for rank in local)
+        on_node = sum(deployment.weights[rank].loaded_bytes for rank in local)
         is_first_engine = not any(deployment.ranks_on(engine, host) for engine in range(self._engine))
         quiet = place.rank != local[0] or not is_first_engine or on_node < _PROGRESS_BYTES
         ranges = node_ranges(deployment, self._engine, place.rank) if place.rank == local[0] else []
@@ -182,8 +183,9 @@ class Worker:
                 expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
                 adapters=deployment.adapters,
-                moves_experts=deployment.expert_balancing is not None,
-                redundant_experts=deployment.redundant_experts,
+                stream=self._open_stream(),
+                moves_experts=deployment.expert_balancing.step_interval > 0,
+                redundant_experts=deployment.expert_balancing.num_redundant_experts,
             )
             loader = LayerLoader(
                 stage=context,
@@ -200,6 +202,13 @@ class Worker:
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
         backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
         return stage, loaded
+
+    def _open_stream(self) -> WeightStream | None:
+        """What reads the weights that do not stay in memory."""
+        plan, place = self._deployment.offload, self._groups.place
+        stage, weights = self._deployment.stages[place.pp_rank], self._deployment.weights[place.rank]
+        own = [layer for layer in plan.layers if stage.start <= layer < stage.stop]
+        return self._backend.stream_weights(Path(plan.folder), own, weights.slot_bytes) if own else None
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

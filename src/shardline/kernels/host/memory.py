@@ -8,10 +8,11 @@ Python imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardline import _cpu
@@ -67,6 +68,39 @@ class Reserve:
             self._memory = None
 
 
+class Region:
+    """Memory for the weights of one layer, given out from its start."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.used = 0
+
+    def take_memory(self, num_bytes: int) -> tuple[mmap.mmap, int] | None:
+        """As `Reserve.take_memory`."""
+        offset = self.used
+        if offset + num_bytes > len(self.memory):
+            return None
+        self.used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self.memory, offset
+
+
+class _Source(threading.local):
+    region: Region | None = None
+
+
+_source = _Source()
+
+
+@contextlib.contextmanager
+def taking_from(region: Region) -> Iterator[None]:
+    """Weights that this thread allocates meanwhile lie in `region`, as far as it has room."""
+    _source.region = region
+    try:
+        yield
+    finally:
+        _source.region = None
+
+
 weight_reserve = Reserve()
 """The reserve of this process."""
 
@@ -79,7 +113,7 @@ def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     with pages of 2 MiB.
     """
     count = math.prod(shape)
-    taken = weight_reserve.take_memory(count * dtype.itemsize) if count else None
+    taken = (_source.region or weight_reserve).take_memory(count * dtype.itemsize) if count else None
     if taken is None:
         return mapped_empty(shape, dtype)
     import torch

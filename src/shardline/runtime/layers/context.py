@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -34,6 +35,19 @@ class TensorChecker(Protocol):
 
     def check_tensor(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
         """Check `x` [R, N], computed at `place` for the tokens `rows` [R] of the step (None: for all tokens)."""
+
+
+class WeightStream(Protocol):
+    """Weights of layers that are read in every step."""
+
+    def loading(self, layer: int) -> AbstractContextManager[None]:
+        """Weights that are allocated meanwhile are those of a layer."""
+
+    def acquire(self, layer: int) -> None:
+        """Wait until the weights of a layer are in memory."""
+
+    def release(self, layer: int) -> None:
+        """The layer has computed: another one may take its memory."""
 
 
 class AdaptedLinear(Protocol):
@@ -71,6 +85,8 @@ class StageContext:
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
+    stream: WeightStream | None = None
+    """None: all weights stay in memory."""
     moves_experts: bool = False
     """Whether experts move between the ranks of `expert_group`."""
     redundant_experts: int = 0

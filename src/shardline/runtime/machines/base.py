@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
+from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -128,6 +130,13 @@ class Backend(ComputeDevice, Protocol):
 
     def finish_loading(self, products: LoadedProducts) -> None:
         """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
+
+    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+        """What reads the weights of `layers`, of up to `layer_bytes` each, from a file in every step.
+
+        Raises:
+            ValueError: no file can be made in the folder.
+        """
 
     def share_counters(self, host: Tensor) -> Counters:
         """Counters whose values are published in `host`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.machines.base import Backend, Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
@@ -69,6 +71,9 @@ class CudaBackend:
         if not can_capture:
             return NoReplay(forward)
         return GraphReplay(forward, PaddedStep(self.device, sizes), sizes.max_seqs, CudaRecorder())
+
+    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+        raise AssertionError("deployment.weight_offload refuses it")
 
     def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers:
         return CudaFusedLayers(self.kernels, stage)

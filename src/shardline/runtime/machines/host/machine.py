@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.machines.base import Backend, Forward, Replay, StepSizes
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.machines.host.step_inputs import HostStepInputs
+from shardline.runtime.machines.host.weight_stream import WeightStream
 from shardline.runtime.sequences import SequenceTable
 
 
@@ -48,6 +50,9 @@ class HostBackend:
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         return copy_rows(tensor, streamed_empty(tensor.shape, tensor.dtype))
+
+    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+        return WeightStream(folder, layers, layer_bytes)
 
     def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return mapped_empty(shape, dtype)  # attention streams through pages as products stream through weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.machines.base import Backend, Counters, Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
@@ -99,6 +101,9 @@ class TorchBackend:
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
         return NoReplay(forward)
+
+    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+        raise AssertionError("deployment.weight_offload refuses it")
 
     def fuse_layers(self, stage: DecoderStage) -> None:
         return None

@@ -1,0 +1,89 @@
+"""How fast weights that are read in every step decode: `python -m perf.weight_stream`.
+
+An engine with all cores decodes 32 sequences, once with all weights in memory, and once with all layers read from a
+file in every step. The ceiling is what the bytes of the file take if they are read in order, past the page cache, with
+nothing to compute; it is measured in the same turns. Printed are medians with the least and the most.
+
+The file lies in the folder in which this runs. Run nothing else on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from perf.adapters import run
+from perf.random_models import RandomModel, asked_models
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
+from shardline.engine.engine import Engine
+from shardline.engine.executor import make_executor
+from shardline.kernels.memory import map_memory
+
+BATCH, PROMPT_LEN, CHUNK = 32, 64, 8 << 20
+
+
+def start(**options: object) -> tuple[Engine, int]:
+    """An engine in this process, and the bytes that it reads in a step."""
+    setup = resolve_here(EngineConfig.from_options(**options))
+    executor = make_executor(setup)
+    executor.start()
+    return Engine(setup, executor), setup.weights[0].read_bytes
+
+
+def read_seconds(folder: Path, num_bytes: int) -> float:
+    """What reading so many bytes of a file takes."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file, map_memory(CHUNK) as chunk:
+        count = -(-num_bytes // CHUNK)
+        for _ in range(count):
+            chunk[:] = os.urandom(1 << 20) * (CHUNK >> 20)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        seconds = math.inf
+        for _ in range(3):  # the host of a virtual machine may keep what was read
+            started = time.perf_counter()
+            for number in range(count):
+                os.preadv(descriptor, [chunk], number * CHUNK)
+            seconds = min(seconds, time.perf_counter() - started)
+        os.close(descriptor)
+    return seconds * num_bytes / (count * CHUNK)
+
+
+def measure(model: RandomModel, folder: Path) -> None:
+    """Print a line."""
+    kept, _ = start(**model.options)
+    read, num_bytes = start(**model.options, cpu_offload_gb=1000.0, offload_to=str(folder))
+    floors, shares, slower = [], [], []
+    for round_ in range(model.rounds + 1):
+        prompts = [prompt["prompt_token_ids"] for prompt in model.prompts(BATCH, PROMPT_LEN)]
+        floor = read_seconds(folder, num_bytes)
+        in_memory, streamed = run(kept, prompts, [None] * BATCH), run(read, prompts, [None] * BATCH)
+        if round_:  # the first one warms up
+            floors.append(num_bytes / floor / 1e9)
+            shares.append(floor * streamed / BATCH)
+            slower.append(in_memory / streamed)
+    print(
+        f"{model.name}: {num_bytes / 1e9:.2f} GB a step at {statistics.median(floors):.2f} "
+        f"[{min(floors):.2f}-{max(floors):.2f}] GB/s; {statistics.median(shares):.2f} "
+        f"[{min(shares):.2f}-{max(shares):.2f}] x what reading permits; {statistics.median(slower):.1f} x slower than "
+        "in memory",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure every model that the user asked for."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for model in asked_models(__doc__, rounds=5):
+            measure(model, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

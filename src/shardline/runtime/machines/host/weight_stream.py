@@ -1,0 +1,242 @@
+"""Weights that are read from a file in every step: each layer into one of two places in memory, while the layer before
+it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import queue
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from shardline import _cpu
+from shardline.config.fields import format_bytes
+from shardline.kernels.host.memory import Region, taking_from
+from shardline.kernels.memory import map_memory
+
+_log = logging.getLogger(__name__)
+
+_CHUNK = 8 << 20
+"""Bytes of one read. Direct reads need multiples of a disk's block."""
+_BLOCK = 4096
+_READERS = 2
+"""Threads that read in turn: while one checks its chunk, the other one reads the next."""
+_TOLD_STEPS = (16, 256)
+"""Steps after which the log says what they have cost."""
+
+
+class WeightStream:
+    """The layers `layers` of a rank. Steps run them in this order, again and again.
+
+    The file has no name, so it is gone when the rank ends. It is read past the page cache where the file system can do
+    so: the pages would push out others, and be gone before they are wanted again.
+    """
+
+    def __init__(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> None:
+        """`layer_bytes`: the most that the weights of a layer have, without padding.
+
+        Raises:
+            ValueError: no file can be made in the folder.
+        """
+        self._folder = folder
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._layers = list(layers)
+        most = 2 * layer_bytes + (64 << 20)  # pages that are not touched take no memory
+        self._regions = [Region(map_memory(most)) for _ in range(2)]
+        self._extents: list[tuple[int, int]] = []
+        """Where each layer lies in the file: offset and length."""
+        self._sums: list[list[int]] = []
+        """The checksum of each chunk."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer, self._reader = _open_file(folder)
+        except OSError as error:
+            raise ValueError(f"offload_to: no file can be made in {folder}: {error.strerror}") from None
+        self._wanted: list[queue.SimpleQueue[int]] = [queue.SimpleQueue() for _ in range(_READERS)]
+        """For each reader, the places in `layers` whose memory is free for them."""
+        self._ready = [threading.Event() for _ in layers]
+        self._lock = threading.Lock()
+        self._unread = [_READERS] * len(self._layers)
+        """How many readers have still to read their chunks of a layer."""
+        self._error: Exception | None = None
+        self._waited = self._read_seconds = 0.0
+        self._num_steps = 0
+
+    @contextlib.contextmanager
+    def loading(self, layer: int) -> Iterator[None]:
+        """Weights that are allocated meanwhile are those of a layer; afterwards they are in the file.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        place = self._places.get(layer)
+        if place is None:
+            yield
+            return
+        region = self._regions[place % 2]
+        region.used = 0
+        with taking_from(region):
+            yield
+        self._write(region)
+        if place == len(self._layers) - 1:
+            self._begin()
+
+    def acquire(self, layer: int) -> None:
+        """Wait until the weights of a layer are in memory. Does nothing for a layer that stays there.
+
+        Raises:
+            OSError: they cannot be read, or are not what was written.
+        """
+        place = self._places.get(layer)
+        if place is None:
+            return
+        if not self._ready[place].is_set():
+            started = time.perf_counter()
+            self._ready[place].wait()
+            self._waited += time.perf_counter() - started
+        if self._error is not None:
+            raise self._error
+
+    def release(self, layer: int) -> None:
+        """The layer has computed: another one may take its memory."""
+        place = self._places.get(layer)
+        if place is None:
+            return
+        self._ready[place].clear()
+        self._want(place + 2 if place + 2 < len(self._layers) else place % 2)
+        if place == len(self._layers) - 1:
+            self._num_steps += 1
+            if self._num_steps in _TOLD_STEPS:
+                rate = self.num_bytes * self._num_steps / 1e9 / max(1e-9, self._read_seconds)
+                each = self._waited / self._num_steps
+                _log.info(
+                    "%d steps: each waited %.3f s for weights, which came at %.2f GB/s", self._num_steps, each, rate
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a step reads."""
+        return sum(length for _, length in self._extents)
+
+    def _write(self, region: Region) -> None:
+        length = -(-region.used // _BLOCK) * _BLOCK
+        offset = self._extents[-1][0] + self._extents[-1][1] if self._extents else 0
+        view = memoryview(region.memory)[:length]
+        try:
+            os.posix_fallocate(self._writer, offset, length)
+            done = 0
+            while done < length:
+                done += os.pwrite(self._writer, view[done : done + _CHUNK], offset + done)
+            os.fsync(self._writer)
+            os.posix_fadvise(self._writer, offset, length, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ValueError(
+                f"offload_to: {format_bytes(offset + length)} of weights cannot be written to {self._folder}: "
+                f"{error.strerror}"
+            ) from None
+        self._extents.append((offset, length))
+        self._sums.append([_cpu.checksum(_bytes_of(region, start, length)) for start in range(0, length, _CHUNK)])
+
+    def _begin(self) -> None:
+        os.close(self._writer)
+        for reader, wanted in enumerate(self._wanted):
+            reading = threading.Thread(target=_read_all, args=(weakref.ref(self), reader, wanted), daemon=True)
+            weakref.finalize(self, wanted.put, -1)
+            reading.start()
+        weakref.finalize(self, os.close, self._reader)
+        started = time.perf_counter()
+        for place in range(2):
+            self._want(place)
+        for place in range(2):
+            self._ready[place].wait()
+        rate = sum(length for _, length in self._extents[:2]) / (time.perf_counter() - started)
+        _log.info(
+            "%d layers are read in every step, %s in all, from %s: at %.2f GB/s, as the first two came, a step takes "
+            "%.2f s or more",
+            len(self._layers),
+            format_bytes(self.num_bytes),
+            self._folder,
+            rate / 1e9,
+            self.num_bytes / rate,
+        )
+
+    def _want(self, place: int) -> None:
+        self._unread[place] = _READERS
+        for wanted in self._wanted:
+            wanted.put(place)
+
+    def read(self, place: int, reader: int) -> None:
+        """Read a reader's chunks of a layer into its memory; what goes wrong is told to the next step."""
+        started = time.perf_counter()
+        try:
+            self._read(place, reader)
+        except OSError as error:
+            self._error = error
+        with self._lock:
+            self._read_seconds += (time.perf_counter() - started) / _READERS
+            self._unread[place] -= 1
+            is_read = not self._unread[place]
+        if self._error is not None:
+            for ready in self._ready:
+                ready.set()
+        elif is_read:
+            self._ready[place].set()
+
+    def _read(self, place: int, reader: int) -> None:
+        offset, length = self._extents[place]
+        region = self._regions[place % 2]
+        view = memoryview(region.memory)
+        for number, start in list(enumerate(range(0, length, _CHUNK)))[reader::_READERS]:
+            end = min(start + _CHUNK, length)
+            for attempt in range(2):
+                done = start
+                while done < end:
+                    count = os.preadv(self._reader, [view[done:end]], offset + done)
+                    if not count:
+                        raise OSError(f"the weights of layer {self._layers[place]} in {self._folder} end early")
+                    done += count
+                if _cpu.checksum(_bytes_of(region, start, length)) == self._sums[place][number]:
+                    break
+                words = "once more" if attempt == 0 else "in vain"
+                _log.warning("weights in %s are not what was written; read %s", self._folder, words)
+            else:
+                raise OSError(f"the weights of layer {self._layers[place]} in {self._folder} are not what was written")
+
+
+def _read_all(stream_of: Callable[[], WeightStream | None], reader: int, wanted: queue.SimpleQueue[int]) -> None:
+    """Read what is wanted until the stream is gone."""
+    while (place := wanted.get()) >= 0:
+        stream = stream_of()
+        if stream is None:
+            return
+        stream.read(place, reader)
+        del stream
+
+
+def _bytes_of(region: Region, start: int, length: int) -> torch.Tensor:
+    """The chunk that begins at `start`."""
+    return torch.frombuffer(region.memory, dtype=torch.uint8, count=min(_CHUNK, length - start), offset=start)
+
+
+def _open_file(folder: Path) -> tuple[int, int]:
+    """A file without a name, to write, and to read past the page cache if that works."""
+    descriptor, name = tempfile.mkstemp(prefix="shardline-weights-", dir=folder)
+    try:
+        try:
+            reader = os.open(name, os.O_RDONLY | os.O_DIRECT)
+            os.pwrite(descriptor, bytes(_BLOCK), 0)
+            with mmap.mmap(-1, _BLOCK) as block:
+                os.preadv(reader, [block], 0)
+        except OSError:  # such as on a tmpfs
+            reader = os.open(name, os.O_RDONLY)
+    finally:
+        os.unlink(name)
+    return descriptor, reader

@@ -1,0 +1,114 @@
+"""Layers whose weights are read from a file in every step have the bits of those that stay in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
+from shardline.engine.executor.base import ExecutorFailure
+from shardline.runtime.machines.host import weight_stream
+from tests.exactness.harness import golden, make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "deepseek_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("read") / request.param, num_hidden_layers=5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "quantization", "layers"),
+    [({}, "none", 3), ({}, "int4", 5), ({"tensor": 2}, "int8", 4)],
+)
+def test_answers_keep_their_bits(
+    model: Path, layout: dict[str, int], quantization: str, layers: int, tmp_path: Path
+) -> None:
+    requests = make_requests(256, count=4)
+    expected = golden(model, "bfloat16", quantization, "auto", requests)
+    options: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
+    share = _gib_of(model, layers, tensor_parallel_size=layout.get("tensor", 1), **options)
+    engine, executor = start_engine(model, **layout, **options, cpu_offload_gb=share, offload_to=str(tmp_path))
+    try:
+        answers = run(engine, requests, "together")
+        again = run(engine, requests, "alone")
+    finally:
+        engine.close()
+        executor.close()
+    assert answers == expected
+    assert again == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def _gib_of(model: Path, layers: int, **options: Any) -> float:
+    """The part of the weights that these layers have, in GiB."""
+    plain = resolve_here(EngineConfig.from_options(model=str(model), cpu_threads=1, **options))
+    whole = resolve_here(
+        EngineConfig.from_options(model=str(model), cpu_threads=1, cpu_offload_gb=100.0, offload_to="/", **options)
+    )
+    assert len(whole.offload.layers) == len(plain.spec.layers)
+    return whole.weights[0].read_bytes * (layers - 0.5) / len(plain.spec.layers) / GIB
+
+
+def test_memory_is_that_of_the_layers_that_stay_and_of_two_that_are_read(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=6)
+    plain = resolve_here(EngineConfig.from_options(model=str(model)))
+    share = _gib_of(model, 4)
+    read = resolve_here(EngineConfig.from_options(model=str(model), cpu_offload_gb=share, offload_to=str(tmp_path)))
+    assert read.offload.layers == (1, 2, 4, 5)
+    (before,), (after,) = plain.weights, read.weights
+    assert after.read_bytes == 4 * after.slot_bytes
+    assert after.num_bytes == before.num_bytes - 2 * after.slot_bytes
+
+
+def test_a_byte_that_changed_on_the_disk_ends_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=5)
+    requests = make_requests(256, count=2)
+    read_at, count = os.preadv, 0
+
+    def lie(descriptor: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        nonlocal count
+        done = read_at(descriptor, buffers, offset, *flags)
+        count += not flags  # loading reads with flags
+        if count >= 12 and not flags:
+            buffers[0][100] ^= 1
+        return done
+
+    monkeypatch.setattr(weight_stream.os, "preadv", lie)
+    engine, executor = start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path))
+    try:
+        with pytest.raises((ExecutorFailure, OSError), match="are not what was written"):
+            run(engine, requests, "together")
+    finally:
+        engine.close()
+        executor.close()
+    assert "read once more" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=5)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"no file can be made in .*file: "):
+        start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cpu_offload_gb": -1.0}, "must be a number of GiB"),
+        ({"cpu_offload_gb": 1.0}, "needs offload_to"),
+        ({"offload_to": "/tmp"}, "needs cpu_offload_gb"),
+        ({"cpu_offload_gb": 1e-6, "offload_to": "/tmp"}, "nothing would be saved"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolve_here(EngineConfig.from_options(model="demo", **options))
