@@ -235,3 +235,10 @@ def test_a_proposer_may_answer_by_a_step(monkeypatch: pytest.MonkeyPatch, pipeli
     assert len(decodes) == 180 - proposer.num_accepted
     assert 0 < proposer.num_accepted < proposer.num_proposed
     assert engine.scheduler.stats().drafts == proposer.stats()
+
+
+def test_a_request_that_is_aborted_while_its_prefix_is_fetched_gives_all_back() -> None:
+    """Few blocks come at a time, so some of a prefix have not begun to when the last request is aborted."""
+    shape = Shape(num_blocks=19, block_size=1, max_model_len=18, max_num_seqs=1, tier_slots=3, most_fetches=1)
+    for seed in range(300):
+        drive(shape, random.Random(seed), 4, 0.2)
