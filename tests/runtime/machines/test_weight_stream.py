@@ -11,7 +11,6 @@ import pytest
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.base import ExecutorFailure
-from shardline.runtime.machines.host import weight_stream
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -82,7 +81,7 @@ def test_a_byte_that_changed_on_the_disk_ends_the_rank(
             buffers[0][100] ^= 1
         return done
 
-    monkeypatch.setattr(weight_stream.os, "preadv", lie)
+    monkeypatch.setattr(os, "preadv", lie)
     engine, executor = start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path))
     try:
         with pytest.raises((ExecutorFailure, OSError), match="are not what was written"):
