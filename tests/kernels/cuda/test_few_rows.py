@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,12 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     launched: list[str] = []
     for module, name in ((qkv_kernel, "qkv_linear"), (products, "add_linear")):
         op = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, op=op, name=name: (launched.append(name), op(*args)))
+
+        def note(*args: object, op: Any = op, name: str = name) -> None:
+            launched.append(name)
+            op(*args)
+
+        monkeypatch.setattr(module, name, note)
     actual = two_steps(worker)
     takes_rope = family not in ("deepseek_v2", "gpt2", "qwen3_moe")
     assert ("qkv_linear" in launched) == takes_rope
