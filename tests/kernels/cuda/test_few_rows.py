@@ -107,7 +107,7 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
             query = norm.rms_norm(KERNELS, query, norms.query, norms.eps, weight_offset=norms.weight_offset)
             key = norm.rms_norm(KERNELS, key, norms.key, norms.eps, weight_offset=norms.weight_offset)
         kv_cache.rope_and_write_kv(
-            KERNELS, query, key, value, *expected, slots, positions, table, interleaved=interleaved
+            KERNELS, query, key, value, expected[0], expected[1], slots, positions, table, interleaved=interleaved
         )
         for x in (unnormed, normed):
             place = (*actual, slots, positions, table)
