@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -44,7 +45,7 @@ EITHER = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _short() -> None:
+def _short() -> Iterator[None]:
     """These limits are as good for tests as the real ones, and shorter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)
