@@ -13,6 +13,8 @@ from shardline.text import chat_template
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 from tests.text import builders
 
+pytestmark = pytest.mark.slow  # templates run in processes
+
 CHAT = [{"role": "user", "content": "Hi"}]
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 LISTS = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
