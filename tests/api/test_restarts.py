@@ -62,7 +62,12 @@ def test_other_failures_pause_too_and_are_bounded(monkeypatch: pytest.MonkeyPatc
         errors.put(OSError(errno.ECONNRESET, "the model's disk is away"))
     cluster = Cluster(failing(errors))
     ending = cluster.replicas._engines._ending
-    monkeypatch.setattr(ending, "wait", lambda seconds: bool(pauses.append(seconds)))
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    monkeypatch.setattr(ending, "wait", wait)
     cluster.fail(0)
     for _ in range(MAX_RESTARTS):
         cluster.pass_restart(RestartFailed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -192,7 +193,7 @@ def test_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_runs_compare_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pauses = {"a": 0.01, "b": 0.04}
     for name, pause in pauses.items():
-        with stub_server(lambda index, path, body, pause=pause: stream(3, pause, pause)) as server:
+        with stub_server(partial(lambda script, *_: script, stream(3, pause, pause))) as server:
             words = f"--num-prompts 8 --max-concurrency 4 --num-runs 3 --html {tmp_path / 'page.html'}"
             result = bench(server.url, words, tmp_path)
         (tmp_path / f"{name}.json").write_text(json.dumps(result))

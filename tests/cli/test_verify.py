@@ -8,22 +8,23 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
+from shardline import lifeline
 from shardline.api.llm import LLM
 from shardline.cli.main import main
 from shardline.receipts.check import ContractDiffers
 from shardline.receipts.receipt import Receipt, TokenConstraints
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-
-pytestmark = pytest.mark.e2e
+from tests.forks import ForkServer
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("demo", cpu_threads=1) as llm:
+def llm(fork_server: ForkServer) -> Iterator[LLM]:
+    with patch.object(lifeline, "start_process", fork_server.start_process), LLM("demo", cpu_threads=1) as llm:
         yield llm
 
 

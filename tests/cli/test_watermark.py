@@ -23,7 +23,7 @@ def detect(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.e2e
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_marked_answer_of_the_demo_model_is_found(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def test_the_sum_is_told() -> None:
 
 
 @pytest.fixture
-def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def measuring_workers(monkeypatch: pytest.MonkeyPatch, forked_engines: None) -> None:
     path = [str(Path(shardline.__file__).parents[1]), str(ROOT)]
     code = f"import sys; sys.path[:0] = {path}; from tests.engine.measuring_worker import main; main()"
     monkeypatch.setattr(Child, "code", lambda self, module: code)

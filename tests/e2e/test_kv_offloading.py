@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shardline import LLM, SamplingParams
 from shardline.messages.stats import TierStats
 
@@ -24,6 +26,7 @@ def answers(llm: LLM) -> tuple[list[list[int]], TierStats | None]:
     return [list(output.outputs[0].token_ids) for output in outputs], stats.tier
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_evicted_prefixes_outlive_a_restart(tmp_path: Path) -> None:
     """The second engine finds what the first one has evicted, and gives the answers that the first one computed."""
     with start(tmp_path) as llm:

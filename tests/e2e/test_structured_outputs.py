@@ -73,7 +73,7 @@ def test_a_required_call_is_valid(server: Server, choice: Any, temperature: floa
     reason = "tool_calls" if choice == "required" else "stop"  # a named call ends an answer as vLLM's
     assert whole.finish_reason == reason
     assert not whole.message.content
-    [call] = whole.message.tool_calls or ()
+    [call] = whole.message.tool_calls or []
     arguments = json.loads(call.function.arguments)
     if call.function.name == "weather":
         assert set(arguments) == {"city", "unit"}
@@ -83,7 +83,7 @@ def test_a_required_call_is_valid(server: Server, choice: Any, temperature: floa
     with server.client().chat.completions.stream(**options) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == reason
-    [streamed] = final.message.tool_calls or ()
+    [streamed] = final.message.tool_calls or []
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
 
 

@@ -25,6 +25,7 @@ EXECUTORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_command_that_only_a_test_knows_reaches_every_rank(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     monkeypatch.setattr(Child, "code", code_with_command)

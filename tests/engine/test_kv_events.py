@@ -104,7 +104,8 @@ def test_a_subscriber_of_vllm_gets_every_batch_and_asks_for_those_that_it_missed
     zmq = pytest.importorskip("zmq", reason="pip install pyzmq")
     ports = [free_port(), free_port()]
     endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
-    config = KVEventsConfig(True, "zmq", *(f"tcp://127.0.0.1:{port - 1}" for port in ports), topic="kv-events")
+    published, replayed = (f"tcp://127.0.0.1:{port - 1}" for port in ports)
+    config = KVEventsConfig(True, "zmq", published, replayed, topic="kv-events")
     publisher = KVEventPublisher(config, 1)  # a port further on
     context = zmq.Context()
     try:

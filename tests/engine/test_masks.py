@@ -25,6 +25,8 @@ from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.compiler import GrammarCompiler
 from shardline.structured.grammar import schema_grammar, structured_grammar
 
+pytestmark = pytest.mark.slow  # workers are processes
+
 TOKENIZER_FILE = Path(DEMO_FOLDER) / "tokenizer.json"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(TOKENIZER_FILE))
 EOS = 2

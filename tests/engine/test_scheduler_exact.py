@@ -118,6 +118,7 @@ def drive(
     return engine
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), st.integers(0, 2**32), st.integers(1, 14), st.sampled_from([0.0, 0.05, 0.2]), st.booleans())
 def test_any_schedule_gives_the_reference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -216,9 +217,13 @@ def test_lost_blocks_are_computed_again() -> None:
     assert engine.tier.num_lost == 4
 
 
+@pytest.mark.parametrize("most_fetches", [1, 9])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_a_request_that_is_cancelled_while_blocks_are_fetched_gives_all_back(submitted: bool) -> None:
-    engine = evicted()
+def test_a_request_that_is_cancelled_while_blocks_are_fetched_gives_all_back(
+    submitted: bool, most_fetches: int
+) -> None:
+    """Also those that no plan has fetched yet."""
+    engine = evicted(replace(SHAPE, most_fetches=most_fetches))
     assert engine.tier is not None
     engine.add(make_request("again", PROMPT, 2))
     engine.submit()

@@ -1,4 +1,4 @@
-"""Half a minute of faults under streaming `openai` clients; tests/faults/chaos.py causes many more."""
+"""A few faults under streaming `openai` clients; tests/faults/chaos.py causes many more."""
 
 from __future__ import annotations
 
@@ -8,32 +8,16 @@ from tests.faults.chaos import Report
 from tests.faults.chaos_faults import Fault
 from tests.faults.chaos_pairs import Pair, PairChaos
 
-PAIRS = [
-    Pair("kill rank", "kill", "engine"),
-    Pair("memory node", "kill", "engine"),
-    Pair("descriptors front", "kill", "rank"),
-]
 FAULTS = [
-    Fault(*words.split())
-    for words in (
-        "kill rank busy",
-        "kill engine loading",
-        "kill head idle",
-        "stop rank loading",
-        "stop engine busy",
-        "kill head busy",
-        "cut node busy",
-        "kill rank idle",
-        "kill head loading",
-        "kill rank loading",
-        "unplug head loading",
-        "kill engine busy",
-        "stall rank busy",
-        "kill node busy",
-        "kill engine idle",
-    )
+    Pair("kill rank", "kill", "engine"),
+    Fault("kill", "engine", "loading"),
+    Fault("kill", "head", "idle"),
+    Pair("descriptors front", "kill", "rank"),
+    Fault("kill", "head", "busy"),
+    Pair("memory node", "kill", "engine"),
+    Fault("stop", "rank", "busy"),
 ]
-"""Single faults: each kind, each process and each state, in most of their pairs."""
+"""Each process and each state, mostly by kills, which are over soon; `make chaos` has every kind and all pairs."""
 LAYOUT = ("-dp", "2", "-pp", "2", "--step-timeout", "5")
 """A stall is noticed after half of the usual time."""
 PAUSE = 0.5
@@ -42,10 +26,10 @@ limit for streams to be in the middle when a fault comes."""
 
 
 def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -> None:
-    report = PairChaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run([*PAIRS, *FAULTS], 3, seconds=25.0)
+    report = PairChaos(tmp_path, seed=1, layout=LAYOUT, pause=PAUSE).run(FAULTS, num_clients=3)
     assert not report.wrong, "\n".join(report.lines())
+    assert report.num_faults == len(FAULTS)
     assert report.answers > 10
-    assert report.num_faults > 3  # slow machines do not come to the last ones
 
 
 def test_a_report_is_kept_for_the_next_run(tmp_path: Path) -> None:

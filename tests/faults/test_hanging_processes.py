@@ -105,6 +105,7 @@ def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: p
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_slow_steps_are_spared_and_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slow step is shorter than the deadline of 1 s; together they are much longer."""
 

@@ -49,6 +49,7 @@ async def collect(llm: AsyncLLM, first: int, params: SamplingParams) -> RequestO
     return stream.output
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_request_that_hangs_its_engine_ends_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,6 +207,7 @@ def test_a_rollout_under_load_has_no_error(site: Site, undisturbed: list[dict[st
             number = (index + len(said)) % len(REQUESTS)
             path, fields = REQUESTS[number]
             said.append((number, said_by(path, site.stream(path, fields))))
+            is_over.wait(0.3)  # servers that start have some time of the processor, too
         return said
 
     threads, results = in_threads([partial(load, index) for index in range(3)])

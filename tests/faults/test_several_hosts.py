@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
 
-from shardline import LLM, SamplingParams
+from shardline import LLM, SamplingParams, lifeline
 from tests.faults.hosts import TOKEN, Hosts, await_ready
 from tests.faults.processes import command_line
 from tests.faults.site import SMALL, Site, await_line, site
+from tests.forks import ForkServer
 
 PROMPT = "The first thing that"
 STREAM = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "temperature": 0.8, "seed": 7, "ignore_eos": True}
@@ -35,9 +37,10 @@ def _slack(seconds: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> str:
+def undisturbed(fork_server: ForkServer) -> str:
     """What STREAM gives on one rank."""
-    with contextlib.closing(LLM("demo", device="cpu")) as llm:
+    forked = patch.object(lifeline, "start_process", fork_server.start_process)
+    with forked, contextlib.closing(LLM("demo", device="cpu")) as llm:
         params = SamplingParams(max_tokens=400, temperature=0.8, seed=7, ignore_eos=True)
         return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
 

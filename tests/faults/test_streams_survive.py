@@ -7,15 +7,18 @@ import os
 import re
 import signal
 from contextlib import aclosing
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
+from shardline import lifeline
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.outputs import CompletionOutput
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.faults.processes import assert_all_end
+from tests.forks import ForkServer
 
 NUMBERS = StructuredOutputsParams(regex="([0-9]{3},){40}end")
 
@@ -71,9 +74,10 @@ async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[object]:
+def undisturbed(fork_server: ForkServer) -> list[object]:
     """All outputs of one rank, which are those of any layout."""
-    outputs, _ = asyncio.run(asyncio.wait_for(run({}, []), 120))
+    with patch.object(lifeline, "start_process", fork_server.start_process):
+        outputs, _ = asyncio.run(asyncio.wait_for(run({}, []), 120))
     return outputs
 
 

@@ -147,6 +147,9 @@ def _named() -> dict[str, Callable[[], tuple[str, bytes]]]:
     def chat(**fields: Any) -> tuple[str, bytes]:
         return CHAT, _json({**usual(CHAT), **fields})
 
+    def regex(make: Callable[[], str]) -> tuple[str, bytes]:
+        return chat(regex=make())
+
     def grammar(make: Callable[[], str], n: int) -> tuple[str, bytes]:
         return COMPLETION, _json({**usual(COMPLETION), "n": n, "structured_outputs": {"grammar": make()}})
 
@@ -156,7 +159,7 @@ def _named() -> dict[str, Callable[[], tuple[str, bytes]]]:
     for name, make in lark.NAMED.items():
         named |= {f"Lark of {name}, n {n}": partial(grammar, make, n) for n in (1, MOST_CHOICES)}
     for name, make in regexes.NAMED.items():
-        named[f"regex of {name}"] = lambda make=make: chat(regex=make())
+        named[f"regex of {name}"] = partial(regex, make)
     tools = [_tool(make(), index) for index, make in enumerate(schemas.NAMED.values()) if index not in (0, 2, 3)]
     few_bytes = schemas.NAMED["multipleOf 999983"]
     return named | {

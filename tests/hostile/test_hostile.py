@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.text import chat_template
 from tests.hostile import draws, folders, lark, library, regexes, run, schemas, site, templates
 from tests.hostile.bodies import Case, drawn_case, named_cases
 
@@ -36,7 +37,8 @@ def test_no_request_ends_a_server_or_disturbs_another_client() -> None:
     assert found.answers.get(400, 0) > REQUESTS // 5, found.answers
 
 
-def test_templates_and_folders_end_in_time() -> None:
+def test_templates_and_folders_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)
     assert library.run(LOADED_CASES, seed=0) == []
 
 

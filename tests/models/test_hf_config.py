@@ -160,7 +160,12 @@ _FACTORS = {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64}
 def test_no_number_is_more_than_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[tuple[str, str]] = set()
     is_there = HFConfig.has
-    monkeypatch.setattr(HFConfig, "has", lambda self, key: read.add((self.section_name, key)) or is_there(self, key))
+
+    def has(config: HFConfig, key: str) -> bool:
+        read.add((config.section_name, key))
+        return is_there(config, key)
+
+    monkeypatch.setattr(HFConfig, "has", has)
     for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope"):
         rope = {"rope_type": kind, **_ROPE, **_FACTORS}
         config = {"model_type": name, "num_experts_per_tok": 1, "head_dim": 128, "num_hidden_layers": 2}

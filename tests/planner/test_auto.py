@@ -82,7 +82,12 @@ def test_serve_starts_with_the_chosen_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[EngineConfig] = []
-    monkeypatch.setattr("shardline.server.launch.run_server", lambda engine, server: started.append(engine) or 0)
+
+    def run_server(engine: EngineConfig, server: object) -> int:
+        started.append(engine)
+        return 0
+
+    monkeypatch.setattr("shardline.server.launch.run_server", run_server)
     monkeypatch.setattr("shardline.process_title.set_process_title", lambda name: None)
     monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["serve", "demo", "--parallel", "auto", "--device", "cpu", "--data-parallel-size", "2"]

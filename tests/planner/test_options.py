@@ -72,6 +72,7 @@ def test_given_flags_stand_in_the_commands(
     assert theirs.removeprefix("# ") in where["vllm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["4xH100", "2x8xH100", "3x8xA100-80GB"])
 def test_serve_takes_the_commands(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     large = "meta-llama/Llama-3.1-405B"

@@ -399,15 +399,15 @@ def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(COORDINATES, "context", "sp")
     for module in (report, search_module):
         monkeypatch.setattr(module, "STARTED_AXES", (*STARTED_AXES, "context"))
-    monkeypatch.setitem(GROUPS, "stages", ("pipeline",))
-    monkeypatch.setitem(TRAFFIC, "stages", lambda *_: NOTHING)
+    monkeypatch.setitem(GROUPS, "stages", ("pipeline",))  # type: ignore[misc]
+    monkeypatch.setitem(TRAFFIC, "stages", lambda *_: NOTHING)  # type: ignore[misc]
     result = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
     assert parse_layout("tp2-sp2", result) == Layout("shardline", 2, context=2)
     assert str(Layout("shardline", 2, context=2)) == "bf16 tp2 sp2"
     speeds = []
     for messages in (0, 100):
         traffic = Traffic(1e5 * messages, messages)
-        monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, *_, one=traffic: one)
+        monkeypatch.setitem(TRAFFIC, "stages", lambda spec, layers, ranks, *_, one=traffic: one)  # type: ignore[misc]
         fresh = found(LLAMA_70B, "4xH100", Demand(8192, running=8), pipeline=4, weights="bf16", kv="auto")
         assert fresh.best is not None
         assert fresh.best.speed is not None

@@ -78,7 +78,7 @@ def test_the_clients_run() -> None:
             assert ran.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_engines")
 def test_the_program_runs() -> None:
     [program] = re.findall(r"```python\n(.*?)```", with_demo(TEXT), re.DOTALL)
     printed = io.StringIO()

@@ -49,7 +49,12 @@ class Running:
     def in_loop(self, call: Callable[[], object]) -> None:
         """Run `call` on the server's event loop, and wait for it."""
         done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (call(), done.set()))
+
+        def run() -> None:
+            call()
+            done.set()
+
+        self.loop.call_soon_threadsafe(run)
         assert done.wait(5)
 
 

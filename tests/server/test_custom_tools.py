@@ -30,7 +30,7 @@ def test_a_chat_calls_a_custom_tool(shared: Running, client: openai.OpenAI, choi
     tools: list[Any] = [*TOOLS, {"type": "custom", "custom": CUSTOM}]
     request: dict[str, Any] = {"model": "demo", "messages": HI, "tools": tools, "tool_choice": choice}
     message = client.chat.completions.create(**request).choices[0].message
-    [call] = message.tool_calls or ()
+    [call] = message.tool_calls or []
     assert call.type == "custom"
     assert (call.custom.name, call.custom.input) == ("sql", 'SELECT "é"')
     assert "weather time sql" in last_prompt(shared)

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.server.test_launch import client, process
+
+pytestmark = pytest.mark.slow  # it starts a server process
 
 MEGABYTE = 1 << 20
 

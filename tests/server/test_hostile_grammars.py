@@ -14,6 +14,8 @@ import pytest
 from shardline.config.server import ServerConfig
 from tests.server.conftest import Running, serve
 
+pytestmark = pytest.mark.slow  # grammars are tried in processes
+
 HI = [{"role": "user", "content": "Hi"}]
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(2700)) + 'r2700: "x"\n'
 REFERENCES = {

@@ -13,6 +13,8 @@ from shardline.text import chat_template
 from tests.server.conftest import Running, serve
 from tests.server.test_launch import client, process
 
+pytestmark = pytest.mark.slow  # templates run in processes
+
 LOOPS = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
 LARGE = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 TEMPLATE = (

@@ -61,6 +61,7 @@ def test_every_format_is_tested() -> None:
     assert set(WRITERS) == set(tool_parser_names())
 
 
+@pytest.mark.slow
 @in_every_form
 @settings(deadline=None, max_examples=5)
 @given(data=st.data())
@@ -78,6 +79,7 @@ def test_what_is_cut_within_values_of_gemma_adds_nothing(text: str, arguments: s
     assert parse(text, "gemma4", cut=True) == Answer(calls=[("f", arguments)])
 
 
+@pytest.mark.slow
 @in_every_form
 @settings(deadline=None, max_examples=5)
 @given(data=st.data(), cut=st.integers(0, 200))
@@ -92,6 +94,7 @@ def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObje
     assert name in WHOLE or answer.content == ""
 
 
+@pytest.mark.slow
 @in_every_form
 @settings(deadline=None, max_examples=10)
 @given(text=st.text(st.sampled_from('ab <>{}[]"\\:,;|`\n') | st.characters(codec="utf-8"), max_size=40))
@@ -276,6 +279,7 @@ def test_no_markup_reaches_content(name: str, text: str) -> None:
     assert answer.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", reasoning_parser_names())
 @settings(deadline=None, max_examples=10)
 @given(
@@ -397,6 +401,7 @@ def test_no_marks_of_gpt_oss_reach_anything(text: list[str]) -> None:
         assert not any(mark in answer.content + answer.reasoning for mark in harmony.MARKERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_reasoning_before_calls(name: str) -> None:
     calls = [("f", '{"text": "<think>"}')]

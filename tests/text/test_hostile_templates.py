@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from shardline.text import chat_template
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 from tests.text import builders
+
+pytestmark = pytest.mark.slow  # templates run in processes
 
 CHAT = [{"role": "user", "content": "Hi"}]
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -44,7 +47,7 @@ EITHER = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _short() -> None:
+def _short() -> Iterator[None]:
     """These limits are as good for tests as the real ones, and shorter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)

@@ -393,18 +393,14 @@ class RequestBuilder:
         """The constraints on the output's tokens; None: there are none."""
         bad_words: list[tuple[int, ...]] = []
         if grammar or params.bad_words:
-            tokenizer = self._tokenizer_for_constraints()
+            if self.tokenizer is None:
+                raise ValueError("structured_outputs and bad_words need a tokenizer, and the model has none")
             for word in params.bad_words or ():
-                bad_words += (tuple(tokenizer.encode_text(text, False)) for text in (word, " " + word.lstrip()))
+                bad_words += (tuple(self.tokenizer.encode_text(text, False)) for text in (word, " " + word.lstrip()))
         allowed = tuple(params.allowed_token_ids or ())
         if not (grammar or allowed or bad_words):
             return None
         return Constraints(grammar, allowed, tuple(dict.fromkeys(word for word in bad_words if word)))
-
-    def _tokenizer_for_constraints(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError("structured_outputs and bad_words need a tokenizer, and the model has none")
-        return self.tokenizer
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > MAX_CHOICES_PER_REQUEST:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
-from msgspec.structs import FieldInfo, fields, replace
+from msgspec.structs import FieldInfo, replace
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"]
 """clamped_swish is gpt-oss's gate: (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) for g = min(gate, 7)."""
@@ -22,6 +23,7 @@ Shape = tuple[int, ...]
 Parameters = Iterator[tuple[str, Shape]]
 """(canonical name within a layer, full shape) of parameters, in the order of computation."""
 
+_fields_of = functools.cache(msgspec.structs.fields)  # it evaluates the annotations of a class at each call
 
 AnyPart = TypeVar("AnyPart", bound="Part")
 
@@ -44,7 +46,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     def all_fields(self) -> Iterator[tuple[FieldInfo, Any]]:
         """Its fields with their values. The fields of a trait stand in its place."""
-        for field in fields(self):
+        for field in _fields_of(type(self)):
             value = getattr(self, field.name)
             if isinstance(value, Trait):
                 yield from value.all_fields()
@@ -70,7 +72,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
             yield kind
             return
         names = supported[kind].split()
-        for field in fields(self):
+        for field in _fields_of(type(self)):
             value = getattr(self, field.name)
             is_set = field.default is not msgspec.NODEFAULT and value != field.default
             if is_set and field.name not in names and not isinstance(value, Trait):

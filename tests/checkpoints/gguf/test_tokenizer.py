@@ -329,7 +329,12 @@ def test_a_tokenizer_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     _, file = _sentencepiece(tmp_path)
     built: list[int] = []
     build = gguf_tokenizer._merges
-    monkeypatch.setattr(gguf_tokenizer, "_merges", lambda *args: built.append(1) or build(*args))
+
+    def count(*args: Any) -> object:
+        built.append(1)
+        return build(*args)
+
+    monkeypatch.setattr(gguf_tokenizer, "_merges", count)
     assert Tokenizer.from_folder(file) is not None
     assert built == [1]
 

@@ -176,8 +176,8 @@ def logprobs(num_rows: int, vocab_size: int, top_n: int) -> None:
 def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
-    heads = qkv.split([32, 8, 8], dim=1)
-    KERNELS.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
+    query, key, value = qkv.split([32, 8, 8], dim=1)
+    KERNELS.rope_and_write_kv(query, key, value, cache, cache, positions, positions, table, False, None, None)
 
 
 def write_kv_bytes(stored: Callable[..., torch.Tensor]) -> None:

@@ -102,7 +102,9 @@ def test_rope_and_write_kv_is_one_after_the_other(rng, interleaved, rot, dim, as
     parts = qkv.clone()
     for heads in (parts[:, :5], parts[:, 5:7]):
         KERNELS.apply_rope(heads, positions, table, interleaved)
-    write_kv_reference(parts[:, 5:7], parts[:, 7:], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    write_kv_reference(
+        parts[:, 5:7], parts[:, 7:], caches[2], caches[3], slots, key_scales=scales[2], value_scales=scales[3]
+    )
     arguments = (positions, slots, table, interleaved, *scales[:2])
     KERNELS.rope_and_write_kv(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], *caches[:2], *arguments)
     assert_same_bits(qkv, parts)
@@ -128,8 +130,10 @@ def test_write_kv_as_bytes(rng):
     slots[4] = -1
     caches = [torch.zeros(8, 3, 16, 20, dtype=torch.int8) for _ in range(4)]
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
-    KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
-    write_kv(HOST_KERNELS, kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    KERNELS.write_kv(kv[:, 0], kv[:, 1], caches[0], caches[1], slots, scales[0], scales[1])
+    write_kv(
+        HOST_KERNELS, kv[:, 0], kv[:, 1], caches[2], caches[3], slots, key_scales=scales[2], value_scales=scales[3]
+    )
     order = HOST_KERNELS.page_order(torch.float32)
     for ours, theirs, kind in zip(caches[:2], caches[2:], ("keys", "values"), strict=True):
         assert torch.equal(ours, tokens_of(theirs, kind, order))
@@ -145,8 +149,8 @@ def test_write_kv_as_fp8(rng):
     slots[4] = -1
     caches = [torch.zeros(8, 3, 16, 20, dtype=torch.float8_e4m3fn) for _ in range(4)]
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
-    KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
-    write_kv_reference(kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    KERNELS.write_kv(kv[:, 0], kv[:, 1], caches[0], caches[1], slots, scales[0], scales[1])
+    write_kv_reference(kv[:, 0], kv[:, 1], caches[2], caches[3], slots, key_scales=scales[2], value_scales=scales[3])
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     for ours, theirs in zip(scales[:2], scales[2:], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
             query = norm.rms_norm(KERNELS, query, norms.query, norms.eps, weight_offset=norms.weight_offset)
             key = norm.rms_norm(KERNELS, key, norms.key, norms.eps, weight_offset=norms.weight_offset)
         kv_cache.rope_and_write_kv(
-            KERNELS, query, key, value, *expected, slots, positions, table, interleaved=interleaved
+            KERNELS, query, key, value, expected[0], expected[1], slots, positions, table, interleaved=interleaved
         )
         for x in (unnormed, normed):
             place = (*actual, slots, positions, table)
@@ -156,7 +157,12 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     launched: list[str] = []
     for module, name in ((qkv_kernel, "qkv_linear"), (products, "add_linear")):
         op = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, op=op, name=name: (launched.append(name), op(*args)))
+
+        def note(*args: object, op: Any = op, name: str = name) -> None:
+            launched.append(name)
+            op(*args)
+
+        monkeypatch.setattr(module, name, note)
     actual = two_steps(worker)
     takes_rope = family not in ("deepseek_v2", "gpt2", "qwen3_moe")
     assert ("qkv_linear" in launched) == takes_rope

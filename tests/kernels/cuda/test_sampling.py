@@ -57,7 +57,7 @@ def test_chooses_the_tokens_of_the_cpu(rng, has_ties, vocab_size):
     logits[1, 7], logits[2, 3] = torch.nan, -torch.inf
     arguments = parameters(*rows, rng=rng)
     tokens = torch.full((len(rows),), -1)
-    KERNELS.sample(logits, *arguments.values(), 0, tokens)
+    KERNELS.sample(logits, *(*arguments.values(), 0, tokens))
     assert torch.equal(tokens, sampling.sample(HOST_KERNELS, logits, **arguments))
 
 
@@ -66,5 +66,5 @@ def test_rows_without_a_finite_maximum(rng):
     logits[0, 60], logits[1], logits[2] = torch.inf, -torch.inf, torch.nan
     arguments = parameters(*[(1.0, 5, 0.9, 0.0)] * 3, rng=rng)
     tokens = torch.full((3,), -1)
-    KERNELS.sample(logits, *arguments.values(), 0, tokens)
+    KERNELS.sample(logits, *(*arguments.values(), 0, tokens))
     assert torch.equal(tokens, sampling.sample(HOST_KERNELS, logits, **arguments))

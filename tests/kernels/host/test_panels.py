@@ -50,7 +50,7 @@ def halves_in_turn(gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.usefixtures("isa")
 def test_panels_of_parts(dtype, rng, parts, depth, threads):
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
-    panels = torch.full(panel_shape(*weight.shape, dtype), torch.nan, dtype=dtype)
+    panels = torch.full(panel_shape(sum(parts), depth, dtype), torch.nan, dtype=dtype)
     _cpu.set_num_threads(threads)
     pack_parts(KERNELS.pack_weight, split(weight, parts), panels)
     _cpu.set_num_threads(1)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -248,8 +250,8 @@ def bitsandbytes_4bit(kind: str, nested: bool, block: int = 64) -> Store:
     """bitsandbytes in 4 bits: the library quantizes, and decodes."""
 
     def store(weight: Tensor, generator: torch.Generator) -> Stored:
-        from bitsandbytes import functional
-
+        with patch.object(torch, "compile", lambda function, **_: function):  # its compiler takes seconds to import
+            functional = pytest.importorskip("bitsandbytes.functional")
         codes, state = functional.quantize_4bit(weight, blocksize=block, compress_statistics=nested, quant_type=kind)
         parts = {f"weight.{part}": value for part, value in state.as_dict(packed=True).items()}
         # The library's kernel for the CPU is wrong for blocks that cross rows, so it decodes one long row.

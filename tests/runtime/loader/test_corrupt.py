@@ -26,7 +26,6 @@ from .packer import pack_checkpoint
 from .stored_checkpoints import Format, bitsandbytes_4bit, compressed, fp8_blocks, write_checkpoint
 
 pytest.importorskip("compressed_tensors")
-pytest.importorskip("bitsandbytes")
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": False}

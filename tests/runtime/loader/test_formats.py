@@ -33,7 +33,6 @@ from .stored_checkpoints import write_checkpoint, write_mxfp4_experts
 from .stored_formats import FORMATS
 
 pytest.importorskip("compressed_tensors")
-pytest.importorskip("bitsandbytes")
 
 
 OTHER_FAMILIES = [("phi3", "fp8 blocks"), ("mixtral", "nf4"), ("deepseek_v3", "fp8 blocks")]

@@ -75,8 +75,7 @@ def test_processed_logits_are_those_that_may_be_drawn(
 ) -> None:
     logits = randn(2, 50, rng=rng)
     params = [torch.tensor([value, 0.0]) for value in (temperature, top_k, top_p, min_p)]
-    empty = torch.empty(0)
-    processed, greedy = processed_logits(logits, Draws(*params, empty, empty, empty))
+    processed, greedy = processed_logits(logits, Draws(*params, *[torch.empty(0)] * 3))
     assert torch.equal(greedy, logits[1])
     kept = kept_tokens_reference(logits[0].numpy(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert (processed > -math.inf).tolist() == (kept > 0).tolist()

@@ -71,9 +71,14 @@ def test_a_stream_has_the_history_once(shared: Running, window: Window) -> None:
 
 
 def test_viewers_share_one_look(shared: Running, window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
+    looks: list[object] = []
     look = window._look
-    monkeypatch.setattr(window, "_look", lambda history: looks.append(history) or look(history=history))
+
+    def note(history: bool) -> object:
+        looks.append(history)
+        return look(history=history)
+
+    monkeypatch.setattr(window, "_look", note)
     with (
         shared.http() as http,
         http.stream("GET", "/cluster", headers=STREAM) as one,

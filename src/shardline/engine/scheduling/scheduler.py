@@ -148,8 +148,9 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unfinished, a plan in flight or an output not taken."""
-        return self.registry.num_live > 0 or bool(self.in_flight) or self.registry.has_outputs
+        """Whether a request is unfinished, a plan in flight, a block to be fetched or an output not taken."""
+        registry = self.registry
+        return bool(registry.num_live or self.in_flight or self.kv.traffic.is_fetching or registry.has_outputs)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; the engine loop fills in `engine_seconds`."""

@@ -33,7 +33,7 @@ class Call:
         named = {"key_scales": scales[0], "value_scales": scales[1]} if as_bytes else {}
         if one_after_the_other:
             apply_rope(KERNELS, query, key, self.positions, self.table, interleaved=interleaved)
-            write_kv(KERNELS, key, value, *caches, self.slots, **named)
+            write_kv(KERNELS, key, value, caches[0], caches[1], self.slots, **named)
         else:
             where = (*caches, self.slots, self.positions, self.table)
             rope_and_write_kv(KERNELS, query, key, value, *where, interleaved=interleaved, **named)
@@ -71,7 +71,7 @@ def test_keys_and_values_lie_where_the_reference_puts_them(dtype, rng):
     call = Call(50, 34, 18, dtype, rng)
     heads, *caches = call.run(False, interleaved=True, as_bytes=False)[:3]
     expected = [torch.zeros_like(cache) for cache in caches]
-    write_kv_reference(heads[:, 5:7], heads[:, 7:], *expected, call.slots)
+    write_kv_reference(heads[:, 5:7], heads[:, 7:], expected[0], expected[1], call.slots)
     order = KERNELS.page_order(dtype)
     assert_same_bits(tokens_of(caches[0], "keys", order), expected[0])
     assert_same_bits(tokens_of(caches[1], "values", order), expected[1])

@@ -97,7 +97,7 @@ def attend(
             freed = max(0, begin - window + 1) // BLOCK_SIZE
             tables[s, :freed] = 0
             slots[: freed * BLOCK_SIZE] = -1
-        write(sequence.key[:end], sequence.value[:end], *caches, slots, **scales)
+        write(sequence.key[:end], sequence.value[:end], caches[0], caches[1], slots, **scales)
     query = torch.cat([sequence.query[begin:end] for sequence, begin, end in sequences])
     lengths = [end - begin for _, begin, end in sequences]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
@@ -330,7 +330,7 @@ def test_write_kv_as_bytes(dtype, rng, num_tokens, stored):
     for op in (partial(write_kv, KERNELS), write_kv_reference):
         caches = [torch.zeros(8, 3, BLOCK_SIZE, 20).to(stored) for _ in range(2)]
         scales = [torch.zeros(8, 3, BLOCK_SIZE) for _ in range(2)]
-        op(kv[:, 0], kv[:, 1], *caches, slots, key_scales=scales[0], value_scales=scales[1])
+        op(kv[:, 0], kv[:, 1], caches[0], caches[1], slots, key_scales=scales[0], value_scales=scales[1])
         order = "tokens" if op is write_kv_reference else KERNELS.page_order(dtype)
         keys, values = (cache.view(torch.int8) for cache in caches)
         written.append((tokens_of(keys, "keys", order), tokens_of(values, "values", order), *scales))

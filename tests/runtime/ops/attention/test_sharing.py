@@ -49,12 +49,13 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
         if common == 1030 and len(common_blocks) == 0:
             common_blocks = tables[s, : common // BLOCK_SIZE].clone()
         slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        write_kv(KERNELS, sequence.key, sequence.value, *caches, slots, **scales)
+        write_kv(KERNELS, sequence.key, sequence.value, caches[0], caches[1], slots, **scales)
     lengths = [num_queries for _, _, num_queries in REQUESTS]
     together = paged_attention(
         KERNELS,
         torch.cat([sequence.query[-length:] for sequence, length in zip(sequences, lengths, strict=True)]),
-        *caches,
+        caches[0],
+        caches[1],
         tables,
         torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         torch.tensor([sequence.length for sequence in sequences], dtype=torch.int32),
