@@ -67,10 +67,6 @@ class BlockPool:
         self._num_reserved -= 1
         return self.take_block()
 
-    def cancel_reserved(self) -> None:
-        """Take back the promise of a block."""
-        self._num_reserved -= 1
-
     def take_block(self) -> int:
         """Hand out a block without content, with the caller as its only holder. There must be a free one."""
         if self._blank:

@@ -189,29 +189,6 @@ class BlockTraffic:
         self.is_fetching = True
         return fetch.ticket
 
-    def cancel(self, ticket: int) -> None:
-        """Nobody waits for a fetch any more: what no plan has begun to copy, and nobody else waits for, stays in the
-        tier. The rest is in the pool once its plans are over, as ever."""
-        fetch = next((one for waiting in self._waiting.values() for one in waiting if one.ticket == ticket), None)
-        if fetch is None:
-            return
-        assert self.tier is not None
-        slots = dict(self._wanted) | {copy.key: copy.slot for copy in self._late}
-        for key in [key for key in fetch.missing if key in slots and self._waiting[key] == [fetch]]:
-            del self._waiting[key]
-            fetch.missing.remove(key)
-            self.tier.release(key)
-            if (key, slots[key]) in self._wanted:
-                self._wanted.remove((key, slots[key]))
-                self._pool.cancel_reserved()
-            else:
-                (late,) = (copy for copy in self._late if copy.key == key)
-                self._late.remove(late)
-                self._pool.release_block(late.block)
-        if not fetch.missing:
-            self._release(fetch.held)
-        self.is_fetching = bool(self._waiting)
-
     @property
     def has_copies(self) -> bool:
         """Whether the next plan must carry copies."""

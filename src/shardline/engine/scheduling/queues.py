@@ -108,7 +108,7 @@ class SequenceQueues:
         if before is State.WAITING:
             self.waiting.remove(sequence)
         elif before is State.FETCHING:
-            self._kv.traffic.cancel(self.fetching.pop(sequence))
+            del self.fetching[sequence]
         elif before is State.RUNNING:
             self.running.remove(sequence)
             self.draining.add(sequence)
