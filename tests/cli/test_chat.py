@@ -171,8 +171,10 @@ def test_a_server_is_asked_in_its_own_words(url: str) -> None:
 
 def test_the_command(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    monkeypatch.setenv("OPENAI_API_KEY", "one of OpenAI's")
     assert main(["chat", "--url", url, "--system-prompt", "be brief"]) == 0
     assert capsys.readouterr().out == "hello\n"
+    assert Server.bodies[0][0] == "Bearer one of OpenAI's"
     assert Server.bodies[0][1]["messages"][0] == {"role": "system", "content": "be brief"}
 
 

@@ -96,7 +96,7 @@ def test_adapters_come_and_go(running: Running) -> None:
     ("name", "path", "message"),
     [
         ("new", "broken", "adapter_config.json is malformed"),
-        ("new", "nowhere", "has no adapter_config.json"),
+        ("new", ".", "has no adapter_config.json"),
         ("new", "..", "must be a folder in"),
         ("new", "/etc", "must be a folder in"),
         ("new", "a\0b", "is no path"),
@@ -111,6 +111,25 @@ def test_what_cannot_be_loaded_is_one_400(running: Running, name: str, path: str
         assert message in answer.json()["error"]["message"]
         assert "\n" not in answer.json()["error"]["message"]
         assert list(running.llm.model.adapters.named) == ["first"]
+
+
+def test_a_folder_that_is_not_there_is_a_404(running: Running) -> None:
+    with running.http(headers=ADMIN) as http:
+        for path in ("nowhere", "a/adapter_config.json"):
+            answer = http.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": path})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+def test_vllms_variable_opens_every_folder(running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    other = {"lora_name": "other", "lora_path": str(folder / "adapters" / "b")}
+    with serve(ServerConfig(port=0)) as anywhere, anywhere.http() as http:
+        object.__setattr__(anywhere.llm.model, "adapters", running.llm.model.adapters)
+        assert http.post("/v1/load_lora_adapter", json=other).text.startswith("Success")
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "other"}).status_code == 200
+    with running.http(headers=ADMIN) as http:  # --lora-root counts more
+        answer = http.post("/v1/load_lora_adapter", json={**other, "lora_path": "/etc"})
+        assert "must be a folder in" in answer.json()["error"]["message"]
 
 
 def test_loading_needs_the_admin_key_and_a_root(running: Running) -> None:

@@ -100,7 +100,7 @@ class RemoteBackend:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._key = api_key or env.api_key()
+        self._key = api_key or env.api_key() or env.openai_api_key()
         self._options = {name: value for name, value in options.items() if value is not None}
         self.model = model or self._first_model()
 
