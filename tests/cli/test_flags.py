@@ -122,6 +122,8 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --ssl-cert-reqs 2", "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs"),
         ("serve --middleware a.b", "--middleware a.b: cannot be imported"),
         ("serv", "invalid choice: 'serv'"),
+        ("launch render demo --port 8100", "there is no command launch: every server answers the /render endpoints"),
+        ("collect-env", "there is no command collect-env: `shardline doctor`"),
         ("--prt 1", "unknown option --prt; did you mean --port"),
         ("some/model --port 70000", "port must be in [0, 65535]"),
         ("", "required: COMMAND"),

@@ -141,3 +141,9 @@ def test_loading_needs_the_admin_key_and_a_root(running: Running) -> None:
         assert "--lora-root" in http.post("/v1/load_lora_adapter", json=body).json()["error"]["message"]
     with serve(ServerConfig(port=0, lora_root="/tmp")) as plain, plain.http() as http:
         assert "--enable-lora" in http.post("/v1/load_lora_adapter", json=body).json()["error"]["message"]
+
+
+def test_an_adapter_of_the_start_that_cannot_be_used_names_its_flag(running: Running, folder: Path) -> None:
+    lora = LoRAConfig(enable_lora=True, lora_modules=(f"bad={folder / 'adapters' / 'broken'}",))
+    with pytest.raises(ValueError, match=r"lora_modules bad: the adapter in .* is malformed"):
+        Adapters(lora, running.llm.model.adapters._spec)
