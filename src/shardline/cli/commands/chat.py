@@ -104,7 +104,8 @@ def talk(
             messages.append({"role": "user", "content": line})
             try:
                 answer = print_answer(backend.reply(messages), console, stats)
-                messages.append({"role": "assistant", "content": answer})
+                # What the model thought is not for its next answer.
+                messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2].lstrip("\n")})
             except ValueError as error:  # for example, the conversation has become too long
                 messages.pop()
                 console.print(str(error), style="red", markup=False)
