@@ -20,7 +20,7 @@ from shardline.cli.flags import USAGE_ERROR, Parser
 
 _OF_VLLM = {
     "collect-env": "`shardline doctor` shows what this machine has",
-    "launch": "every server answers the /render endpoints: shardline serve MODEL",
+    "launch": "it needs the word render, and stands for serve --render-only",
 }
 """Commands that only vLLM has, and what does their work here."""
 
@@ -57,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_command(words: Sequence[str]) -> list[str]:
-    """The words, after `serve` if they begin with a flag or a hub id: so containers take the arguments of vLLM's."""
+    """The words, after `serve` if they begin with a flag or a hub id: so containers take the arguments of vLLM's.
+
+    `launch render` of vLLM is `serve --render-only`.
+    """
+    if list(words[:2]) == ["launch", "render"]:
+        return ["serve", "--render-only", *words[2:]]
     first = words[0] if words else ""
     is_flag = first.startswith("--") and first not in ("--help", "--version")
     return ["serve", *words] if is_flag or "/" in first else list(words)

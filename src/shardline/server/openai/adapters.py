@@ -85,7 +85,7 @@ def _folder(root: str | None, path: str) -> Path:
     Raises:
         ApiError: 400.
     """
-    if root is None and not env.takes_any_adapter_folder():
+    if root is None and not env.takes_any_lora_folder():
         raise bad_request("No adapter is loaded at run time: start the server with --lora-root FOLDER.", "lora_path")
     home = Path(root or ".").resolve()
     try:

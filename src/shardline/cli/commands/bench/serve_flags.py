@@ -54,9 +54,15 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument("--model", help="the model's name (default: the first of /v1/models)")
     group.add_argument("--served-model-name", help="the name to send, if it is not --model")
-    group.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters, one of which each request names")
     group.add_argument(
-        "--lora-assignment", choices=("random", "round-robin"), default="random", help="which one (default: random)"
+        "--lora-modules", dest="own_models", nargs="+", metavar="NAME", help="LoRAs, one of which each request names"
+    )
+    group.add_argument(
+        "--lora-assignment",
+        dest="assignment",
+        choices=("random", "round-robin"),
+        default="random",
+        help="which one (default: random)",
     )
     group.add_argument(
         "--tokenizer", help="folder, package or hub id of the tokenizer (default: the model's, else the server's)"
