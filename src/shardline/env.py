@@ -51,6 +51,11 @@ def takes_any_model_name() -> bool:
     return os.environ.get("VLLM_SKIP_MODEL_NAME_VALIDATION", "").lower() in ("1", "true")
 
 
+def takes_any_lora_folder() -> bool:
+    """VLLM_ALLOW_RUNTIME_LORA_UPDATING: whether clients may have LoRAs loaded from everywhere on this host."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true")
+
+
 def openai_api_key() -> str | None:
     """OPENAI_API_KEY: the key that clients of other servers send."""
     return os.environ.get("OPENAI_API_KEY")

@@ -45,7 +45,8 @@ class StructuredOutputsParams(
     """True: JSON has no whitespace except one space after each comma and colon. This is the default for schemas. Free
     objects may be indented by default. False: up to 40 characters of whitespace."""
     disable_additional_properties: bool | None = None
-    """True: objects of a schema have no properties but those that it names, unless it says otherwise."""
+    """True: objects of a schema have no properties but those that it names, unless it says otherwise. None: the same,
+    but for schemas that combine others. False: they may have further ones."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace in JSON."""
 

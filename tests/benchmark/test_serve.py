@@ -55,6 +55,16 @@ def test_figures_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
     assert "Serving Benchmark Result" in capsys.readouterr().out
 
 
+def test_each_request_names_an_adapter(tmp_path: Path) -> None:
+    with stub_server(lambda index, path, body: stream(1)) as server:
+        turns = "--num-prompts 5 --max-concurrency 1 --lora-modules a b --lora-assignment round-robin"
+        bench(server.url, turns, tmp_path)
+        assert [body["model"] for body in server.bodies] == ["a", "b", "a", "b", "a"]
+        del server.bodies[:]
+        bench(server.url, "--num-prompts 12 --lora-modules a b", tmp_path)
+        assert {body["model"] for body in server.bodies} == {"a", "b"}
+
+
 def test_accepted_drafts_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def page(drafts: int, tokens: int, *accepted: int) -> str:
         lines = [
@@ -237,7 +247,9 @@ def test_results_are_appended(tmp_path: Path) -> None:
         ("--self-timed", 2, "timed_trace"),
         ("--base-url ftp://x", 2, "http://127.0.0.1:8000"),
         ("--compare a.json b.json", 2, "a.json"),
-        ("--lora-modules a b", 2, "an adapter is a model"),
+        ("--lora-modules", 2, "--lora-modules"),
+        ("--lora-modules a --lora-assignment first", 2, "--lora-assignment"),
+        ("--use-beam-search", 2, "--extra-body"),
     ],
 )
 def test_bad_input_is_one_line(words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:

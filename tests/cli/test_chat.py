@@ -128,9 +128,12 @@ class Server(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        for text in ("hel", "lo"):
+        for text in () if said == "think" else ("hel", "lo"):
             event = {"choices": [{"delta": {"content": text}} if "messages" in body else {"text": text}]}
             self.wfile.write(b": comment\n\ndata: " + json.dumps(event).encode() + b"\n\n")
+        if said == "think":
+            for delta in ({"reasoning": "well"}, {"reasoning_content": ", so"}, {"content": "four"}, {"content": "."}):
+                self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
         ending = b'data: {"error": {"message": "engine died"}}\n\n' if said == "die" else b""
         self.wfile.write(ending + b'data: {"choices": []}\n\ndata: [DONE]\n\n')
 
@@ -171,9 +174,20 @@ def test_a_server_is_asked_in_its_own_words(url: str) -> None:
 
 def test_the_command(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    monkeypatch.setenv("OPENAI_API_KEY", "one of OpenAI's")
     assert main(["chat", "--url", url, "--system-prompt", "be brief"]) == 0
     assert capsys.readouterr().out == "hello\n"
+    assert Server.bodies[0][0] == "Bearer one of OpenAI's"
     assert Server.bodies[0][1]["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_reasoning_is_shown_and_forgotten(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("think\nhi\n"))
+    assert main(["chat", "--url", url]) == 0
+    assert capsys.readouterr().out == "<think>\nwell, so\n</think>\nfour.\nhello\n"
+    assert Server.bodies[-1][1]["messages"][1] == {"role": "assistant", "content": "four."}
 
 
 def test_one_message_is_answered_and_the_command_ends(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_flags_of_vllm(tmp_path: Path) -> None:
     words = "run-batch -i a -o b --output-tmp-dir c --url 0.0.0.0 --port 1 --enable-metrics --response-role assistant"
+    words += " --shutdown-timeout 5"
     args = build_parser().parse_args([*words.split(), "--max-log-len", "5", "--enable-prompt-tokens-details"])
     assert (args.input_file, args.output_file, args.output_tmp_dir) == ("a", "b", "c")
     assert (args.host, args.port, args.enable_metrics) == ("0.0.0.0", 1, True)

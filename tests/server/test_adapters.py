@@ -96,7 +96,7 @@ def test_adapters_come_and_go(running: Running) -> None:
     ("name", "path", "message"),
     [
         ("new", "broken", "adapter_config.json is malformed"),
-        ("new", "nowhere", "has no adapter_config.json"),
+        ("new", ".", "has no adapter_config.json"),
         ("new", "..", "must be a folder in"),
         ("new", "/etc", "must be a folder in"),
         ("new", "a\0b", "is no path"),
@@ -113,6 +113,25 @@ def test_what_cannot_be_loaded_is_one_400(running: Running, name: str, path: str
         assert list(running.llm.model.adapters.named) == ["first"]
 
 
+def test_a_folder_that_is_not_there_is_a_404(running: Running) -> None:
+    with running.http(headers=ADMIN) as http:
+        for path in ("nowhere", "a/adapter_config.json"):
+            answer = http.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": path})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+def test_vllms_variable_opens_every_folder(running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    other = {"lora_name": "other", "lora_path": str(folder / "adapters" / "b")}
+    with serve(ServerConfig(port=0)) as anywhere, anywhere.http() as http:
+        object.__setattr__(anywhere.llm.model, "adapters", running.llm.model.adapters)
+        assert http.post("/v1/load_lora_adapter", json=other).text.startswith("Success")
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "other"}).status_code == 200
+    with running.http(headers=ADMIN) as http:  # --lora-root counts more
+        answer = http.post("/v1/load_lora_adapter", json={**other, "lora_path": "/etc"})
+        assert "must be a folder in" in answer.json()["error"]["message"]
+
+
 def test_loading_needs_the_admin_key_and_a_root(running: Running) -> None:
     body = {"lora_name": "new", "lora_path": "b"}
     with running.http() as http:
@@ -122,3 +141,9 @@ def test_loading_needs_the_admin_key_and_a_root(running: Running) -> None:
         assert "--lora-root" in http.post("/v1/load_lora_adapter", json=body).json()["error"]["message"]
     with serve(ServerConfig(port=0, lora_root="/tmp")) as plain, plain.http() as http:
         assert "--enable-lora" in http.post("/v1/load_lora_adapter", json=body).json()["error"]["message"]
+
+
+def test_an_adapter_of_the_start_that_cannot_be_used_names_its_flag(running: Running, folder: Path) -> None:
+    lora = LoRAConfig(enable_lora=True, lora_modules=(f"bad={folder / 'adapters' / 'broken'}",))
+    with pytest.raises(ValueError, match=r"lora_modules bad: the adapter in .* is malformed"):
+        Adapters(lora, running.llm.model.adapters._spec)

@@ -205,3 +205,14 @@ def test_a_server_of_tokens_only_has_no_tokenizer() -> None:
         assert "stop strings" in refused.json()["error"]["message"]
         assert http.post("/abort_requests", json={"request_ids": ["generate-tokens-x"]}).status_code == 200
         assert http.post("/v1/completions", json={"prompt": [5]}).status_code == 404
+
+
+def test_a_server_that_renders_has_no_other_endpoint_of_a_model() -> None:
+    with serve(ServerConfig(render_only=True)) as running, running.http() as http:
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        rendered = http.post("/v1/chat/completions/render", json=chat).json()
+        assert rendered["token_ids"] == http.post("/tokenize", json=chat).json()["tokens"]
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate", "/score"):
+            assert http.post(path, json=chat).status_code == 404
+        assert http.get("/").status_code == 404
+        assert http.get("/health").status_code == 200

@@ -54,6 +54,10 @@ def accepts(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
+OPTIONAL = {"anyOf": [{"type": "null"}, {"type": "integer"}]}
+NAMES_A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
 @pytest.mark.parametrize(
     ("params", "good", "bad"),
     [
@@ -75,6 +79,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
             ['{"a": 1, "b": 2}'],
             ["{"],
         ),
+        ({"json": {"properties": {"a": {}}}}, ['{"a": 1}', "{}"], ['{"b": 1}', '{"a": 1, "b": 2}']),
+        ({"json": {"properties": {"a": OPTIONAL}}}, ['{"a": null}'], ['{"b": 1}']),
+        ({"json": {"properties": {"a": {}}, "additionalProperties": True}}, ['{"a": 1, "b": 2}'], ["{"]),
+        ({"json": {"properties": {"a": {}}}, "disable_additional_properties": False}, ['{"b": 1}'], ["{"]),
+        ({"json": {"type": "object"}}, ['{"b": 1}'], ["1"]),
+        ({"json": {"allOf": [NAMES_A, {"properties": {"b": {}}}]}}, ['{"a": 1, "b": 2}'], ['{"a": "x"}']),
+        ({"json": {**NAMES_A, "anyOf": [{"properties": {"b": {}}}]}}, ['{"a": 1, "b": 2}'], ['{"a": "x"}']),
         ({"json": SCHEMA, "whitespace_pattern": "x?"}, ['{"a":x1}', '{"a":1}'], ['{"a": 1}']),
         (
             {"json_object": True},

@@ -51,7 +51,10 @@ class Adapters:
         """By folder: what the files looked like when they were read, and what they hold."""
         self._lock = threading.Lock()
         for module in config.modules:
-            self.put(module.name, self.read(module.folder), module.parent)
+            try:
+                self.put(module.name, self.read(module.folder), module.parent)
+            except ValueError as error:
+                raise ValueError(f"lora_modules {module.name}: {error}") from None
 
     @property
     def named(self) -> Mapping[str, NamedAdapter]:

@@ -134,9 +134,9 @@ class RequestWriter:
         self._logprobs = logprobs
         self._head = client.head("POST", endpoint, {"Content-Type": "application/json", **headers})
 
-    def write(self, sample: Sample, request_id: str) -> bytes:
-        """The bytes of one request."""
-        body = self._backend.write_body(self._model, sample, self._logprobs)
+    def write(self, sample: Sample, request_id: str, model: str | None = None) -> bytes:
+        """The bytes of one request. `model`: another one than the usual."""
+        body = self._backend.write_body(model or self._model, sample, self._logprobs)
         data = msgspec.json.encode({**body, **self._extra_body})
         return b"%bx-request-id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
             self._head,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import re
 import time
 import uuid
@@ -167,6 +168,15 @@ def _arrivals(args: argparse.Namespace, samples: Sequence[Sample]) -> list[float
     return arrival_times(len(samples), args.request_rate, rng, burstiness=args.burstiness, ramp=ramp)
 
 
+def _own_models(args: argparse.Namespace, count: int) -> Sequence[str | None]:
+    """What each request names as its model, as --lora-modules says; None: the same as all others."""
+    if not args.own_models:
+        return [None] * count
+    if args.assignment == "random":
+        return random.Random(args.seed).choices(args.own_models, k=count)
+    return [args.own_models[index % len(args.own_models)] for index in range(count)]
+
+
 async def _run_once(
     args: argparse.Namespace,
     url: str,
@@ -187,12 +197,12 @@ async def _run_once(
     )
     plan = [
         Planned(
-            writer.write(sample, _request_id(args.request_id_prefix, f"{args.seed}-{index}")),
+            writer.write(sample, _request_id(args.request_id_prefix, f"{args.seed}-{index}"), own),
             time,
             sample.prompt_len,
             len(sample.prompt) if isinstance(sample.prompt, list) and isinstance(sample.prompt[0], str) else 1,
         )
-        for index, (sample, time) in enumerate(zip(samples, times, strict=True))
+        for index, (sample, time, own) in enumerate(zip(samples, times, _own_models(args, len(samples)), strict=True))
     ]
     first = Planned(writer.write(samples[0], _request_id(args.request_id_prefix, "warmup")), 0.0, samples[0].prompt_len)
     load = partial(run_load, client, streams=backend.streams, max_concurrency=args.max_concurrency)

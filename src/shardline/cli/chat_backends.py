@@ -17,6 +17,9 @@ from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import Conversation, render_and_encode
 
+BEGIN_THINKING, END_THINKING = "<think>\n", "\n</think>\n"
+"""What reasoning is shown between, if a server sends it apart from the answer."""
+
 _CONNECT_SECONDS = 600.0
 """Longest wait for the next byte from a server."""
 
@@ -100,13 +103,22 @@ class RemoteBackend:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._key = api_key or env.api_key()
+        self._key = api_key or env.api_key() or env.openai_api_key()
         self._options = {name: value for name, value in options.items() if value is not None}
         self.model = model or self._first_model()
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        thinks = False
         for choice in self._stream("/chat/completions", messages=messages):
-            yield str(choice.get("delta", {}).get("content") or "")
+            delta = choice.get("delta", {})
+            thought = delta.get("reasoning") or delta.get("reasoning_content")
+            content = str(delta.get("content") or "")
+            if thought:
+                yield f"{'' if thinks else BEGIN_THINKING}{thought}"
+                thinks = True
+            if content or not thought:
+                yield f"{END_THINKING if thinks and content else ''}{content}"
+                thinks = thinks and not content
 
     def complete(self, prompt: str) -> Iterator[str]:
         """How a text goes on, in pieces; see `ChatBackend.reply`."""

@@ -18,6 +18,12 @@ import shardline.cli.commands
 from shardline import env
 from shardline.cli.flags import USAGE_ERROR, Parser
 
+_OF_VLLM = {
+    "collect-env": "`shardline doctor` shows what this machine has",
+    "launch": "it needs the word render, and stands for serve --render-only",
+}
+"""Commands that only vLLM has, and what does their work here."""
+
 FAILURE = 1
 INTERRUPTED = 130
 UNREAD = 141
@@ -30,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
     the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
-    args = build_parser().parse_args(_with_command(sys.argv[1:] if argv is None else argv))
+    parser = build_parser()
+    words = _with_command(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _OF_VLLM:
+        parser.error(f"there is no command {words[0]}: {_OF_VLLM[words[0]]}")
+    args = parser.parse_args(words)
     try:
         code = int(args.run(args) or 0)
         sys.stdout.flush()
@@ -47,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_command(words: Sequence[str]) -> list[str]:
-    """The words, after `serve` if they begin with a flag or a hub id: so containers take the arguments of vLLM's."""
+    """The words, after `serve` if they begin with a flag or a hub id: so containers take the arguments of vLLM's.
+
+    `launch render` of vLLM is `serve --render-only`.
+    """
+    if list(words[:2]) == ["launch", "render"]:
+        return ["serve", "--render-only", *words[2:]]
     first = words[0] if words else ""
     is_flag = first.startswith("--") and first not in ("--help", "--version")
     return ["serve", *words] if is_flag or "/" in first else list(words)

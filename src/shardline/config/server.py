@@ -99,6 +99,9 @@ class ServerConfig:
     tokens_only: bool = option(
         False, "serve token ids in and out only (/inference/v1/generate); no tokenizer is loaded"
     )
+    render_only: bool = option(
+        False, "answer /tokenize and the render endpoints only; no weights are loaded, and no device is needed"
+    )
     response_role: str = option("assistant", "role of the answers in chats")
     disable_ui: bool = option(False, "no page at /")
     disable_fastapi_docs: bool = option(False, "no /docs and no /openapi.json")
@@ -122,6 +125,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    @property
+    def has_page(self) -> bool:
+        """Whether there is a page at /, on which people chat."""
+        return not (self.disable_ui or self.render_only)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -241,6 +249,9 @@ def _validate(config: ServerConfig) -> None:
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     _ = config.disable_any_whitespace
+    require(
+        not (config.render_only and config.tokens_only), "render_only needs the tokenizer that tokens_only leaves out"
+    )
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
     require(config.batch_dir_limit >= 0, f"batch_dir_bytes must be at least 0, got {config.batch_dir_bytes}")
     require(

@@ -84,21 +84,25 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _install_error_handlers(app)
     app.include_router(health_routes(service))
     app.include_router(admin_routes(service))
-    if not config.disable_ui:
+    if config.has_page:
         app.include_router(page_routes())
     ready = Depends(service.require_ready)
     generates, pools = [ready, Depends(service.require_generation)], [ready, Depends(service.refuse_generator)]
     app.include_router(model_routes(service), dependencies=[ready])
     app.include_router(adapter_routes(service))
-    app.include_router(generate_routes(service), dependencies=generates)
+    if not config.render_only:
+        app.include_router(generate_routes(service), dependencies=generates)
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
-        for routes in (generating_routes, batched_chat_routes, response_routes, message_routes, render_routes):
+        app.include_router(render_routes(service), dependencies=generates)
+    is_whole = not (config.tokens_only or config.render_only)
+    if is_whole:
+        for routes in (generating_routes, batched_chat_routes, response_routes, message_routes):
             app.include_router(routes(service), dependencies=generates)
         app.include_router(generative_scoring_routes(service), dependencies=generates)
         for routes in (cohere_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
-    app.state.batches = None if config.tokens_only else start_batches(app, service)
+    app.state.batches = start_batches(app, service) if is_whole else None
     app.include_router(batch_routes(app.state.batches))
     app.router.routes.append(Route("/invocations", Invocations(app), methods=["POST"]))
     if not config.disable_fastapi_docs:
@@ -129,7 +133,7 @@ def _middleware(service: Service) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
-    stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=not config.disable_ui))
+    stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=config.has_page))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
     if service.observer.tracer is not None:

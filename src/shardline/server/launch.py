@@ -19,6 +19,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,10 @@ def run_server(
             from shardline.api.async_llm import AsyncLLM
 
             start_llm = AsyncLLM
+            if server_config.render_only:
+                from shardline.api.renderer import Renderer
+
+                start_llm = partial(AsyncLLM, connect=Renderer)
         llm = start_llm(engine_config)
         return run_event_loop(_serve(llm, server_config, listener, started))
 

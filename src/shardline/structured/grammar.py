@@ -37,6 +37,9 @@ _ASCII = {
 """Classes of characters that have more of them in the compiler's regular expressions than in Python's `re.ASCII`."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON schemas whose value is a map to schemas."""
+_COMBINING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
+_BESIDE = ("anyOf", "oneOf", "$ref")
+"""They combine schemas only beside `properties`."""
 _DATA = ("const", "enum", "default", "example", "examples")
 
 
@@ -109,7 +112,10 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
         elif params.json_object:
             options = {"whitespace_pattern": _INDENTATION}
     try:
-        closed = params is not None and bool(params.disable_additional_properties)
+        closed = False
+        if params is not None:
+            given = params.disable_additional_properties
+            closed = not _combines(schema) if given is None else given
         return {**_spell_schema(schema, closed), "x-guidance": options}
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
@@ -142,6 +148,22 @@ def _spell_schema(schema: Mapping[str, Any], closed: bool) -> dict[str, Any]:
     if closed and ("properties" in result or "patternProperties" in result):
         result.setdefault("additionalProperties", False)
     return result
+
+
+def _combines(schema: Any) -> bool:
+    """Whether two schemas may describe one object, so that neither names all of its properties."""
+    unread = [schema]
+    while unread:
+        entry = unread.pop()
+        if isinstance(entry, list):
+            unread += entry
+        elif isinstance(entry, Mapping):
+            if not entry.keys().isdisjoint(_COMBINING) or (
+                "properties" in entry and not entry.keys().isdisjoint(_BESIDE)
+            ):
+                return True
+            unread += [value for key, value in entry.items() if key not in _DATA]
+    return False
 
 
 def lark_grammar(lark: str) -> str:

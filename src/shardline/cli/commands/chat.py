@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 
+KEY_VARIABLES = "$SHARDLINE_API_KEY, $VLLM_API_KEY or $OPENAI_API_KEY"
 _HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C stops an answer"
 
 
@@ -37,7 +38,7 @@ def _add_chat_flags(parser: Parser) -> None:
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
     group.add_argument("--model-name", help="the model's name on the server (default: the first of /v1/models)")
-    group.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY or $VLLM_API_KEY)")
+    group.add_argument("--api-key", help=f"the server's key (default: {KEY_VARIABLES})")
     add_query_flags(group, "MESSAGE")
     group.add_argument("--system-prompt", help="instructions at the beginning of every conversation")
     group.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
@@ -103,7 +104,8 @@ def talk(
             messages.append({"role": "user", "content": line})
             try:
                 answer = print_answer(backend.reply(messages), console, stats)
-                messages.append({"role": "assistant", "content": answer})
+                # What the model thought is not for its next answer.
+                messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2].lstrip("\n")})
             except ValueError as error:  # for example, the conversation has become too long
                 messages.pop()
                 console.print(str(error), style="red", markup=False)

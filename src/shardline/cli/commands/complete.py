@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from shardline.cli.commands.chat import add_query_flags, print_answer, read_line
+from shardline.cli.commands.chat import KEY_VARIABLES, add_query_flags, print_answer, read_line
 
 
 def add_parser(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         "--url", default="http://127.0.0.1:8000", help="OpenAI-compatible server (default: http://127.0.0.1:8000)"
     )
     parser.add_argument("--model-name", help="the model's name on the server (default: the first of /v1/models)")
-    parser.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY or $VLLM_API_KEY)")
+    parser.add_argument("--api-key", help=f"the server's key (default: {KEY_VARIABLES})")
     parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens (default: the server's, 16)")
     add_query_flags(parser, "PROMPT")
     parser.set_defaults(run=run)

@@ -37,6 +37,8 @@ def add_parser(commands: Any) -> None:
     )
     group.add_argument("--output-tmp-dir", metavar="FOLDER", help="where answers are until they are uploaded to a URL")
     group.add_argument("--url", dest="host", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    # A run that was stopped goes on later, so it has no use for this.
+    group.add_argument("--shutdown-timeout", type=float, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_engine_flags(parser)
     add_flags(parser, ServerConfig, "answers", skip=_CONNECTION_FIELDS)
     parser.set_defaults(run=run)

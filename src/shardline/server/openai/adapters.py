@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter, Depends
 from starlette.responses import PlainTextResponse, Response
 
+from shardline import env
 from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
@@ -52,8 +53,11 @@ def adapter_routes(service: Service) -> APIRouter:
             raise bad_request(f"'{name}' is the name of the served model.", "lora_name")
         folder = _folder(service.config.lora_root, body.lora_path)
         try:
-            ref = await asyncio.to_thread(adapters.read, folder)
+            ref = await asyncio.to_thread(adapters.read, str(folder))
         except ValueError as error:
+            if service.llm.config.lora.enable_lora and not await asyncio.to_thread(folder.is_dir):
+                message = f"There is no folder {str(folder)!r:.300}."
+                raise ApiError(404, message, param="lora_path", code="adapter_not_found") from error
             raise bad_request(str(error), "lora_path") from error
         if name in adapters.named and not body.load_inplace:
             raise bad_request(
@@ -75,19 +79,19 @@ def adapter_routes(service: Service) -> APIRouter:
     return router
 
 
-def _folder(root: str | None, path: str) -> str:
+def _folder(root: str | None, path: str) -> Path:
     """The folder of an adapter, which must be in `root`.
 
     Raises:
         ApiError: 400.
     """
-    if root is None:
+    if root is None and not env.takes_any_lora_folder():
         raise bad_request("No adapter is loaded at run time: start the server with --lora-root FOLDER.", "lora_path")
-    home = Path(root).resolve()
+    home = Path(root or ".").resolve()
     try:
         folder = (home / path).resolve()
     except (OSError, ValueError, RuntimeError):
         raise bad_request("'lora_path' is no path.", "lora_path") from None
-    if not folder.is_relative_to(home):
+    if root is not None and not folder.is_relative_to(home):
         raise bad_request(f"'lora_path' must be a folder in {home} (--lora-root).", "lora_path")
-    return str(folder)
+    return folder

@@ -24,7 +24,7 @@ _PERCENTILES = (50, 90, 99)
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 _REFUSED_BY_LATENCY = {
-    "Shardline has no beam search": ("use-beam-search",),
+    "this bench generates one text for each prompt; LLM.beam_search has no times of requests": ("use-beam-search",),
     "Shardline has no profiler": ("profile",),
     "the engine's time is reported by itself, see engine overhead": ("disable-detokenize",),
 }

@@ -21,9 +21,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "blazedit-max-distance", "bfcl-categories", "spec-bench-output-len", "spec-bench-category",
         "speed-bench-dataset-subset", "speed-bench-output-len", "speed-bench-category",
     ),
-    "an adapter is a model: name it as --model": ("lora-modules", "lora-assignment"),
-    "Shardline has no beam search": ("use-beam-search",),
-    "Shardline serves no rerankers": ("no-reranker",),
+    """--extra-body '{"use_beam_search": true}' asks for it""": ("use-beam-search",),
+    "there is no dataset random-rerank": ("no-reranker",),
     "Shardline has no profiler endpoints": ("profile",),
     "use --html FILE, which has these charts": (
         "plot-timeline", "timeline-itl-thresholds", "plot-dataset-stats",
@@ -55,6 +54,16 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument("--model", help="the model's name (default: the first of /v1/models)")
     group.add_argument("--served-model-name", help="the name to send, if it is not --model")
+    group.add_argument(
+        "--lora-modules", dest="own_models", nargs="+", metavar="NAME", help="LoRAs, one of which each request names"
+    )
+    group.add_argument(
+        "--lora-assignment",
+        dest="assignment",
+        choices=("random", "round-robin"),
+        default="random",
+        help="which one (default: random)",
+    )
     group.add_argument(
         "--tokenizer", help="folder, package or hub id of the tokenizer (default: the model's, else the server's)"
     )
