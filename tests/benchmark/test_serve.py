@@ -90,6 +90,34 @@ def test_accepted_drafts_are_those_of_the_run(tmp_path: Path, capsys: pytest.Cap
         assert "spec_decode_num_drafts" not in bench(server.url, "--num-prompts 2", tmp_path)
 
 
+def test_the_bubble_is_the_time_in_which_ranks_were_not_busy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def page(*seconds: tuple[float, float]) -> str:
+        return "\n".join(
+            f'shardline:rank_{kind}_seconds_total{{engine="0",model_name="m",rank="{rank}"}} {value}'
+            for rank, both in enumerate(seconds)
+            for kind, value in zip(("busy", "waiting"), both, strict=True)
+        )
+
+    def slow(index: int, path: str, body: object) -> list[bytes]:
+        time.sleep(0.1)
+        return stream(2)
+
+    with stub_server(slow) as server:
+        server.metrics = [page((1.0, 1.0), (2.0, 3.0)), page((1.05, 1.0), (2.02, 3.01))]
+        result = bench(server.url, "--num-prompts 2", tmp_path)
+    seconds = result["duration"]
+    assert result["ranks"] == ["0/0", "0/1"]
+    assert result["rank_busy_shares"] == pytest.approx([0.05 / seconds, 0.02 / seconds])
+    assert result["rank_waiting_shares"] == pytest.approx([0.0, 0.01 / seconds])
+    assert result["bubble"] == pytest.approx(1 - 0.035 / seconds)
+    assert "Rank 0/1 busy, waiting (%):" in capsys.readouterr().out
+    with stub_server(lambda index, path, body: stream(2)) as server:
+        server.metrics = [page((1.0, 0.0)), page((2.0, 0.0))]
+        assert "bubble" not in bench(server.url, "--num-prompts 2", tmp_path)
+
+
 def test_sends_follow_absolute_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = HttpClient.send
 

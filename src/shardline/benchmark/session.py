@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import random
-import re
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +24,7 @@ from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.http_client import HttpClient
 from shardline.benchmark.load import Planned, Ramp, RunTrace, arrival_times, run_load
 from shardline.benchmark.results import Wanted, summarize
+from shardline.benchmark.server_counters import fetch_counters, server_figures
 from shardline.benchmark.server_tokenizer import PromptTokenizer, ServerTokenizer
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
@@ -55,8 +54,8 @@ def run_session(args: argparse.Namespace, wanted: Wanted) -> Iterator[tuple[dict
             options = argparse.Namespace(**{**vars(args), "seed": args.seed + run})
             samples = find_dataset(args.dataset_name).load_samples(options, tokenizer)
             times = _arrivals(options, samples)
-            trace, drafts = uvloop.run(_run_once(options, url, headers, name, samples, times))
-            yield identity, summarize(trace, wanted) | drafts
+            trace, figures = uvloop.run(_run_once(options, url, headers, name, samples, times))
+            yield identity, summarize(trace, wanted) | figures
     finally:
         if isinstance(tokenizer, ServerTokenizer):
             tokenizer.close()
@@ -185,7 +184,7 @@ async def _run_once(
     samples: Sequence[Sample],
     times: Sequence[float],
 ) -> tuple[RunTrace, dict[str, Any]]:
-    """What the run measured, and the figures of the server's drafts."""
+    """What the run measured, and what the server's counters say of it."""
     backend = BACKENDS[args.backend]
     client = HttpClient(url, insecure=args.insecure)
     extra = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None and backend.streams}
@@ -211,10 +210,10 @@ async def _run_once(
             await _wait_ready(load, first, args.ready_check_timeout_sec)
         if args.num_warmups > 0:
             await load([first] * args.num_warmups)
-        before = await fetch_drafts(client, headers)
+        before = await fetch_counters(client, headers)
         with tqdm(total=len(plan), disable=args.disable_tqdm, unit="req") as bar:
             trace: RunTrace = await load(plan, on_done=bar.update)
-        return trace, draft_figures(before, await fetch_drafts(client, headers))
+        return trace, server_figures(before, await fetch_counters(client, headers), trace.seconds)
     finally:
         client.close()
 
@@ -239,49 +238,3 @@ async def _wait_ready(load: Callable[..., Any], first: Planned, seconds: float) 
         if time.monotonic() >= deadline:
             raise RuntimeError(f"the server was not ready within {seconds:g} s: {record.cause}: {record.error}")
         await asyncio.sleep(_SECONDS_BETWEEN_CHECKS)
-
-
-_LINE = re.compile(r"(?:shardline|vllm):spec_decode_num_(\w+)_total(\{[^}]*\})? (\S+)")
-_POSITION = re.compile(r'position="(\d+)"')
-_SECONDS = 5.0
-
-DraftCounts = Counter[str]
-"""Counters of all engines by the ends of their names; accepted tokens by position as "0", "1" and so on."""
-
-
-async def fetch_drafts(client: HttpClient, headers: Mapping[str, str]) -> DraftCounts:
-    """The counters of a server; empty: it makes no drafts, or shows no metrics."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_SECONDS):
-            status, body = await client.fetch("GET", "/metrics", dict(headers))
-        if status == 200:
-            return read_drafts(body.decode(errors="replace"))
-    return Counter()
-
-
-def read_drafts(text: str) -> DraftCounts:
-    """The counters of drafts in a page of metrics."""
-    counts: DraftCounts = Counter()
-    for name, labels, value in _LINE.findall(text):
-        position = _POSITION.search(labels)
-        with contextlib.suppress(ValueError):
-            counts[position.group(1) if position else name] += int(float(value))
-    return counts
-
-
-def draft_figures(before: DraftCounts, after: DraftCounts) -> dict[str, Any]:
-    """The figures of a run, by their keys in the result; empty if no draft was made."""
-    drafts, tokens, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    if drafts <= 0 or tokens <= 0:
-        return {}
-    positions = sorted(int(name) for name in after if name.isdigit())
-    return {
-        "spec_decode_acceptance_rate": 100 * accepted / tokens,
-        "spec_decode_acceptance_length": 1 + accepted / drafts,
-        "spec_decode_num_drafts": drafts,
-        "spec_decode_draft_tokens": tokens,
-        "spec_decode_accepted_tokens": accepted,
-        "spec_decode_per_position_acceptance_rates": [
-            (after[str(position)] - before[str(position)]) / drafts for position in positions
-        ],
-    }

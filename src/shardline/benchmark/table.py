@@ -46,6 +46,8 @@ def table_lines(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield from _statistics(result, name, short, wanted.percentiles)
     if "spec_decode_num_drafts" in result:
         yield from _drafts(result)
+    if "bubble" in result:
+        yield from _ranks(result)
     yield from _own_sections(result, wanted)
     yield "=" * _WIDTH
 
@@ -60,6 +62,14 @@ def _drafts(result: Mapping[str, Any]) -> Iterator[str]:
     yield "Per-position acceptance (%):"
     for position, share in enumerate(result["spec_decode_per_position_acceptance_rates"]):
         yield _row(f"  Position {position}:", 100 * share, ".2f")
+
+
+def _ranks(result: Mapping[str, Any]) -> Iterator[str]:
+    yield _title("Ranks", "-")
+    rows = zip(result["ranks"], result["rank_busy_shares"], result["rank_waiting_shares"], strict=True)
+    for name, busy, waiting in rows:
+        yield _row(f"Rank {name} busy, waiting (%):", f"{100 * busy:.1f}, {100 * waiting:.1f}")
+    yield _row("Bubble, time not busy (%):", 100 * result["bubble"], ".1f")
 
 
 def _own_sections(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
