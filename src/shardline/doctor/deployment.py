@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from shardline.checkpoints.description import read_model
+from shardline.checkpoints.description import read_models
 from shardline.config.engine import EngineConfig
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Host, Machine
@@ -27,7 +27,7 @@ def check_deployment(config: EngineConfig, nodes: Sequence[NodeFacts]) -> Iterat
             return
         # The doctor asks no hub, not even for another tokenizer.
         local = dataclasses.replace(config.model, model=model.folder, tokenizer=None)
-        deployment = resolve(config, read_model(local), machine)
+        deployment = resolve(config, read_models(dataclasses.replace(config, model=local)), machine)
     except (ValueError, OSError) as error:
         what, _, fix = str(error).partition("; ")
         yield Finding(where, "layout", "broken", what, fix or "change the flags that it names")

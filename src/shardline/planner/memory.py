@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.description import with_draft
 from shardline.checkpoints.quantization import usual_rules
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
@@ -189,8 +190,8 @@ def sized(config: EngineConfig, layout: Layout) -> EngineConfig:
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     why = ""
     try:
-        description = describe(model, checked=cluster.host is None)
         config = engine_config(model, layout, demand, demand.max_model_len)
+        description = with_draft(describe(model, checked=cluster.host is None), config)
         try:
             deployment = resolve(config, description, _machine(cluster, layout.num_gpus))
         except ValueError as refusal:
