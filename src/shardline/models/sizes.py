@@ -42,13 +42,13 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stage_spans(
-    spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None, drafted: float = 0.0
+    spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None, beside: float = 0.0
 ) -> tuple[Span, ...]:
     """The layers of each pipeline stage: those in `pipeline_stages` ("10,12,10") if it is set, else balanced.
 
     The cost of a layer is the number of weights that a decode step of 32 sequences reads. Of the experts, only the
     expected number of chosen ones counts. The embedding costs a row per sequence, and the lm_head all of its rows.
-    `drafted`: the weights that a second model reads on the last stage, see `decode_weights`.
+    `beside`: the weights that a second model reads on the last stage, see `decode_weights`.
 
     Raises:
         ValueError: there are too many stages, or `pipeline_stages` does not fit.
@@ -58,7 +58,7 @@ def stage_spans(
     costs = _layer_costs(spec)
     embedding = _STAGE_BATCH * spec.hidden_size * (1 if spec.learned_positions is None else 2)
     head = spec.vocab_size * spec.hidden_size
-    return balance_stages(costs, num_stages, embedding, head + drafted, joined_layers(spec))
+    return balance_stages(costs, num_stages, embedding, head + beside, joined_layers(spec))
 
 
 def decode_weights(spec: DecoderSpec) -> float:

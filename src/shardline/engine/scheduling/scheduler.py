@@ -327,6 +327,8 @@ class Scheduler:
                 # The step has computed the keys and values of the accepted tokens, too.
                 sequence.num_computed += len(result.token_ids) - 1
                 sequence.num_scheduled += len(result.token_ids) - 1
+                sequence.recorder.num_guesses += len(step.draft_token_ids)
+                sequence.recorder.num_right_guesses += len(result.token_ids) - 1
             if self._proposer is not None and not sequence.request.expected_token_ids:
                 self._proposer.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
@@ -362,6 +364,8 @@ class Scheduler:
             recorder.note_token(now, running=sequence.state is State.RUNNING)
             output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
+            if recorder.num_guesses:
+                output = msgspec.structs.replace(output, timeline=recorder.timeline())
             self.queues.leave(sequence, State.FINISHED)
             if self._proposer is not None:
                 self._proposer.note_end(sequence)

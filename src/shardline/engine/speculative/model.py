@@ -12,8 +12,12 @@ from shardline.engine.speculative.payoff import Acceptance, Payoff
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
 
-_LONGEST_PAUSE = 15
-"""Steps of a sequence without guesses after some that did not pay."""
+_KEPT = 0.8
+"""See `Payoff`. A model guesses one text about as well all along."""
+_BETWEEN_TRIES = 16
+"""Steps from one that may ask for guesses of sequences for which they do not pay to the next one."""
+_MOST_TRIED_TOKENS = 4096
+"""What such steps may have the model compute; each step allows one more token."""
 
 
 @dataclass
@@ -23,24 +27,24 @@ class _Guesser:
     acceptance: Acceptance
     is_asked: bool = False
     """A step in flight is to have guesses."""
+    num_seen: int = 0
+    """Its tokens that the model has computed."""
     guesses: list[int] = field(default_factory=list)
     """Those of the last step, which the next one may have."""
-    pause: int = 0
-    """Steps that ask for no guesses."""
-    misses: int = 0
-    """How often no guess was worth its row since the last one that was."""
 
 
 class ModelProposer:
     """A `Proposer` that asks each step for guesses of what comes after it.
 
     As many are asked for as are worth their time, by what was accepted of the sequence and by the measured times of
-    steps, the model's own passes included. A sequence whose guesses are worth none is asked for less and less often.
+    steps, the model's own passes included. Now and then, one guess of other sequences shows whether they can be guessed
+    again, as long as the model has to compute few tokens for it.
     """
 
     def __init__(self, config: Speculation) -> None:
         self._most = config.num_speculative_tokens
-        self._payoff = Payoff(self._most)
+        self._payoff = Payoff(self._most, kept=_KEPT)
+        self._num_decodes = self._num_tried = 0
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
 
     def wants(self, sequence: LiveSequence) -> bool:
@@ -54,18 +58,19 @@ class ModelProposer:
         most = min(self._most, limit, sequence.limit - sequence.num_tokens - 2)
         if not self._payoff.is_open or most <= 0:
             return 0
-        if guesser.pause:
-            guesser.pause -= 1
-            return 0
-        length = self._payoff.best_length(guesser.acceptance)
+        num_unseen = sequence.num_tokens - guesser.num_seen
+        length = self._payoff.shared_length(guesser.acceptance)
+        if (
+            length == 0
+            and self._num_decodes % _BETWEEN_TRIES == 0
+            and self._num_tried + num_unseen <= self._num_decodes
+        ):
+            self._num_tried += num_unseen
+            length = 1
         if length == 0:
-            # One guess, now and then, shows whether the text can be guessed again.
-            guesser.misses += 1
-            guesser.pause = min(2**guesser.misses - 1, _LONGEST_PAUSE)
-        else:
-            guesser.misses = 0
-        guesser.is_asked = True
-        return min(most, max(1, length))
+            return 0
+        guesser.is_asked, guesser.num_seen = True, sequence.num_tokens
+        return min(most, length)
 
     def propose(
         self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
@@ -93,6 +98,8 @@ class ModelProposer:
 
     def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """See `Proposer`."""
+        self._num_decodes += 1
+        self._num_tried = max(self._num_tried, self._num_decodes - _MOST_TRIED_TOKENS)
         self._payoff.note_decode(num_sequences, num_rows, num_tokens, seconds)
 
     def stats(self) -> DraftStats:
