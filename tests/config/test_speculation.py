@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.config.engine import EngineConfig
-from shardline.config.speculation import Speculation, Suffixes, parse_speculation
+from shardline.config.speculation import DraftModel, Speculation, Suffixes, parse_speculation
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,23 @@ def test_suffixes_are_those_of_vllm() -> None:
         )
 
 
+def test_a_model_is_enough_to_draft_by_it() -> None:
+    fields = {"model": "small", "num_speculative_tokens": 3}
+    config = EngineConfig.from_options(speculative_config=fields)
+    assert config.scheduler.speculation == Speculation(3, 0, 0, draft=DraftModel("small"))
+    more = {"method": "draft_model", "revision": "v2", "quantization": "int8", "draft_tensor_parallel_size": 2}
+    assert parse_speculation({**fields, **more}) == Speculation(3, 0, 0, draft=DraftModel("small", "v2", "int8", 2))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("ngram", "must be a JSON object like"),
         ("[1]", "must be a JSON object like"),
-        ('{"method": "eagle", "num_speculative_tokens": 2}', 'must be "ngram" or "suffix", got \'eagle\''),
+        (
+            '{"method": "eagle", "num_speculative_tokens": 2}',
+            'must be "ngram", "suffix" or "draft_model", got \'eagle\'',
+        ),
         ('{"num_speculative_tokens": 2}', "got None"),
         (
             '{"method": "ngram"}',
@@ -59,8 +70,23 @@ def test_suffixes_are_those_of_vllm() -> None:
             "is above",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 2, "draft_tp": 2}', "unknown key 'draft_tp'; known: method"),
-        ('{"model": "x", "num_speculative_tokens": 2}', 'must be "ngram" or "suffix", got the model \'x\''),
-        ('{"method": "eagle3", "model": "x"}', 'must be "ngram" or "suffix", got \'eagle3\''),
+        ('{"method": "eagle3", "model": "x"}', 'must be "ngram", "suffix" or "draft_model", got \'eagle3\''),
+        (
+            '{"model": "x"}',
+            "num_speculative_tokens of speculative_config must be a whole number from 1 to 64, got nothing",
+        ),
+        ('{"model": "x", "num_speculative_tokens": 65}', "from 1 to 64, got 65"),
+        ('{"method": "draft_model", "num_speculative_tokens": 2}', "model of speculative_config must be a text"),
+        ('{"model": 7, "num_speculative_tokens": 2}', "must be a text that is not empty, got 7"),
+        ('{"model": "x", "num_speculative_tokens": 2, "prompt_lookup_max": 2}', "unknown key 'prompt_lookup_max'"),
+        (
+            '{"model": "x", "num_speculative_tokens": 2, "quantization": "int3"}',
+            "quantization of speculative_config must be one of none, ",
+        ),
+        (
+            '{"model": "x", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 0}',
+            "draft_tensor_parallel_size of speculative_config must be a whole number",
+        ),
         ('{"method": "suffix", "prompt_lookup_max": 2}', "unknown key 'prompt_lookup_max'; known: method, num_sp"),
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 0}', "whole number from 1 to 64, got 0"),
         ('{"method": "suffix", "suffix_decoding_max_cached_requests": -1}', "from 0 to 1000000, got -1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.checkpoints.description import read_model
+from shardline.checkpoints.description import read_models
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Device, Host, Machine
@@ -34,4 +34,4 @@ def machine(*gpus: tuple[int, int], **options: int) -> Machine:
 def resolve_on(where: Machine, **options: object) -> Deployment:
     """What is decided for flat options on a machine."""
     config = EngineConfig.from_options(**options)
-    return resolve(config, read_model(config.model), where)
+    return resolve(config, read_models(config), where)

@@ -52,12 +52,13 @@ def test_resolving_is_repeatable_and_final() -> None:
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Every value of a deployment but the model's own, which may have no window or no bias."""
+    """Every value of a deployment but the model's own, which may have no window or no bias. None may draft."""
     if isinstance(value, DecoderSpec | KVGroup):
         return
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            yield from leaves(getattr(value, name))
+            if name != "draft":
+                yield from leaves(getattr(value, name))
     elif isinstance(value, tuple):
         for item in value:
             yield from leaves(item)
@@ -313,7 +314,7 @@ def test_the_log_has_reasons_and_warnings(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_layout_that_cannot_be_is_refused_before_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "read_model", lambda config: pytest.fail("the model was read"))
+    monkeypatch.setattr(here, "read_models", lambda config: pytest.fail("the model was read"))
     with pytest.raises(ValueError, match="'nccl' needs GPUs"):
         resolve_here(EngineConfig.from_options(device="cpu", collectives="nccl"))
 

@@ -221,4 +221,13 @@ class FakeWorker:
         if step.draft_token_ids:
             sequence.next_start = step.start + len(sampled)
         sequence.tokens += sampled
-        return SequenceResult(step.seq_id, sampled)
+        return SequenceResult(step.seq_id, sampled, guesses=self._guess(sequence, step.num_guesses))
+
+    def _guess(self, sequence: _Sequence, count: int) -> list[int]:
+        """What comes next; some guesses are wrong, and some are missing, as if the draft model was not ready."""
+        guesses: list[int] = []
+        for _ in range(count if len(sequence.tokens) % 5 else count // 2):
+            guesses.append(next_token(sequence.tokens + guesses, sequence.salt))
+        if guesses and len(sequence.tokens) % 3 == 0:
+            guesses[-1] = (guesses[-1] + 1) % VOCAB
+        return guesses

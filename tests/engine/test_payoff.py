@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from shardline.config.speculation import Speculation
+from shardline.config.speculation import DraftModel, Speculation
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
+from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.payoff import Acceptance, Gate
 from shardline.engine.speculative.text_proposer import TextProposer
 from shardline.messages.step import SequenceResult, SequenceStep
@@ -99,3 +100,58 @@ def test_a_gate_that_does_not_pay_opens_less_and_less() -> None:
     while not gate.is_open:
         gate.note(1, 1.0, 1.0)
     assert sum(gate.note(1, 1.5, 1.0) for _ in range(1000)) == pytest.approx(1000 * 2 / 134, abs=3)
+
+
+def run_model(num_sequences: int, row: float, draft: float, right: float, prompt: int = 100) -> float:
+    """How many times as fast batches are with a draft model as without one, prompts included. Its pass takes the part
+    `draft` of a step, and each of its rows that part of a row."""
+    proposer, seconds = ModelProposer(Speculation(5, 0, 0, draft=DraftModel("small"))), 0.0
+    noise, dice = random.Random(1), random.Random(2)
+    for _ in range(2):
+        requests = [make_request(f"r{number}", [5] * prompt, NUM_TOKENS) for number in range(num_sequences)]
+        live = [
+            LiveSequence(one, NUM_TOKENS + prompt, (0, 0.0, 0), [5] * prompt, KVState([[]], [0])) for one in requests
+        ]
+        computed = dict.fromkeys(map(id, live), 0)
+        seconds += num_sequences * prompt * row
+        waits = False
+        while live:
+            for sequence in live:
+                sequence.num_pending = 0 if waits else 1
+            drafts = [proposer.propose(sequence, 8) for sequence in live]
+            for sequence in live:
+                sequence.num_pending = 0
+            counts = [proposer.count_guesses(sequence, 8) for sequence in live]
+            num_rows = len(live) + sum(map(len, drafts))
+            step_seconds = 1.0 + row * (num_rows - len(live)) + WAIT * waits + draft * max(counts)
+            for sequence, count in zip(live, counts, strict=True):
+                if count:
+                    step_seconds += draft * row * (len(sequence.tokens) - computed[id(sequence)] + count - 1)
+                    computed[id(sequence)] = len(sequence.tokens)
+            waits = num_rows > len(live) or any(counts)
+            step_seconds *= 1.0 + 0.05 * noise.random()
+            num_sampled = 0
+            for sequence, guesses, count in zip(live, drafts, counts, strict=True):
+                found = [RIGHT] * (1 + [*guesses, WRONG].index(WRONG))
+                step = SequenceStep(0, 0, 1 + len(guesses), [[]], -1, True, False, guesses, num_guesses=count)
+                made = [RIGHT if dice.random() < right else WRONG for _ in range(count)]
+                proposer.note_result(sequence, step, SequenceResult(0, found, guesses=made))
+                sequence.tokens += found
+                num_sampled += len(found)
+            proposer.note_decode(len(live), num_rows, num_sampled, step_seconds)
+            seconds += step_seconds
+            live = [sequence for sequence in live if len(sequence.tokens) < sequence.limit]
+    return 2 * (NUM_TOKENS * 1.025 + num_sequences * prompt * row) / seconds
+
+
+@pytest.mark.parametrize(("num_sequences", "rows"), [(1, (0.02, 0.1)), (8, (0.02, 0.1)), (32, (0.01, 0.03))])
+def test_a_draft_model_never_makes_a_batch_slower(num_sequences: int, rows: tuple[float, ...]) -> None:
+    """Not by more than 3% at its first prompts and steps, from which it learns what it costs."""
+    for row in rows:
+        for right in (0.0, 0.4, 0.8):
+            assert run_model(num_sequences, row, 0.1, right) > 0.965, (num_sequences, row, right)
+
+
+@pytest.mark.parametrize(("num_sequences", "row", "least"), [(1, 0.02, 2.0), (8, 0.02, 1.2), (32, 0.01, 1.1)])
+def test_a_draft_model_that_is_right_pays(num_sequences: int, row: float, least: float) -> None:
+    assert run_model(num_sequences, row, 0.03, 0.8) > least

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardline.config.engine import EngineConfig
+from shardline.config.fields import format_bytes
 from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor import make_executor
@@ -69,6 +70,33 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
     answers = {report.known_answer for report in reports}
     assert len(answers) == 1
     assert "" not in answers
+
+
+def test_a_draft_model_has_a_line_of_its_own(tmp_path: Path) -> None:
+    draft = make_checkpoint("qwen3", tmp_path / "draft", num_hidden_layers=2)
+    config = EngineConfig.from_options(
+        model=str(make_checkpoint("llama", tmp_path / "model")),
+        speculative_config={"model": str(draft), "num_speculative_tokens": 3, "quantization": "int8"},
+        pipeline_parallel_size=2,
+        distributed_executor_backend="threads",
+        max_num_seqs=4,
+        kv_cache_memory="2MiB",
+        cpu_threads=1,
+    )
+    setup = resolve_here(config)
+    executor = make_executor(setup)
+    try:
+        reports = executor.start()
+    finally:
+        executor.close()
+    assert setup.draft is not None
+    blocks, own = executor.allocation.num_blocks, setup.cache.block_bytes
+    taken = (blocks + 4) * setup.draft.block_bytes[1]
+    assert [report.kv_bytes for report in reports] == [blocks * own[0], blocks * own[1] + taken]
+    lines = startup_report(setup, 0, executor.allocation, reports, {})
+    weights = format_bytes(setup.draft.weights[1].num_bytes)
+    expected = f"qwen3, 2 layers, quantization int8, up to 3 tokens; of the above rank 1: weights {weights}, KV "
+    assert any(line.startswith(f"draft model {draft}: ") and expected + format_bytes(taken) in line for line in lines)
 
 
 def test_replicas_have_their_own_numbers() -> None:

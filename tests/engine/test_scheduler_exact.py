@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardline.config.speculation import NO_SPECULATION, Speculation, Suffixes
+from shardline.config.speculation import NO_SPECULATION, DraftModel, Speculation, Suffixes
 from shardline.engine.scheduling import scheduler as scheduler_module
-from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
-from shardline.messages.stats import DraftStats
-from shardline.messages.step import SequenceResult, SequenceStep
 from shardline.models.kv_groups import KVGroup, blocks_per_request
-from tests.engine.fake_worker import VOCAB, make_request, next_token
+from tests.engine.fake_worker import VOCAB, make_request
 from tests.engine.harness import Engine, Shape
 
 GROUPS = (
@@ -28,17 +27,21 @@ GROUPS = (
 )
 
 
-SPECULATIONS = st.builds(
-    lambda most, shortest, more: Speculation(most, shortest, shortest + more),
-    st.integers(1, 6),
-    st.integers(1, 2),
-    st.integers(0, 2),
-) | st.builds(
-    lambda most, depth, requests, share: Speculation(most, 0, 0, Suffixes(depth, requests, 2.0, 0.0, share)),
-    st.integers(1, 6),
-    st.integers(1, 8),
-    st.integers(0, 4),
-    st.booleans(),
+SPECULATIONS = (
+    st.builds(
+        lambda most, shortest, more: Speculation(most, shortest, shortest + more),
+        st.integers(1, 6),
+        st.integers(1, 2),
+        st.integers(0, 2),
+    )
+    | st.builds(
+        lambda most, depth, requests, share: Speculation(most, 0, 0, Suffixes(depth, requests, 2.0, 0.0, share)),
+        st.integers(1, 6),
+        st.integers(1, 8),
+        st.integers(0, 4),
+        st.booleans(),
+    )
+    | st.builds(lambda most: Speculation(most, 0, 0, draft=DraftModel("small")), st.integers(1, 6))
 )
 
 
@@ -186,56 +189,25 @@ def test_drafts_are_accepted(pipeline: bool) -> None:
     assert steps[NO_SPECULATION] == 60
 
 
-class ModelProposer:
-    """Its guesses come with the result of a step, as those of a model do. Every third one is wrong."""
-
-    def __init__(self) -> None:
-        self._guesses: dict[int, list[int]] = {}
-        self.num_learnt = self.num_proposed = self.num_accepted = 0
-
-    def wants(self, sequence: LiveSequence) -> bool:
-        return True
-
-    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
-        most = min(limit, sequence.limit - len(sequence.tokens) - 1)
-        draft = self._guesses.pop(sequence.seq_id, [])[: max(0, most)]
-        self.num_proposed += len(draft)
-        return draft
-
-    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
-        self.num_accepted += len(result.token_ids) - 1
-        tokens = [*sequence.tokens, *result.token_ids]
-        guesses: list[int] = []
-        for _ in range(3):
-            guesses.append(next_token([*tokens, *guesses], sequence.request.cache_salt))
-        self.num_learnt += 1
-        if self.num_learnt % 3 == 0:
-            guesses[1] += 1
-        self._guesses[sequence.seq_id] = guesses
-
-    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        assert num_rows >= num_tokens >= num_sequences > 0
-
-    def note_end(self, sequence: LiveSequence) -> None:
-        self._guesses.pop(sequence.seq_id, None)
-
-    def stats(self) -> DraftStats:
-        return DraftStats(0, self.num_proposed, [self.num_accepted])
-
-
 @pytest.mark.parametrize("pipeline", [False, True])
-def test_a_proposer_may_answer_by_a_step(monkeypatch: pytest.MonkeyPatch, pipeline: bool) -> None:
-    proposer = ModelProposer()
-    monkeypatch.setattr("shardline.engine.scheduling.scheduler.make_proposer", lambda speculation: proposer)
-    engine = Engine(Shape(max_in_flight=2, pipeline=pipeline, speculation=Speculation(3, 1, 1)))
+def test_guesses_of_a_step_are_the_next_draft(pipeline: bool) -> None:
+    speculation = Speculation(3, 0, 0, draft=DraftModel("small"))
+    engine = Engine(Shape(max_in_flight=2, pipeline=pipeline, speculation=speculation))
     engine.add(*(make_request(f"r{number}", [1, 2, number], 60, ignore_eos=True) for number in range(3)))
-    engine.run()
+    with patch.object(Gate, "is_open", True):  # whatever the steps take
+        engine.run()
     engine.check_done()
-    decodes = [step for plan in engine.plans for step in plan.steps if step.sample]
-    assert not any(step.draft_token_ids for step in decodes[:3])
-    assert len(decodes) == 180 - proposer.num_accepted
-    assert 0 < proposer.num_accepted < proposer.num_proposed
-    assert engine.scheduler.stats().drafts == proposer.stats()
+    samples = [step for plan in engine.plans for step in plan.steps if step.sample]
+    first = [step for step in samples if not step.decodes]
+    assert len(first) == 3
+    assert not any(step.num_guesses for step in first)
+    drafts = engine.scheduler.stats().drafts
+    assert drafts is not None
+    assert len(samples) == 180 - drafts.num_accepted
+    assert 0 < drafts.num_accepted < drafts.num_tokens == sum(len(step.draft_token_ids) for step in samples)
+    timelines = [engine.outputs[name][-1].timeline for name in engine.requests]
+    assert sum(one.num_guesses for one in timelines if one) == drafts.num_tokens
+    assert sum(one.num_right_guesses for one in timelines if one) == drafts.num_accepted
 
 
 def test_a_request_that_is_aborted_while_its_prefix_is_fetched_gives_all_back() -> None:

@@ -14,11 +14,13 @@ from tests.weights.forms import FORMS
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
-NO_DRAFTS, DRAFTS = "no-drafts", "drafts"
+NO_DRAFTS, DRAFTS, MODEL_DRAFTS = "no-drafts", "drafts", "model-drafts"
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
+_ALL_WINDOWED = ("mistral",)
+"""Families with windows in all layers, whose block tables no draft model can use."""
 SAMPLED_FAMILIES = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
 """Families of the pairwise sample."""
 
@@ -49,7 +51,8 @@ class Case(NamedTuple):
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
-    """drafts: most guesses of the next tokens are right, some are wrong."""
+    """drafts: most guesses of the next tokens are right, some are wrong; model-drafts: they come where a draft model
+    has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
 
@@ -65,7 +68,7 @@ class Case(NamedTuple):
         need a model with experts; in a tight pool, windowed groups that grow together leave nothing of the first time
         in the prefix cache; the rest combines freely."""
         forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
-        if self.memory == "tight" and (forgotten or (self.drafts == DRAFTS and self.batch != "together")):
+        if self.memory == "tight" and (forgotten or (self.drafts != NO_DRAFTS and self.batch != "together")):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 
@@ -74,6 +77,8 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
+    if b == MODEL_DRAFTS and a in FAMILIES:
+        return a not in _ALL_WINDOWED
     return (a, b) != ("alone", "tight")
 
 
@@ -101,7 +106,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
-        (NO_DRAFTS, DRAFTS),
+        (NO_DRAFTS, DRAFTS, MODEL_DRAFTS),
         (NO_MARK, KGW, SYNTHID),
     ]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
@@ -24,16 +25,20 @@ from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
+from shardline.messages.step import SequenceResult
 from shardline.models.kv_groups import blocks_per_request
 from shardline.models.sharding import Spans
+from shardline.runtime.features.base import RunningStep
+from shardline.runtime.features.draft_model import DraftModel
 from shardline.runtime.loader.weights import CheckpointWeights
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
 from shardline.watermark.keys import KGWKey, SynthIDKey, WatermarkKey
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
-from tests.exactness.cases import KGW, NO_DRAFTS, NO_MARK, PACKED, SYNTHID, WHOLE_EXPERTS, Case
+from tests.exactness.cases import KGW, MODEL_DRAFTS, NO_DRAFTS, NO_MARK, PACKED, SYNTHID, WHOLE_EXPERTS, Case
 from tests.exactness.stored import STORED
+from tests.models.checkpoints import make_checkpoint
 from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
@@ -221,15 +226,36 @@ class Guesses:
     def __init__(self, requests: Sequence[Request], expected: Mapping[str, Answer]) -> None:
         self._texts = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
 
-    def guess(self, _: PromptLookup, tokens: Sequence[int], most: int) -> list[int]:
-        """The next tokens of the answer that begins with `tokens`."""
+    def guess(self, _: PromptLookup | None, tokens: Sequence[int], most: int) -> list[int]:
+        """The next tokens of the answer that begins with `tokens`; none if it ends before they do."""
         known = list(tokens)
-        text = next(text for text in self._texts if text[: len(known)] == known)
+        text = next(text for text in self._texts if text[: len(known)] == known[: len(text)])
         guesses = text[len(known) : len(known) + most]
         wrong = len(known) % 7
         if wrong < len(guesses):
             guesses[wrong] += 1 if guesses[wrong] == 0 else -1
         return guesses
+
+
+def _known_guesses(
+    draft: DraftModel,
+    result: Callable[[DraftModel, RunningStep, list[SequenceResult]], list[SequenceResult]],
+    guesses: Guesses,
+    running: RunningStep,
+    results: list[SequenceResult],
+) -> list[SequenceResult]:
+    """As `DraftModel.result`, with as many guesses of the answers in place of those of the draft model, which computes
+    them and is random."""
+    tokens = {
+        step.seq_id: sequence.tokens[: step.start + 1].tolist()
+        for step, sequence in zip(running.plan.steps, running.stepped, strict=True)
+    }
+    return [
+        msgspec.structs.replace(one, guesses=guesses.guess(None, tokens[one.seq_id] + one.token_ids, len(one.guesses)))
+        if one.guesses
+        else one
+        for one in result(draft, running, results)
+    ]
 
 
 def run_case(
@@ -239,6 +265,14 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {})
     guesses = Guesses(requests, expected)
+    if case.drafts == MODEL_DRAFTS:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
+            patch.object(Gate, "is_open", True),
+        ):
+            asked = {"model": str(make_checkpoint("qwen2", Path(folder))), "num_speculative_tokens": 4}
+            return _run_case(model, case, requests, {"speculative_config": asked})
     with (
         patch.object(
             PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)

@@ -15,6 +15,7 @@ from shardline.checkpoints.description import read_model
 from shardline.config.engine import ModelConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.engine.speculative.ngram import PromptLookup
+from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import AdapterRef, Request
 from shardline.receipts.check import check_output
 from shardline.receipts.receipt import make_receipt
@@ -122,6 +123,19 @@ def test_drafts(setup: Setup) -> None:
     with patch.object(PromptLookup, "find_continuation", guess):
         answers = setup.answers(distinct, "together", speculative_config=DRAFTS)
     assert answers == {request.request_id: setup.expected[request.request_id] for request in distinct}
+
+
+def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
+    """It guesses what the model would say without them, and the answers are those with them."""
+    drafts = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
+    with patch.object(Gate, "is_open", True):
+        engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA, **drafts})
+        assert run(engine, setup.requests, "together") == setup.expected
+        counts = engine.stats().drafts
+        engine.close()
+        executor.close()
+    assert counts is not None
+    assert 0 < counts.num_accepted < counts.num_tokens
 
 
 def test_requests_without_adapters_are_answered_as_by_an_engine_without(setup: Setup) -> None:

@@ -19,7 +19,7 @@ from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Constraints, Request
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
-from tests.exactness.cases import Case
+from tests.exactness.cases import DRAFTS, MODEL_DRAFTS, Case
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import make_checkpoint
 
@@ -116,13 +116,16 @@ def test_one_answer(
         assert sum(replica.num_preemptions for replica in stats) > 0
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "drafts"), [(1, 1, DRAFTS), (2, 2, DRAFTS), (2, 1, MODEL_DRAFTS), (1, 2, MODEL_DRAFTS)]
+)
 def test_drafts_change_no_answer(
     model: Path,
     requests: list[Request],
     expected: dict[str, Answer],
     tensor: int,
     pipeline: int,
+    drafts: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     give, foreseen = SequenceQueues.give_mask, [0]
@@ -133,14 +136,14 @@ def test_drafts_change_no_answer(
 
     monkeypatch.setattr(SequenceQueues, "give_mask", give_mask)
     rest = ("staggered", "chunked", "warm", "roomy", "none", "split-experts", "kv-auto", "one-host")
-    case = Case("llama", "float32", tensor, pipeline, 1, *rest, "drafts")
+    case = Case("llama", "float32", tensor, pipeline, 1, *rest, drafts)
     answers, stats = run_case(model, case, requests, expected)
     assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
         key: dataclasses.astuple(answer) for key, answer in expected.items()
     }
     assert max(foreseen) > 1
-    drafts = [replica.drafts for replica in stats if replica.drafts is not None]
-    assert 0 < sum(one.num_accepted for one in drafts) < sum(one.num_tokens for one in drafts)
+    counts = [replica.drafts for replica in stats if replica.drafts is not None]
+    assert 0 < sum(one.num_accepted for one in counts) < sum(one.num_tokens for one in counts)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

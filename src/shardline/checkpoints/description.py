@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ from shardline.checkpoints.gguf.tokenizer import has_vocabulary
 from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.checkpoints.quantization import read_stored
+from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
-from shardline.config.engine import ModelConfig
+from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
@@ -39,6 +41,8 @@ class ModelDescription:
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
     tokenizer_file: str = ""
     """Its tokenizer.json, or the GGUF file that has the tokenizer; empty: it has none."""
+    draft: ModelDescription | None = None
+    """The model that drafts for it; None: none does."""
     _specs: dict[int | None, DecoderSpec] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The specs that `spec` has made."""
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -87,6 +91,38 @@ def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
     if config.tokenizer is None and config.tokenizer_revision is None:
         return files.text_source
     return resolve_tokenizer(config.tokenizer or config.model, config.tokenizer_revision, config.hub_access)
+
+
+def read_models(config: EngineConfig) -> ModelDescription:
+    """As `read_model`, with the model that drafts for it; raises the same errors as `with_draft`, too."""
+    return with_draft(read_model(config.model), config)
+
+
+def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescription:
+    """The model with the one that drafts for it, if the user wants one.
+
+    Raises:
+        ValueError: that one cannot be read, or it has another vocabulary.
+    """
+    asked = config.scheduler.speculation.draft
+    if asked is None:
+        return model
+    own = ModelConfig(
+        model=asked.model,
+        revision=asked.revision,
+        load_format="dummy" if config.model.load_format == "dummy" else "auto",
+        quantization=asked.quantization,
+        hf_token=config.model.hf_token,
+        download_dir=config.model.download_dir,
+    )
+    try:
+        draft = model.keep(own, lambda: read_model(own))
+        check_same_vocabulary(
+            (model.tokenizer_file, model.spec().vocab_size), (draft.tokenizer_file, draft.spec().vocab_size)
+        )
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the draft model {asked.model!r} of speculative_config: {error}") from None
+    return dataclasses.replace(model, draft=draft)
 
 
 def read_model(config: ModelConfig) -> ModelDescription:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shardline import env
-from shardline.checkpoints.description import read_model
+from shardline.checkpoints.description import read_models
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import probe_here
@@ -41,7 +41,7 @@ def describe_node(config: EngineConfig, address: str) -> Join:
         ValueError: the model is not here; the message says how to fetch it.
     """
     cluster, parallel = config.cluster, config.parallel
-    model = model_source(config, read_model(config.model))
+    model = model_source(config, read_models(config))
     (host,) = probe_here(config).hosts
     host = msgspec.structs.replace(
         host, address=address, num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)

@@ -366,7 +366,8 @@ class SchedulerConfig:
         None,
         "draft tokens and check them in one step, as JSON: "
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4} drafts what followed the last tokens '
-        'when they occurred before; with {"method": "suffix"} also in earlier answers; the answers stay the same',
+        'when they occurred before; with {"method": "suffix"} also in earlier answers; {"model": "small/model", '
+        '"num_speculative_tokens": 5}: a smaller model of the same vocabulary guesses; the answers stay the same',
         aliases=("sc",),
     )
     share_suffixes: bool = option(
@@ -504,6 +505,12 @@ def _validate(config: EngineConfig) -> None:
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )
+    draft = config.scheduler.speculation.draft
+    formats = ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]
+    if draft is not None and draft.quantization not in (None, *formats):
+        raise ValueError(
+            f"quantization of speculative_config must be one of {', '.join(formats)}, got {draft.quantization!r}"
+        )
     _ = config.model.config_overrides
     if not 0.0 <= config.model.cpu_offload_gb < _MOST_GIB:
         raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {config.model.cpu_offload_gb}")

@@ -10,9 +10,10 @@ from typing import Any
 _DEFAULT_LENGTH = 5
 _MOST_TOKENS = 64
 _MOST_REQUESTS = 1_000_000
-_METHODS = ("ngram", "suffix")
+_METHODS = ("ngram", "suffix", "draft_model")
 _NGRAM_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = "suffix_decoding_"
+_DRAFT_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
 
@@ -37,8 +38,21 @@ NO_SUFFIXES = Suffixes(0, 0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """The second model, whose greedy continuation is the draft."""
+
+    model: str
+    revision: str | None = None
+    quantization: str | None = None
+    """The format of its linear weights, as the flag of the first model."""
+    tensor_parallel_size: int | None = None
+    """None: that of the first model."""
+
+
+@dataclass(frozen=True)
 class Speculation:
-    """Drafts from the sequence itself: the tokens that followed an earlier occurrence of its last tokens."""
+    """How tokens are drafted: unless the last fields say so, from the sequence itself, as the tokens that followed an
+    earlier occurrence of its last ones."""
 
     num_speculative_tokens: int
     """The most tokens of a draft; 0: nothing is drafted."""
@@ -47,6 +61,8 @@ class Speculation:
     """A draft follows an earlier occurrence of the last n tokens, where n is as large as possible between the two."""
     suffixes: Suffixes = NO_SUFFIXES
     """If they have a depth, drafts are theirs, and the two lengths mean nothing."""
+    draft: DraftModel | None = None
+    """Set: drafts are its guesses, and the lengths mean nothing."""
 
 
 NO_SPECULATION = Speculation(0, 0, 0)
@@ -68,21 +84,24 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
             raise ValueError(f"speculative_config must be a JSON object like {_EXAMPLE}, got {given!r}") from None
     if not isinstance(fields, Mapping):
         raise ValueError(f"speculative_config must be a JSON object like {_EXAMPLE}, got {given!r}")
-    method = fields.get("method")
     model = fields.get("model")
+    method = fields.get("method", None if model is None else "draft_model")
     if method not in _METHODS:
-        what = f"the model {model!r}" if method is None and model is not None else repr(method)
-        raise ValueError(f'the method of speculative_config must be "ngram" or "suffix", got {what}')
-    if model is not None:
+        raise ValueError(f'the method of speculative_config must be "ngram", "suffix" or "draft_model", got {method!r}')
+    if model is not None and method != "draft_model":
         raise ValueError(
             f'the method "{method}" of speculative_config drafts from the text: leave out the model {model!r}'
         )
-    own = _NGRAM_KEYS if method == "ngram" else tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1]
+    own = {
+        "ngram": _NGRAM_KEYS,
+        "suffix": tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1],
+        "draft_model": _DRAFT_KEYS,
+    }[method]
     known = ("method", "num_speculative_tokens", *own)
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise ValueError(f"speculative_config has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    return _ngram(fields) if method == "ngram" else _suffix(fields)
+    return {"ngram": _ngram, "suffix": _suffix, "draft_model": _draft_model}[method](fields)
 
 
 def _ngram(fields: Mapping[str, Any]) -> Speculation:
@@ -117,6 +136,21 @@ def _suffix(fields: Mapping[str, Any]) -> Speculation:
     )
     most = _whole(fields, "num_speculative_tokens", fields.get("num_speculative_tokens", depth))
     return Speculation(most, 0, 0, suffixes)
+
+
+def _draft_model(fields: Mapping[str, Any]) -> Speculation:
+    for name in ("model", "revision", "quantization"):
+        value = fields.get(name)
+        if (value is not None or name == "model") and not (isinstance(value, str) and value):
+            got = "nothing" if value is None else repr(value)
+            raise ValueError(f"{name} of speculative_config must be a text that is not empty, got {got}")
+    most = _whole(fields, "num_speculative_tokens", fields.get("num_speculative_tokens"))
+    size = fields.get("draft_tensor_parallel_size")
+    if size is not None:
+        size = _whole(fields, "draft_tensor_parallel_size", size)
+    return Speculation(
+        most, 0, 0, draft=DraftModel(fields["model"], fields.get("revision"), fields.get("quantization"), size)
+    )
 
 
 def _whole(fields: Mapping[str, Any], name: str, value: Any) -> int:

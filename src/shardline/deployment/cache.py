@@ -77,8 +77,10 @@ def plan_cache(
     weights: Sequence[RankWeights],
     dtype: KVDType,
     room: int,
+    beside: Sequence[int] = (),
 ) -> tuple[CachePlan, int]:
-    """Plan the KV cache for ranks that have `room` bytes each; returns the plan and max_model_len in tokens.
+    """Plan the KV cache for ranks that have `room` bytes each; returns the plan and max_model_len in tokens. `beside`:
+    bytes on each rank that a second model keeps beside each block.
 
     Raises:
         ValueError: one request of the requested length does not fit, or the host's memory cannot hold a pool of the
@@ -93,21 +95,22 @@ def plan_cache(
         for rank in range(grid.replica_size)
     )
     block_bytes = of_replica * grid.data
+    whole_bytes = tuple(map(sum, zip(block_bytes, beside, strict=True))) if beside else block_bytes
 
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:
             return asked.num_gpu_blocks_override + 1
         most = useful_blocks(config, groups, length)
         if layout.device == "cpu" and asked.kv_cache_memory is None:
-            most = min(most, default_host_blocks(config, groups, length, sum(of_replica)))
-        return fitting_blocks([room] * len(block_bytes), block_bytes, most)
+            most = min(most, default_host_blocks(config, groups, length, sum(whole_bytes) // grid.data))
+        return fitting_blocks([room] * len(whole_bytes), whole_bytes, most)
 
     asked_length = config.model.max_model_len
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
     length = choose_length(config, groups, wanted, num_blocks(wanted))
     estimated = num_blocks(length)
     tier = plan_tier(asked, of_replica)
-    check_host_memory(layout, machine, weights, block_bytes, estimated, tier.num_slots)
+    check_host_memory(layout, machine, weights, whole_bytes, estimated, block_bytes, tier.num_slots)
     plan = CachePlan(
         dtype=dtype,
         groups=groups,

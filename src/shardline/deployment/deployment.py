@@ -155,6 +155,27 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 NO_ADAPTERS = AdapterPlan()
 
 
+class DraftPlan(msgspec.Struct, frozen=True):
+    """A second model, whose guesses are drafts. It runs whole on the ranks of the last stage, in the dtypes of the
+    first one."""
+
+    model: ModelSource
+    spec: DecoderSpec
+    weight_format: FormatChoice
+    group: int
+    """Which of the first model's KV groups has the block table that its layers use."""
+    num_spare_blocks: int
+    """Further blocks of its own, for guesses behind the blocks that a sequence has."""
+    weights: tuple[RankWeights, ...]
+    """Of each rank of an engine; `Deployment.weights` counts them, too."""
+    block_bytes: tuple[int, ...]
+    """Bytes of its part of a block on each rank of an engine; `CachePlan.block_bytes` does not count it."""
+
+    def rank_bytes(self, rank: int) -> int:
+        """What a rank needs for it beside the pool."""
+        return self.weights[rank].num_bytes + self.num_spare_blocks * self.block_bytes[rank]
+
+
 class StepLimits(msgspec.Struct, frozen=True):
     """Limits of one step."""
 
@@ -238,11 +259,34 @@ class Deployment(msgspec.Struct, frozen=True):
     """How experts move between ranks."""
     watermark: tuple[WatermarkKey, ...] = ()
     """The one secret with which answers are marked; empty: they have no mark."""
+    draft: DraftPlan | None = None
+    """The model that drafts; None: none does."""
 
     @property
     def last_token_known(self) -> bool:
         """Whether a sequence is stepped only from a token that its scheduler knows."""
         return self.grid.pipeline > 1
+
+    @property
+    def of_draft(self) -> Deployment | None:
+        """The deployment as if the draft model were the only one; None: there is none."""
+        draft = self.draft
+        if draft is None:
+            return None
+        return msgspec.structs.replace(
+            self,
+            model=draft.model,
+            spec=draft.spec,
+            weight_format=draft.weight_format,
+            stages=(Span(0, len(draft.spec.layers)),) * len(self.stages),
+            weights=draft.weights,
+            expert_parallel=False,
+            adapters=NO_ADAPTERS,
+            offload=NO_OFFLOAD,
+            expert_balancing=NO_BALANCING,
+            host_models=(),
+            draft=None,
+        )
 
     @property
     def keeps_packed(self) -> bool:

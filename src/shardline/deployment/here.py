@@ -6,7 +6,7 @@ import logging
 
 import msgspec
 
-from shardline.checkpoints.description import read_model
+from shardline.checkpoints.description import read_models
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.layout import choose_layout
@@ -41,7 +41,7 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
     keys = () if config.model.watermark is None else (config.model.watermark.load_key(),)
     machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
-    deployment = resolve(config, read_model(config.model), machine)
+    deployment = resolve(config, read_models(config), machine)
     for warning in deployment.warnings:
         _log.warning("%s", warning)
     if deployment.reasons:

@@ -195,6 +195,7 @@ def check_host_memory(
     weights: Sequence[RankWeights],
     block_bytes: Sequence[int],
     num_blocks: int,
+    slot_bytes: Sequence[int],
     num_slots: int,
 ) -> None:
     """Refuse a requested KV cache, or a tier of `num_slots` blocks behind it, that the host's memory cannot hold.
@@ -209,7 +210,7 @@ def check_host_memory(
         ranks = [rank for _, rank in layout.ranks_on(index)]
         on_host = layout.device == "cpu"
         needed = sum(weights[rank].num_bytes + num_blocks * block_bytes[rank] for rank in ranks) if on_host else 0
-        evicted = num_slots * sum(block_bytes[rank] for rank in ranks)
+        evicted = num_slots * sum(slot_bytes[rank] for rank in ranks)
         available = machine.hosts[index].free_memory
         if needed + evicted > available:
             what = "weights and KV cache" if on_host else "the"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -15,7 +16,8 @@ from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
 from shardline.config.topology import RankPlace
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
-from shardline.deployment.deployment import AdapterPlan, Deployment, ModelSource, RankWeights, StepLimits
+from shardline.deployment.deployment import Deployment, DraftPlan, ModelSource, RankWeights, StepLimits
+from shardline.deployment.draft import check_draft, check_draft_length, config_of_draft, plan_draft, whole_stages
 from shardline.deployment.formats import (
     check_numerics,
     choose_dtype,
@@ -32,9 +34,16 @@ from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.deployment.weight_offload import plan_offload
 from shardline.models.partition import Span
-from shardline.models.parts import DType
+from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
-from shardline.models.sizes import OwnFormats, largest_weight_bytes, layer_bytes, stage_spans, weight_bytes
+from shardline.models.sizes import (
+    OwnFormats,
+    decode_weights,
+    largest_weight_bytes,
+    layer_bytes,
+    stage_spans,
+    weight_bytes,
+)
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
@@ -69,19 +78,30 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_splits(parallel, spec)
     _check_balancing(parallel, layout)
     check_numerics(config, held, devices)
-    stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
-    weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
+    draft = _plan_draft(sized, layout, model, spec, dtype, kv_dtype, devices)
+    drafted = 0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_weights(draft.spec)
+    stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages, drafted)
+    own_weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     own_formats = _own_formats(model, spec, layout.device, held)
 
     def bytes_of(place: RankPlace, layer: int) -> int:
         whole, numerics = parallel.enable_expert_parallel, cast(Numerics, parallel.numerics)
         return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats)
 
-    offload, weights = plan_offload(config, layout, stages, weights, bytes_of)
+    offload, own_weights = plan_offload(config, layout, stages, own_weights, bytes_of)
+    weights = own_weights if draft is None else _with_draft(own_weights, draft)
     adapters = plan_adapters(config, layout, spec, stages, dtype)
-    needed = _with_adapters(weights, adapters) if adapters.num_slots else weights
+    needed = _with_bytes(weights, adapters.num_bytes)
+    if draft is not None:
+        needed = _with_bytes(own_weights, [draft.rank_bytes(rank) for rank in range(len(weights))])
+        needed = _with_bytes(needed, adapters.num_bytes)
     room = rank_room(config, layout, machine, spec, dtype, needed)
-    cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room)
+    beside = () if draft is None else draft.block_bytes
+    cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room, beside)
+    if draft is not None:
+        assert model.draft is not None
+        check_draft_length(config, draft.spec, length)
+        draft = replace_struct(draft, spec=_spec_for_length(model.draft, draft.spec, length))
     deployment = Deployment(
         model=model_source(config, model),
         spec=_spec_for_length(model, spec, length),
@@ -115,15 +135,55 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         host_models=(),
         reasons=(),
         warnings=(*layout.warnings, *_without_effect(config)),
+        draft=draft,
     )
     return explain_choices(deployment, config, room)
 
 
-def _with_adapters(weights: tuple[RankWeights, ...], adapters: AdapterPlan) -> tuple[RankWeights, ...]:
-    """The memory of each rank with that of adapters, which come later."""
+def _plan_draft(
+    config: EngineConfig,
+    layout: Layout,
+    model: ModelDescription,
+    spec: DecoderSpec,
+    dtype: DType,
+    kv_dtype: KVDType,
+    devices: tuple[Device, ...],
+) -> DraftPlan | None:
+    """The draft model beside `model`; None: none drafts."""
+    if (drafts := model.draft) is None:
+        assert config.scheduler.speculation.draft is None, "the draft model was not read"
+        return None
+    own, length = config_of_draft(config), config.model.max_model_len
+    drafting = drafts.spec(length if isinstance(length, int) else None)
+    check_draft(config, layout, spec, drafting)
+    if drafts.checkpoint is not None:
+        drafts.checkpoint.check(drafting, drafts.stored)
+    held = choose_weight_format(own, drafts.stored, devices, layout.kernels)
+    check_numerics(own, held, devices)
+    stages = whole_stages(drafting, layout.grid.pipeline)
+    weights = _rank_weights(own, layout, drafts, drafting, stages, dtype, held)
+    return plan_draft(config, layout, model_source(own, drafts), spec, drafting, held, weights, kv_dtype)
+
+
+def _with_draft(weights: tuple[RankWeights, ...], draft: DraftPlan) -> tuple[RankWeights, ...]:
+    """The weights of both models on each rank."""
+    return tuple(
+        replace_struct(
+            rank,
+            num_bytes=rank.num_bytes + more.num_bytes,
+            touched_bytes=rank.touched_bytes + more.touched_bytes,
+        )
+        for rank, more in zip(weights, draft.weights, strict=True)
+    )
+
+
+def _with_bytes(weights: tuple[RankWeights, ...], more: Sequence[int]) -> tuple[RankWeights, ...]:
+    """The memory of each rank with what comes later, if anything does."""
+    if not more:
+        return weights
     return tuple(
         replace_struct(rank, num_bytes=rank.num_bytes + num_bytes)
-        for rank, num_bytes in zip(weights, adapters.num_bytes, strict=True)
+        for rank, num_bytes in zip(weights, more, strict=True)
     )
 
 

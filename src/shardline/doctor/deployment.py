@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from shardline.checkpoints.description import read_model
+from shardline.checkpoints.description import read_models
+from shardline.checkpoints.hub import find_local_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Host, Machine
@@ -27,7 +28,12 @@ def check_deployment(config: EngineConfig, nodes: Sequence[NodeFacts]) -> Iterat
             return
         # The doctor asks no hub, not even for another tokenizer.
         local = dataclasses.replace(config.model, model=model.folder, tokenizer=None)
-        deployment = resolve(config, read_model(local), machine)
+        second = config.scheduler.speculation.draft
+        if second is not None and find_local_model(second.model, second.revision, config.model.hub_access) is None:
+            text = f"the draft model {second.model} is not on this node, so the layout was not checked"
+            yield Finding(where, "layout", "warning", text, f"shardline download {second.model}")
+            return
+        deployment = resolve(config, read_models(dataclasses.replace(config, model=local)), machine)
     except (ValueError, OSError) as error:
         what, _, fix = str(error).partition("; ")
         yield Finding(where, "layout", "broken", what, fix or "change the flags that it names")

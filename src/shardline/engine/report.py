@@ -47,6 +47,7 @@ def startup_report(
         )
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")
+    lines += _draft_lines(deployment, allocation)
     concurrency = max_concurrency(deployment, allocation)
     # A token lies in one replica only, and each replica has a pool of its own.
     per_token = [
@@ -64,6 +65,25 @@ def startup_report(
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _draft_lines(deployment: Deployment, allocation: KVAllocation) -> list[str]:
+    """The draft model, if there is one, and its part of each rank's memory."""
+    draft, own = deployment.draft, deployment.of_draft
+    if draft is None or own is None:
+        return []
+    blocks = allocation.num_blocks + draft.num_spare_blocks
+    has_it = [rank for rank in range(deployment.grid.replica_size) if draft.weights[rank].num_bytes]
+    taken = ", ".join(
+        f"rank {rank}: weights {format_bytes(draft.weights[rank].num_bytes)}, KV "
+        f"{format_bytes(blocks * draft.block_bytes[rank])}"
+        for rank in has_it
+    )
+    return [
+        f"draft model {draft.model.name}: {draft.spec.model_type}, {len(draft.spec.layers)} layers, quantization "
+        f"{_quantization(own)}, up to {deployment.limits.speculation.num_speculative_tokens} tokens; of the above "
+        f"{taken}"
+    ]
 
 
 def check_known_answers(ranks: Sequence[RankReport]) -> None:

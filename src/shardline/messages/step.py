@@ -48,6 +48,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     allowed: bytes = b""
     """The tokens that the sequence's grammar allows at each position that is sampled, as bits in words of 32; empty: it
     has no grammar."""
+    num_guesses: int = 0
+    """How many guesses the result is to have of the tokens after those that are sampled, if a model drafts."""
 
     @property
     def num_samples(self) -> int:
@@ -117,6 +119,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     unless prompts are embedded."""
     refused: bool = False
     """Whether what the request asks for is at fault for the error."""
+    guesses: list[int] = []
+    """What the draft model expects after `token_ids`; empty: nothing was asked of it, or it is not there yet."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,9 @@ from shardline.models.spec import DecoderSpec, Layer
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
 
+_STAGE_BATCH = 32
+"""Sequences of the decode step by which stages are balanced."""
+
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Number of parameters of the whole model. Tied embeddings count once."""
@@ -38,24 +41,35 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
+def stage_spans(
+    spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None, beside: float = 0.0
+) -> tuple[Span, ...]:
     """The layers of each pipeline stage: those in `pipeline_stages` ("10,12,10") if it is set, else balanced.
 
     The cost of a layer is the number of weights that a decode step of 32 sequences reads. Of the experts, only the
     expected number of chosen ones counts. The embedding costs a row per sequence, and the lm_head all of its rows.
+    `beside`: the weights that a second model reads on the last stage, see `decode_weights`.
 
     Raises:
         ValueError: there are too many stages, or `pipeline_stages` does not fit.
     """
     if pipeline_stages is not None:
         return parse_stages(pipeline_stages, len(spec.layers), num_stages, joined_layers(spec))
-    batch = 32
-    distinct = {id(layer): layer for layer in spec.layers}
-    met = {key: _num_met(layer, spec.hidden_size, batch) for key, layer in distinct.items()}
-    costs = [met[id(layer)] for layer in spec.layers]
-    embedding = batch * spec.hidden_size * (1 if spec.learned_positions is None else 2)
+    costs = _layer_costs(spec)
+    embedding = _STAGE_BATCH * spec.hidden_size * (1 if spec.learned_positions is None else 2)
     head = spec.vocab_size * spec.hidden_size
-    return balance_stages(costs, num_stages, embedding, head, joined_layers(spec))
+    return balance_stages(costs, num_stages, embedding, head + beside, joined_layers(spec))
+
+
+def decode_weights(spec: DecoderSpec) -> float:
+    """The number of weights that a decode step of 32 sequences reads, see `stage_spans`."""
+    return sum(_layer_costs(spec)) + spec.vocab_size * spec.hidden_size
+
+
+def _layer_costs(spec: DecoderSpec) -> list[float]:
+    distinct = {id(layer): layer for layer in spec.layers}
+    met = {key: _num_met(layer, spec.hidden_size, _STAGE_BATCH) for key, layer in distinct.items()}
+    return [met[id(layer)] for layer in spec.layers]
 
 
 class OwnFormats(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from shardline.checkpoints.description import with_draft
 from shardline.checkpoints.quantization import usual_rules
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
@@ -189,8 +190,8 @@ def sized(config: EngineConfig, layout: Layout) -> EngineConfig:
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     why = ""
     try:
-        description = describe(model, checked=cluster.host is None)
         config = engine_config(model, layout, demand, demand.max_model_len)
+        description = with_draft(describe(model, checked=cluster.host is None), config)
         try:
             deployment = resolve(config, description, _machine(cluster, layout.num_gpus))
         except ValueError as refusal:
@@ -216,16 +217,18 @@ def _machine(cluster: Cluster, num_gpus: int, *, roomy: bool = False) -> Machine
 def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: Demand, why: str) -> Fit:
     """The figures of a layout that `resolve` accepts, at least on larger GPUs (then `why` says why not on these)."""
     cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
+    drafting = deployment.draft.block_bytes if deployment.draft is not None else (0,) * len(cache.block_bytes)
+    block_bytes = [own + more for own, more in zip(cache.block_bytes, drafting, strict=True)]
     weights, step = _rank_bytes(deployment)
     machine = _machine(cluster, layout.num_gpus)
     if isinstance(cache.pool, FixedPool):
         num_blocks = cache.pool.num_blocks - 1
-        room = (num_blocks + 1) * max(cache.block_bytes)
+        room = (num_blocks + 1) * max(block_bytes)
         if cluster.host is None:
             why = why or _pool_shortage(room, cache_room(deployment, machine, layout.num_gpus, 1.0))
     else:
         room = cache_room(deployment, machine, layout.num_gpus, cache.pool.share)
-        num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
+        num_blocks = max(0, min(room // size for size in block_bytes) - 1)
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     length = deployment.max_model_len if cluster.host is not None else demand.max_model_len
@@ -257,6 +260,17 @@ def _rank_bytes(deployment: Deployment) -> tuple[int, int]:
     limits = deployment.limits
     step = step_bytes(deployment.spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
     return max(rank.num_bytes for rank in deployment.weights), step
+
+
+def weights_note(fitted: Fit) -> str:
+    """What of the weights, and of the KV cache's tokens, is the draft model's; empty: there is none."""
+    deployment = fitted.deployment
+    if deployment is None or deployment.draft is None:
+        return ""
+    draft = deployment.draft
+    weights = max(rank.num_bytes for rank in draft.weights) / (1 << 20)
+    share = max(draft.block_bytes) / deployment.cache.block_size
+    return f"   {weights:,.1f} MiB of them the draft model's, and {share / 1e3:,.1f} kB of each token"
 
 
 def cache_room(deployment: Deployment, machine: Machine, num_ranks: int, share: float) -> int:

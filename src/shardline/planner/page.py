@@ -20,6 +20,7 @@ from shardline.planner.cost import (
     recommended_costs,
 )
 from shardline.planner.hardware import GB, GIB
+from shardline.planner.memory import weights_note
 from shardline.planner.path import explain_path
 from shardline.planner.report import axis_traffic, frontier, link_rates, missing_weights, plan_memory
 from shardline.planner.search import Option, Plan
@@ -209,7 +210,7 @@ def _memory_lines(plan: Plan, option: Option) -> list[Text]:
     tokens = "" if per_token is None else f"   {fitted.kv_tokens:,} tokens of {per_token / 1e3:,.1f} kB"
     note = f"   --gpu-memory-utilization {plan.demand.utilization:g}" * is_gpu
     rows = (
-        ("weights", fitted.weight_bytes, ""),
+        ("weights", fitted.weight_bytes, weights_note(fitted)),
         ("step and libraries", fitted.other_bytes, ""),
         ("KV cache", fitted.kv_bytes, tokens if fitted.kv_bytes >= 0 else "   so much is missing"),
         ("unused", memory["unused_bytes"], note),

@@ -38,7 +38,8 @@ class KVStore:
         pages_empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
     ) -> None:
         """`pages_empty`: the back end's memory for pages."""
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
+        """Blocks of the pool."""
         self._cache = cache
         self._pages_empty = pages_empty
         self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[Tensor, ...]] = {}
@@ -57,7 +58,7 @@ class KVStore:
             slots: list[tuple[Tensor, ...]] = []
             for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
-                parts = attention.cache_parts(self._num_blocks, cache.block_size, cache.dtype)
+                parts = attention.cache_parts(self.num_blocks, cache.block_size, cache.dtype)
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
                 slots.append(self._slots[depth, parts])

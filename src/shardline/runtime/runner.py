@@ -79,8 +79,10 @@ class Runner:
         expert_load: Counters | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         watermark: tuple[WatermarkKey, ...] = (),
+        make_draft: Callable[[SequenceTable], Feature] | None = None,
     ) -> None:
-        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
+        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
+        `make_draft`: makes the feature of the model that drafts on this rank."""
         self._stage = stage
         self._groups = groups
         self._kv_store = kv_store
@@ -111,6 +113,8 @@ class Runner:
             self._features.append(Pooling())
         if finite_checker is not None:
             self._features.append(Finite(finite_checker))
+        if make_draft is not None:
+            self._features.append(make_draft(self._sequences))
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan

@@ -126,6 +126,12 @@ class WorkerSequence:
             self.num_pending -= 1
             self._count(token_id)
 
+    def write_tokens(self, first: int, token_ids: Sequence[int]) -> None:
+        """Write tokens from position `first` on, which do not count as its own yet."""
+        while first + len(token_ids) > len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.empty_like(self.tokens)])
+        self.tokens[first : first + len(token_ids)] = token_ids
+
     def append_guesses(self, token_ids: Sequence[int]) -> None:
         """Append a draft, which `take_tokens` or `drop_guesses` ends."""
         for token_id in token_ids:
@@ -232,6 +238,10 @@ class SequenceTable:
             sequence.mask.set_grammar(step.allowed, sequence.num_guessed)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
+
+    def blocks_of(self, row: int, group: int) -> npt.NDArray[np.int32]:
+        """The block ids of the sequence in a row."""
+        return self._tables[group][row, : self._num_blocks[row, group]]
 
     @property
     def tensors(self) -> list[Tensor]:

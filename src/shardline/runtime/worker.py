@@ -16,8 +16,10 @@ from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPo
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.adapters import LoadAdapter
 from shardline.messages.worker import RankReport
+from shardline.models.kv_groups import KVGroup
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
+from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
@@ -29,6 +31,7 @@ from shardline.runtime.machines.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
+from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.tiers import open_tier
 
 _log = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Worker:
         self._groups = groups
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
+        self._draft_stage: DecoderStage | None = None
+        self._draft: DraftModel | None = None
         self._kv_store: KVStore | None = None
         self._expert_load: Counters | None = None
         self._finite_checker = FiniteChecker(groups.place.rank) if deployment.check_finite else None
@@ -73,8 +78,8 @@ class Worker:
         """
         started = time.perf_counter()
         deployment, place, backend = self._deployment, self._groups.place, self._backend
-        stage, weight_bytes = self._load_stage()
-        self._stage = stage
+        weight_bytes = self._load_stages()
+        stage = self.stage
         replay = self._make_replay(stage)
         memory = self._measure(stage, replay) if isinstance(deployment.cache.pool, MeasuredPool) else None
         allocation = fixed_allocation(deployment) if agree is None else agree(memory)
@@ -96,6 +101,7 @@ class Worker:
             self._expert_load,
             deployment.logprobs_mode,
             deployment.watermark,
+            None if self._draft_stage is None else self._make_draft,
         )
         return RankReport(
             rank=place.rank,
@@ -105,7 +111,7 @@ class Worker:
             isa=backend.kernel_path,
             threads=backend.num_threads,
             weight_bytes=weight_bytes,
-            kv_bytes=kv_store.num_bytes,
+            kv_bytes=kv_store.num_bytes + (0 if self._draft is None else self._draft.num_bytes),
             load_seconds=time.perf_counter() - started,
             memory=memory,
             known_answer=backend.known_answer(),
@@ -146,8 +152,10 @@ class Worker:
             self.stage.adapted, command.slot, folder, digest, self._deployment.spec, self._deployment.adapters.max_rank
         )
 
-    def _load_stage(self) -> tuple[DecoderStage, int]:
+    def _load_stages(self) -> int:
+        """Load the weights of this rank's layers, and of the draft model if this rank has it; returns their bytes."""
         deployment, place, backend = self._deployment, self._groups.place, self._backend
+        drafting = deployment.of_draft if place.pp_rank == deployment.grid.pipeline - 1 else None
         expected = deployment.weights[place.rank].loaded_bytes
         if (load := self._groups.expert_load).size:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
@@ -158,6 +166,8 @@ class Worker:
         is_first_engine = not any(deployment.ranks_on(engine, host) for engine in range(self._engine))
         quiet = place.rank != local[0] or not is_first_engine or on_node < _PROGRESS_BYTES
         ranges = node_ranges(deployment, self._engine, place.rank) if place.rank == local[0] else []
+        if ranges and drafting is not None:
+            ranges += node_ranges(drafting, self._engine, place.rank)
         loaded = 0
         with (
             LoadingLine(on_node, shown=not quiet) as line,
@@ -169,44 +179,55 @@ class Worker:
                 loaded += num_bytes
                 line.count(num_bytes * on_node / max(1, expected))
 
-            context = StageContext(
-                spec=deployment.spec,
-                kv_groups=deployment.cache.groups,
-                backend=backend,
-                group=self._groups["tensor"],
-                expert_group=self._groups["expert"],
-                numerics=deployment.numerics,
-                dtype=self._sizes.dtype,
-                max_model_len=deployment.max_model_len,
-                finite_checker=self._finite_checker,
-                embeds=deployment.embeds,
-                expert_parallel=deployment.expert_parallel,
-                expert_load=self._expert_load.counts if self._expert_load is not None else None,
-                adapters=deployment.adapters,
-                stream=self._open_stream(),
-                moves_experts=deployment.expert_balancing.step_interval > 0,
-                redundant_experts=deployment.expert_balancing.num_redundant_experts,
-            )
-            loader = LayerLoader(
-                stage=context,
-                source=open_weights(deployment, backend.device if backend.draws_dummy_weights else None),
-                format=deployment.weight_format.open_format(),
-                on_loaded=count,
-            )
-            stage = DecoderStage(loader, deployment.stages[place.pp_rank])
+            loader = self._make_loader(deployment, count)
+            self._stage = stage = DecoderStage(loader, deployment.stages[place.pp_rank])
             stage.keep_memory(self._sizes.max_seqs)
             if self._finite_checker is None:
                 stage.fused = backend.fuse_layers(stage)
+            if drafting is not None:
+                own_loader = self._make_loader(drafting, count, is_draft=True)
+                self._draft_stage = DecoderStage(own_loader, drafting.stages[place.pp_rank])
+                self._draft_stage.keep_memory(draft_sizes(deployment).max_seqs)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
         backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
-        return stage, loaded
+        return loaded
 
-    def _open_stream(self) -> WeightStream | None:
+    def _make_loader(
+        self, deployment: Deployment, on_loaded: Callable[[int], None], *, is_draft: bool = False
+    ) -> LayerLoader:
+        """Loads the layers of the model of a deployment; those of a draft model have one block table."""
+        backend, storing = self._backend, range(len(deployment.spec.layers))
+        context = StageContext(
+            spec=deployment.spec,
+            kv_groups=(KVGroup(tuple(storing), None),) if is_draft else deployment.cache.groups,
+            backend=backend,
+            group=self._groups["tensor"],
+            expert_group=self._groups["expert"],
+            numerics=deployment.numerics,
+            dtype=self._sizes.dtype,
+            max_model_len=deployment.max_model_len,
+            finite_checker=None if is_draft else self._finite_checker,
+            embeds=deployment.embeds,
+            expert_parallel=deployment.expert_parallel,
+            expert_load=self._expert_load.counts if self._expert_load is not None and not is_draft else None,
+            adapters=deployment.adapters,
+            stream=self._open_stream(deployment),
+            moves_experts=deployment.expert_balancing.step_interval > 0,
+            redundant_experts=deployment.expert_balancing.num_redundant_experts,
+        )
+        return LayerLoader(
+            stage=context,
+            source=open_weights(deployment, backend.device if backend.draws_dummy_weights else None),
+            format=deployment.weight_format.open_format(),
+            on_loaded=on_loaded,
+        )
+
+    def _open_stream(self, deployment: Deployment) -> WeightStream | None:
         """What reads the weights that do not stay in memory."""
-        plan, place = self._deployment.offload, self._groups.place
-        stage, weights = self._deployment.stages[place.pp_rank], self._deployment.weights[place.rank]
+        plan, place = deployment.offload, self._groups.place
+        stage, weights = deployment.stages[place.pp_rank], deployment.weights[place.rank]
         own = [layer for layer in plan.layers if stage.start <= layer < stage.stop]
         return self._backend.stream_weights(Path(plan.folder), own, weights.slot_bytes) if own else None
 
@@ -216,6 +237,19 @@ class Worker:
         waits = self._deployment.expert_parallel and self._groups["expert"].size > 1
         can_capture = self._groups["tensor"].is_capturable and not waits and self._finite_checker is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
+
+    def _make_draft(self, sequences: SequenceTable) -> DraftModel:
+        """The draft model, once the pool is allocated."""
+        assert self._draft_stage is not None
+        self._draft = DraftModel(
+            self._deployment,
+            self._backend,
+            self._draft_stage,
+            self._groups["tensor"],
+            self.kv_store.num_blocks,
+            sequences,
+        )
+        return self._draft
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
         """The memory that a step needs, measured by running the largest step on a cache of one block."""

@@ -196,12 +196,14 @@ def answer_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 def summary_line(choice: ChoiceMetrics) -> str:
     """A choice's time in one line for people."""
+    count, right = choice.num_guesses, choice.num_right_guesses
+    guessed = f", {right} of {count} guesses right" if count else ""
     cached = f", {choice.num_cached_tokens} tokens cached" if choice.num_cached_tokens else ""
     parts = [
         _phase("queued", choice.queued_seconds),
         _phase("prefill", choice.prefill_seconds, f"{len(choice.prefill_chunks)} chunk(s){cached}"),
         _phase("first token after", choice.first_token_seconds),
-        _phase("decode", choice.decode_seconds, f"{choice.num_generation_tokens} tokens"),
+        _phase("decode", choice.decode_seconds, f"{choice.num_generation_tokens} tokens{guessed}"),
     ]
     if choice.preemptions:
         parts.append(_phase(f"{len(choice.preemptions)} preemption(s)", choice.preempted_seconds))

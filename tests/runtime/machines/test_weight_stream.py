@@ -111,3 +111,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolve_here(EngineConfig.from_options(model="demo", **options))
+
+
+def test_a_draft_model_stays_in_memory(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=5)
+    draft = make_checkpoint("llama", tmp_path / "draft", num_hidden_layers=1)
+    requests = make_requests(256, count=3)
+    expected = golden(model, "float32", "none", "auto", requests)
+    engine, executor = start_engine(
+        model,
+        cpu_offload_gb=_gib_of(model, 4),
+        offload_to=str(tmp_path),
+        speculative_config={"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2},
+    )
+    try:
+        answers = run(engine, requests, "together")
+    finally:
+        engine.close()
+        executor.close()
+    assert answers == expected

@@ -54,9 +54,8 @@ class SequenceMasks:
                     place = places[step.seq_id]
                     if not entries[place].error:
                         awaited[sequence.mask_key] = place
-                        tokens = entries[place].token_ids
-                        guesses = scheduler.foresee(sequence, tokens, _MOST_GUESSES)
-                        self._lanes.advance(sequence.mask_key, tokens, guesses)
+                        guesses = scheduler.foresee(sequence, entries[place], _MOST_GUESSES)
+                        self._lanes.advance(sequence.mask_key, entries[place].token_ids, guesses)
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:
                 if (awaited_place := awaited.pop(key, None)) is not None and answer.finished:

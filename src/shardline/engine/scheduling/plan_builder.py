@@ -57,10 +57,13 @@ class PlanBuilder:
         ends, copies = self._queues.take_ends(), self._kv.traffic.take_copies(self.step_id)
         return StepPlan(self.step_id, self.starts, self.steps, ends, copies)
 
-    def place(self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = ()) -> None:
+    def place(
+        self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = (), num_guesses: int = 0
+    ) -> None:
         """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks.
 
         A draft of the tokens behind its last one is computed with that one, as far as there are blocks for it.
+        `num_guesses`: see `SequenceStep`.
         """
         if sequence.state is not State.RUNNING:
             return
@@ -88,7 +91,7 @@ class PlanBuilder:
             num_words = len(sequence.allowed) // (1 + len(sequence.foreseen))
             allowed = sequence.allowed[: num_words * (1 + len(draft))]
             sequence.allowed, sequence.foreseen, sequence.awaits_mask = b"", [], True
-        step = SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, draft, allowed)
+        step = SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, draft, allowed, num_guesses)
         self.draft_budget -= len(draft)
         sequence.awaits_draft = bool(draft)
         self.add(sequence, step, end)

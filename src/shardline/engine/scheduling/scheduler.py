@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -112,6 +112,7 @@ class Scheduler:
         self._num_step_tokens = 0
         self.preemptions = PreemptionLog(warns=warns)
         self._max_prefill_tokens = limits.max_prefill_tokens
+        self._max_tokens = limits.max_num_batched_tokens
         self._builder = self._make_builder(limits.max_num_batched_tokens)
 
     def _make_builder(self, max_tokens: int) -> PlanBuilder:
@@ -266,7 +267,8 @@ class Scheduler:
                 break
             # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
-                builder.place(sequence, 1, self._propose(sequence, share - len(builder.steps)))
+                draft = self._propose(sequence, share - len(builder.steps))
+                builder.place(sequence, 1, draft, self._count_guesses(sequence, share))
         return prefills
 
     def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
@@ -278,10 +280,19 @@ class Scheduler:
             return sequence.expected_next(limit)
         return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
-    def foresee(self, sequence: LiveSequence, token_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` guesses of what follows `token_ids`, the result that is there, of a sequence with a grammar. A
+    def _count_guesses(self, sequence: LiveSequence, num_decodes: int) -> int:
+        """How many guesses of a sequence's next tokens a step of so many sequences asks for."""
+        if self._proposer is None or sequence.request.expected_token_ids:
+            return 0
+        room = min(self.max_samples, self._max_tokens) - max(num_decodes, min(self.registry.num_live, self.max_running))
+        return self._proposer.count_guesses(sequence, max(0, room) // num_decodes)
+
+    def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
+        """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
         later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
-        return [] if self._proposer is None else self._proposer.propose(sequence, most, token_ids)
+        return (
+            [] if self._proposer is None else self._proposer.propose(sequence, most, result.token_ids, result.guesses)
+        )
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
@@ -317,6 +328,8 @@ class Scheduler:
                 # The step has computed the keys and values of the accepted tokens, too.
                 sequence.num_computed += len(result.token_ids) - 1
                 sequence.num_scheduled += len(result.token_ids) - 1
+                sequence.recorder.num_guesses += len(step.draft_token_ids)
+                sequence.recorder.num_right_guesses += len(result.token_ids) - 1
             if self._proposer is not None and not sequence.request.expected_token_ids:
                 self._proposer.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
@@ -352,6 +365,8 @@ class Scheduler:
             recorder.note_token(now, running=sequence.state is State.RUNNING)
             output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
+            if recorder.num_guesses:
+                output = msgspec.structs.replace(output, timeline=recorder.timeline())
             self.queues.leave(sequence, State.FINISHED)
             if self._proposer is not None:
                 self._proposer.note_end(sequence)

@@ -24,6 +24,8 @@ class TimelineRecorder:
     preemptions: list[Preemption] = field(default_factory=list)
     awaits_token: bool = True
     """Whether the next token is its first one, or the first one after a preemption."""
+    num_guesses: int = 0
+    num_right_guesses: int = 0
 
     def note_start(self, now: float) -> None:
         """It is part of a step, for the first time or again after a preemption."""
@@ -62,7 +64,10 @@ class TimelineRecorder:
 
     def timeline(self) -> EngineTimeline:
         """Everything so far."""
-        return EngineTimeline(self.scheduled, self.first_token, list(self.chunks), list(self.preemptions))
+        chunks, preemptions = list(self.chunks), list(self.preemptions)
+        return EngineTimeline(
+            self.scheduled, self.first_token, chunks, preemptions, self.num_guesses, self.num_right_guesses
+        )
 
 
 class State(enum.Enum):

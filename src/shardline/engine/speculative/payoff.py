@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardline.messages.stats import DraftStats
+
 _KEPT = 0.9
 """What remains of a step's weight when the next one has been measured."""
 _FIRST_COST = 0.1
@@ -150,3 +152,72 @@ class Acceptance:
             gained += right
             right *= self.probability
         return _MOST_GUESSES
+
+
+_KEPT_OF_SEQUENCE, _KEPT_OF_ALL = 0.5, 0.99
+_OWN_SHARE = 0.5
+"""What a row costs of a sequence whose draft is made with those of others, as a part of the mean."""
+_FIRST_RIGHT, _FIRST_JUDGED = 1.2, 2.0
+"""What a guess of a sequence is worth before one was judged."""
+
+
+class Payoff:
+    """What has come of all drafts, and how long the next ones should be."""
+
+    def __init__(self, most: int, least: float = 0.0, kept: float = _KEPT_OF_SEQUENCE) -> None:
+        """`most`: tokens of a draft; `least`: see `Acceptance.best_length`; `kept`: what remains of a draft's weight
+        after the sequence's next one."""
+        self._least, self._kept = least, kept
+        self._num_drafts = self._num_tokens = 0
+        self._accepted = [0] * most
+        self._gate = Gate()
+        self._row_cost = RowCost()
+        self._num_sequences = 1
+        self._cost = self._row_cost.of_row(1)
+        self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything may be drafted."""
+        return self._gate.is_open
+
+    def usual_acceptance(self) -> Acceptance:
+        """That of all sequences, with which a new one begins."""
+        return Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
+
+    def best_length(self, acceptance: Acceptance) -> int:
+        """How long a draft of a sequence with this acceptance should be, in batches like the last one."""
+        return acceptance.best_length(self._cost, self._num_sequences, self._least)
+
+    def shared_length(self, acceptance: Acceptance) -> int:
+        """The same if drafts of all sequences are made together, so that another one costs less than its part of them.
+
+        All have the length that is best for the usual sequence, or a smaller one if their guesses are worse. If each
+        paid the mean, those that pay least would leave, and the others would seem to cost more.
+        """
+        if self._num_sequences == 1:
+            return self.best_length(acceptance)
+        own = acceptance.best_length(_OWN_SHARE * self._cost, self._num_sequences, self._least)
+        return min(own, self.best_length(self._usual))
+
+    def note_draft(self, acceptance: Acceptance, num_accepted: int, num_proposed: int) -> None:
+        """Note a draft of a sequence."""
+        self._num_drafts += 1
+        self._num_tokens += num_proposed
+        for position in range(num_accepted):
+            self._accepted[position] += 1
+        acceptance.note(num_accepted, num_proposed, self._kept)
+        self._usual.note(num_accepted, num_proposed, _KEPT_OF_ALL)
+
+    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """See `Proposer.note_decode`."""
+        usual = self._row_cost.plain_seconds(num_sequences)
+        speed = num_tokens / num_sequences * usual / seconds if seconds else 0.0
+        is_plain = self._gate.note(num_sequences, speed, seconds)
+        if is_plain or num_rows > num_sequences:
+            self._row_cost.note(num_sequences, num_rows, seconds)
+        self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
+
+    def stats(self) -> DraftStats:
+        """Counters since the engine's start."""
+        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted))

@@ -21,12 +21,18 @@ class Proposer(Protocol):
     def wants(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, so that it waits until all tokens are known."""
 
-    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
+    def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
+        """`num_guesses` of a step that decodes; up to `limit` of them can become a draft."""
+
+    def propose(
+        self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
+    ) -> list[int]:
         """`draft_token_ids`: up to `limit` tokens that may follow those of a sequence; none, unless all of its tokens
         are known. It is called for each step that decodes.
 
         At least one token that the sequence may still get remains for the step to sample. For a sequence with a grammar
-        it is called before its `new_tokens` are applied, as soon as they are there: the grammar must allow the guesses.
+        it is called before its `new_tokens` are applied, as soon as they are there, with the `guesses` of the same
+        result: the grammar must allow them.
         """
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
@@ -47,6 +53,10 @@ def make_proposer(config: Speculation) -> Proposer | None:
     """The proposer that the user has chosen; None: nothing is drafted."""
     if config.num_speculative_tokens == 0:
         return None
+    if config.draft is not None:
+        from shardline.engine.speculative.model import ModelProposer
+
+        return ModelProposer(config)
     if config.suffixes.max_tree_depth:
         from shardline.engine.speculative.suffix import SuffixProposer
 

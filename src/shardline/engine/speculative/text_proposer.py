@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
-from shardline.engine.speculative.payoff import Acceptance, Gate, RowCost
+from shardline.engine.speculative.payoff import Acceptance, Payoff
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
 
@@ -19,9 +19,6 @@ _LONGEST_SEARCH_PAUSE = 3
 """Steps without a draft after nothing was found to guess from."""
 _HOPELESS = 4
 """Guesses that did not pay with which a sequence begins if those of others have not."""
-_KEPT_OF_SEQUENCE, _KEPT_OF_ALL = 0.5, 0.99
-_FIRST_RIGHT, _FIRST_JUDGED = 1.2, 2.0
-"""What a guess of a sequence is worth before one was judged."""
 
 
 class Lookup(Protocol):
@@ -62,26 +59,24 @@ class TextProposer:
         self._config = config
         self._make_lookup = make_lookup
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
-        self._num_drafts = 0
-        self._num_tokens = 0
-        self._accepted = [0] * config.num_speculative_tokens
-        self._gate = Gate()
-        self._row_cost = RowCost()
-        self._num_sequences = 1
-        self._cost = self._row_cost.of_row(1)
-        self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
-        """That of all sequences, with which new ones begin."""
+        self._payoff = Payoff(config.num_speculative_tokens, config.suffixes.min_token_prob)
 
     def wants(self, sequence: LiveSequence) -> bool:
         """See `Proposer`."""
         if sequence.has_grammar or sequence.limit - sequence.num_tokens <= 1:
             return False
-        return self._gate.is_open and self._find(sequence).pause == 0
+        return self._payoff.is_open and self._find(sequence).pause == 0
 
-    def propose(self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = ()) -> list[int]:
+    def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
+        """See `Proposer`."""
+        return 0
+
+    def propose(
+        self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
+    ) -> list[int]:
         """See `Proposer`."""
         tokens = [*sequence.tokens, *new_tokens] if new_tokens else sequence.tokens
-        if not self._gate.is_open:
+        if not self._payoff.is_open:
             return []
         guesser = self._find(sequence)
         if guesser.pause:
@@ -90,7 +85,7 @@ class TextProposer:
         limit = min(limit, sequence.limit - len(tokens) - 1, self._config.num_speculative_tokens)
         if limit <= 0 or (sequence.num_pending and not new_tokens):
             return []
-        length = self._best_length(guesser.acceptance)
+        length = self._payoff.best_length(guesser.acceptance)
         draft = guesser.lookup.find_continuation(tokens, min(limit, max(1, length)))
         if not draft:
             guesser.unmatched += 1
@@ -104,27 +99,13 @@ class TextProposer:
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note how many tokens of a step's draft were accepted."""
-        if (num_proposed := len(step.draft_token_ids)) == 0:
-            return
-        num_accepted = len(result.token_ids) - 1
-        self._num_drafts += 1
-        self._num_tokens += num_proposed
-        for position in range(num_accepted):
-            self._accepted[position] += 1
-        self._guessers[sequence].acceptance.note(num_accepted, num_proposed, _KEPT_OF_SEQUENCE)
-        self._usual.note(num_accepted, num_proposed, _KEPT_OF_ALL)
+        if step.draft_token_ids:
+            num_accepted = len(result.token_ids) - 1
+            self._payoff.note_draft(self._guessers[sequence].acceptance, num_accepted, len(step.draft_token_ids))
 
     def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """See `Proposer`."""
-        usual = self._row_cost.plain_seconds(num_sequences)
-        speed = num_tokens / num_sequences * usual / seconds if seconds else 0.0
-        is_plain = self._gate.note(num_sequences, speed, seconds)
-        if is_plain or num_rows > num_sequences:
-            self._row_cost.note(num_sequences, num_rows, seconds)
-        self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
-
-    def _best_length(self, acceptance: Acceptance) -> int:
-        return acceptance.best_length(self._cost, self._num_sequences, self._config.suffixes.min_token_prob)
+        self._payoff.note_decode(num_sequences, num_rows, num_tokens, seconds)
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""
@@ -132,12 +113,12 @@ class TextProposer:
     def _find(self, sequence: LiveSequence) -> _Guesser:
         guesser = self._guessers.get(sequence)
         if guesser is None:
-            usual = Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
+            usual = self._payoff.usual_acceptance()
             guesser = self._guessers[sequence] = _Guesser(self._make_lookup(sequence), usual)
-            if self._best_length(usual) == 0:
+            if self._payoff.best_length(usual) == 0:
                 guesser.note_miss(_HOPELESS)
         return guesser
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""
-        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted))
+        return self._payoff.stats()

@@ -19,7 +19,9 @@ class _QuickBuilder(PlanBuilder):
         super().__init__(scheduler.kv, scheduler.queues, scheduler.registry, scheduler.preemptions, max_tokens)
         self._token, self._block_size = token, block_size
 
-    def place(self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = ()) -> None:
+    def place(
+        self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = (), num_guesses: int = 0
+    ) -> None:
         """See the base class. A decode step within a block needs no further block, and asks for no scores."""
         start, size = sequence.num_scheduled, self._block_size
         if num_tokens != 1 or start % size == 0 or sequence.state is not State.RUNNING:

@@ -20,7 +20,7 @@ from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
 
 
@@ -59,6 +59,18 @@ class StepSizes:
     block_size: int
     hidden_size: int
     dtype: torch.dtype
+
+
+class BlockTables(Protocol):
+    """The block tables of sequences."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The current block ids of each KV group, [num_rows, max_blocks] int32."""
+
+    @property
+    def num_rows(self) -> int:
+        """The largest row index of any sequence, plus one."""
 
 
 class StepInputs(Protocol):
@@ -141,7 +153,7 @@ class Backend(ComputeDevice, Protocol):
     def share_counters(self, host: Tensor) -> Counters:
         """Counters whose values are published in `host`."""
 
-    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> StepInputs: ...
+    def make_step_inputs(self, table: BlockTables, sizes: StepSizes) -> StepInputs: ...
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
         """`can_capture`: whether a recording, which runs no Python, can include the stage's exchanges."""
 

@@ -95,7 +95,7 @@ class Sampler:
         """The largest logit of each row over all ranks. `best` [R, 2]: the best of each row on this rank, as
         `PackedLinear.argmax` returns it. The lowest id wins ties, because spans are in rank order."""
         if self._group.size == 1:
-            return Sampled(best.view(torch.int32)[:, 1])
+            return Sampled(best.view(torch.int32)[:, 1].clone())  # a draft model's steps need the memory of `best`
         gathered = self._group.all_gather_columns(best, [2] * self._group.size)
         ids = gathered[:, 1::2].contiguous().view(torch.int32)
         rank = gathered[:, 0::2].argmax(1, keepdim=True)

@@ -16,14 +16,13 @@ from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
-from shardline.runtime.machines.base import Backend, Forward, NoReplay, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import CudaStepInputs, DeviceCounters
 from shardline.runtime.machines.cuda.symmetric import SymmetricGather, symmetric_gather
 from shardline.runtime.machines.host.machine import use_threads
-from shardline.runtime.sequences import SequenceTable
 
 
 class CudaBackend:
@@ -64,7 +63,7 @@ class CudaBackend:
     def share_counters(self, host: Tensor) -> DeviceCounters:
         return DeviceCounters(host, self.device)
 
-    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> CudaStepInputs:
+    def make_step_inputs(self, table: BlockTables, sizes: StepSizes) -> CudaStepInputs:
         return CudaStepInputs(self.device, table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:

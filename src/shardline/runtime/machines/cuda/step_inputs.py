@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from shardline.messages.step import RankStep
-from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.machines.host.step_inputs import StepLayout
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 
@@ -163,7 +163,7 @@ def _from_copies(rows: Rows, copies: Iterator[Tensor]) -> Rows:
 class CudaStepInputs:
     """See `base.StepInputs`."""
 
-    def __init__(self, device: torch.device, table: SequenceTable, sizes: StepSizes) -> None:
+    def __init__(self, device: torch.device, table: BlockTables, sizes: StepSizes) -> None:
         self._device = device
         self._table = table
         self._layout = StepLayout(table, sizes, reuses_memory=False)

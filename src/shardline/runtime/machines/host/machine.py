@@ -18,11 +18,10 @@ from shardline.kernels.host.memory import streamed_empty, weight_reserve
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.machines.base import Backend, Forward, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Forward, Replay, StepSizes
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.machines.host.step_inputs import HostStepInputs
 from shardline.runtime.machines.host.weight_stream import WeightStream
-from shardline.runtime.sequences import SequenceTable
 
 
 class HostCounters:
@@ -66,7 +65,7 @@ class HostBackend:
     def share_counters(self, host: Tensor) -> HostCounters:
         return HostCounters(host)
 
-    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> HostStepInputs:
+    def make_step_inputs(self, table: BlockTables, sizes: StepSizes) -> HostStepInputs:
         return HostStepInputs(table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> DecodeReplay:

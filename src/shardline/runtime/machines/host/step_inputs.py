@@ -13,10 +13,10 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
-from shardline.runtime.machines.base import StepSizes
+from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence, num_scored
+from shardline.runtime.sequences import WorkerSequence, num_scored
 from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 _MAX_SHAPES = 1024
@@ -37,7 +37,7 @@ class _StepMemory(NamedTuple):
 class StepLayout:
     """Lays out the steps of one rank in host memory."""
 
-    def __init__(self, table: SequenceTable, sizes: StepSizes, *, reuses_memory: bool) -> None:
+    def __init__(self, table: BlockTables, sizes: StepSizes, *, reuses_memory: bool) -> None:
         """`reuses_memory`: whether all decode steps of as many sequences are written to the same memory, where recorded
         programs find them."""
         self._table = table
@@ -181,7 +181,7 @@ class InHostMemory:
 class HostStepInputs:
     """See `base.StepInputs`: a step is over when its last kernel returns, and the host knows every token."""
 
-    def __init__(self, table: SequenceTable, sizes: StepSizes) -> None:
+    def __init__(self, table: BlockTables, sizes: StepSizes) -> None:
         self._layout = StepLayout(table, sizes, reuses_memory=True)
 
     def make_step(

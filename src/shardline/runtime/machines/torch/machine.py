@@ -19,21 +19,21 @@ from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
-from shardline.runtime.machines.base import Backend, Counters, Forward, NoReplay, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
 from shardline.runtime.machines.host.machine import HostCounters
 from shardline.runtime.machines.host.step_inputs import InHostMemory, StepLayout
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
 
 
 class TorchStepInputs:
     """See `base.StepInputs`. Every step has tensors of its own, and is over before the next one is made."""
 
-    def __init__(self, device: torch.device, table: SequenceTable, sizes: StepSizes) -> None:
+    def __init__(self, device: torch.device, table: BlockTables, sizes: StepSizes) -> None:
         self._layout = StepLayout(table, sizes, reuses_memory=False)
         self._uploader = None if device.type == "cpu" else Uploader(device)
 
@@ -96,7 +96,7 @@ class TorchBackend:
     def share_counters(self, host: Tensor) -> Counters:
         return HostCounters(host) if self.device.type == "cpu" else DeviceCounters(host, self.device)
 
-    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> TorchStepInputs:
+    def make_step_inputs(self, table: BlockTables, sizes: StepSizes) -> TorchStepInputs:
         return TorchStepInputs(self.device, table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:

@@ -1,0 +1,113 @@
+"""A second model, which drafts: on which ranks it runs, what it takes there, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import DraftPlan, ModelSource, RankWeights
+from shardline.deployment.layout import Layout
+from shardline.models.kv_groups import kv_groups
+from shardline.models.partition import Span
+from shardline.models.parts import KVDType
+from shardline.models.sharding import check_tensor_parallel
+from shardline.models.sizes import kv_bytes_per_token
+from shardline.models.spec import DecoderSpec
+from shardline.weights.base import FormatChoice
+
+
+def config_of_draft(config: EngineConfig) -> EngineConfig:
+    """The configuration as the draft model has it: its own weight format, and experts split over tensor ranks, since it
+    meets no other replica."""
+    asked = config.scheduler.speculation.draft
+    assert asked is not None
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, quantization=asked.quantization),
+        parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
+    )
+
+
+def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, drafting: DecoderSpec) -> None:
+    """Refuse a draft model of the spec `drafting` that cannot run on the ranks of the model.
+
+    Raises:
+        ValueError: the message says what would work.
+    """
+    asked, size = config.scheduler.speculation.draft, layout.grid.tensor
+    assert asked is not None
+    if asked.tensor_parallel_size not in (None, size):
+        raise ValueError(
+            f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: the draft model runs on "
+            f"the ranks of the model, so only its tensor_parallel_size {size} works; leave it out"
+        )
+    if drafting.num_labels is not None:
+        raise ValueError(
+            f"the draft model {asked.model!r} classifies (ForSequenceClassification) and cannot guess tokens; use one "
+            "that generates"
+        )
+    if config.parallel.enable_expert_parallel and any(layer.feed_forward.routing for layer in drafting.layers):
+        raise ValueError(
+            f"the draft model {asked.model!r} has experts, which enable_expert_parallel would spread over ranks; use a "
+            "dense draft model, or leave enable_expert_parallel out"
+        )
+    if all(group.window is not None for group in kv_groups(spec)):
+        raise ValueError(
+            "a draft model uses the block table of layers without a window, and the model has none; use the method "
+            '"ngram" or "suffix" of speculative_config'
+        )
+    try:
+        check_tensor_parallel(drafting, size)
+    except ValueError as error:
+        raise ValueError(f"the draft model {asked.model!r}: {error}") from None
+
+
+def check_draft_length(config: EngineConfig, drafting: DecoderSpec, length: int) -> None:
+    """Refuse requests that are longer than the draft model can be.
+
+    Raises:
+        ValueError: its positions are fewer than `length` tokens.
+    """
+    asked, most = config.scheduler.speculation.draft, drafting.max_position_embeddings
+    assert asked is not None
+    if length > most:
+        raise ValueError(
+            f"max_model_len is {length}, and the draft model {asked.model!r} has {most} positions; use "
+            f"--max-model-len {most}, or another draft model"
+        )
+
+
+def plan_draft(
+    config: EngineConfig,
+    layout: Layout,
+    model: ModelSource,
+    spec: DecoderSpec,
+    drafting: DecoderSpec,
+    held: FormatChoice,
+    weights: tuple[RankWeights, ...],
+    kv_dtype: KVDType,
+) -> DraftPlan:
+    """The draft model `model`, of the spec `drafting`, beside a model of `spec`. `weights`: of each rank of an engine,
+    as if each stage had the whole draft model."""
+    limits, block_size, grid = config.scheduler, config.cache.block_size, layout.grid
+    assert block_size is not None, "it is chosen before"
+    places = [grid.place(rank) for rank in range(grid.world_size)]
+    stages = whole_stages(drafting, grid.pipeline)
+    has_it = [place.pp_rank == grid.pipeline - 1 for place in places]
+    return DraftPlan(
+        model=model,
+        spec=drafting,
+        weight_format=held,
+        group=next(index for index, group in enumerate(kv_groups(spec)) if group.window is None),
+        num_spare_blocks=limits.max_num_seqs * -(-limits.speculation.num_speculative_tokens // block_size),
+        weights=tuple(rank if has else RankWeights(0, 0) for rank, has in zip(weights, has_it, strict=True)),
+        block_bytes=tuple(
+            has * block_size * kv_bytes_per_token(drafting, place, stages, kv_dtype, latents_shared=False)
+            for place, has in zip(places, has_it, strict=True)
+        ),
+    )
+
+
+def whole_stages(spec: DecoderSpec, num_stages: int) -> tuple[Span, ...]:
+    """All layers in each stage: only ranks of the last one load them."""
+    return (Span(0, len(spec.layers)),) * num_stages

@@ -1,0 +1,193 @@
+"""A draft model guesses its own greedy continuation, and answers are those without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+
+from shardline.engine.speculative.payoff import Acceptance, Gate
+from shardline.messages.request import Request
+from shardline.messages.stats import DraftStats
+from shardline.runtime.features.draft_model import DraftModel
+from shardline.runtime.machines.host.replay import DecodeReplay
+from shardline.sampling_params import SamplingParams
+from tests.exactness.harness import BLOCK_SIZE, make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+
+LENGTH = 40
+MOST = 4
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def greedy_requests(lengths: tuple[int, ...] = (5, 31, 16, 48), output: int = LENGTH) -> list[Request]:
+    """Prompts that end before, at and behind the ends of blocks, two of which begin alike."""
+    rng = np.random.default_rng(1)
+    shared = rng.integers(4, 256, 200).tolist()
+    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    return [
+        Request(
+            request_id=f"greedy {index}",
+            prompt_token_ids=shared[:length] if index % 2 else shared[-length:],
+            sampling=sampling,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def draft_with(model: Path, most: int = MOST) -> dict[str, object]:
+    return {"model": str(model), "num_speculative_tokens": most}
+
+
+@contextmanager
+def drafting_always(most: int) -> Iterator[None]:
+    """Have drafts of this length, whatever steps take and whatever was wrong."""
+    with patch.object(Gate, "is_open", True), patch.object(Acceptance, "best_length", lambda *_: most):
+        yield
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
+def test_the_model_itself_guesses_every_token(tensor: int, pipeline: int, llama: Path) -> None:
+    """Each step but the first two, and the last, has as many tokens as a draft and one."""
+    requests = greedy_requests((9,))
+    engine, executor = start_engine(llama)
+    expected = run(engine, requests, "alone")
+    executor.close()
+    with drafting_always(MOST):
+        engine, executor = start_engine(llama, tensor=tensor, pipeline=pipeline, speculative_config=draft_with(llama))
+        assert run(engine, requests, "alone") == expected
+        stats = engine.stats()
+        executor.close()
+    drafts = stats.drafts
+    assert isinstance(drafts, DraftStats)
+    assert drafts.num_accepted == drafts.num_tokens == LENGTH - stats.num_steps
+    # The prefill, a step without a draft, and as many as have 5 tokens each.
+    assert stats.num_steps == 2 + -(-(LENGTH - 2) // (1 + MOST))
+
+
+class Noted:
+    """What the draft model has guessed: texts and the guesses behind them."""
+
+    def __init__(self) -> None:
+        self.guesses: dict[tuple[int, ...], list[int]] = {}
+        self.num_partial = 0
+        self._guess = DraftModel._guess
+
+    def guess(self, model: DraftModel, asked: list[object]) -> None:
+        self._guess(model, asked)  # type: ignore[arg-type]
+        for one in asked:
+            text = tuple(one.sequence.tokens[: one.num_tokens].tolist())  # type: ignore[attr-defined]
+            self.num_partial += not one.guesses  # type: ignore[attr-defined]
+            if one.guesses:  # type: ignore[attr-defined]
+                self.guesses[text] = list(one.guesses)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline", "most", "options"),
+    [
+        ("gemma2", 1, 1, 3, {}),  # windows, a softcap
+        ("llama", 1, 1, 20, {}),  # further than a block
+        ("qwen3_moe", 2, 1, 5, {"max_num_batched_tokens": 40}),  # prompts are computed in parts
+        ("deepseek_v3", 2, 1, 2, {"kv_cache_dtype": "int8"}),
+    ],
+)
+def test_guesses_are_the_greedy_continuation_of_the_draft_model(
+    family: str, tensor: int, pipeline: int, most: int, options: dict[str, object], llama: Path, tmp_path: Path
+) -> None:
+    draft = make_checkpoint(family, tmp_path, seed=5)
+    requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()
+    with (
+        drafting_always(most),
+        patch.object(DraftModel, "_guess", lambda model, asked: noted.guess(model, asked)),
+    ):
+        engine, executor = start_engine(
+            llama, tensor=tensor, pipeline=pipeline, speculative_config=draft_with(draft, most), **options
+        )
+        run(engine, requests, "staggered")
+        run(engine, requests[:3], "staggered")  # prefixes are in the cache
+        assert engine.stats().prefix_hits > 0
+        executor.close()
+    assert (noted.num_partial > 0) == ("max_num_batched_tokens" in options)
+    assert len(noted.guesses) > 20
+    texts = list(noted.guesses)[:: max(1, len(noted.guesses) // 24)]
+    alone = [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=list(text),
+            sampling=SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True),
+        )
+        for number, text in enumerate(texts)
+    ]
+    cache = {name: value for name, value in options.items() if name == "kv_cache_dtype"}
+    engine, executor = start_engine(draft, enable_prefix_caching=False, **cache)
+    answers = run(engine, alone, "together")
+    executor.close()
+    for number, text in enumerate(texts):
+        guesses = noted.guesses[text]
+        assert guesses == answers[str(number)].token_ids[: len(guesses)]
+    assert max(map(len, noted.guesses.values())) == most
+
+
+def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> None:
+    """A prompt that is in the prefix cache, and right guesses, cost no further rows; other content does."""
+    rows: list[int] = []
+    run_parts = DraftModel._run
+
+    def counted(model: DraftModel, parts: list[tuple[object, int, int]]) -> list[int]:
+        rows.append(sum(length for _, _, length in parts))
+        return run_parts(model, parts)  # type: ignore[arg-type]
+
+    (request,) = greedy_requests((70,), output=24)
+    other = msgspec.structs.replace(request, prompt_token_ids=[7, *request.prompt_token_ids[1:]])
+    with drafting_always(MOST), patch.object(DraftModel, "_run", counted):
+        engine, executor = start_engine(
+            llama, speculative_config=draft_with(llama), num_gpu_blocks_override=12, max_model_len=128
+        )
+        found = []
+        for one in (request, request, other, request):
+            rows.clear()
+            run(engine, [one], "alone")
+            found.append(rows[0])
+            assert max(rows[1:]) <= 1 + MOST
+        executor.close()
+    whole = 70 + 2
+    cached = (70 - 1) // BLOCK_SIZE * BLOCK_SIZE
+    # The third takes blocks of the first, whose content is the draft model's no longer.
+    assert found[:3] == [whole, whole - cached, whole]
+    assert found[3] in (whole, whole - cached)
+
+
+def test_passes_are_replayed(llama: Path) -> None:
+    replayed = 0
+    call = DecodeReplay.__call__
+
+    def counted(replay: DecodeReplay, step: object, hidden: object) -> object:
+        nonlocal replayed
+        before = len(replay._programs)
+        output = call(replay, step, hidden)  # type: ignore[arg-type]
+        replayed += step.is_replayable and len(replay._programs) == before  # type: ignore[attr-defined]
+        return output
+
+    requests = greedy_requests((9,))
+    with drafting_always(MOST), patch.object(DecodeReplay, "__call__", counted):
+        engine, executor = start_engine(llama, speculative_config=draft_with(llama))
+        run(engine, requests, "alone")
+        executor.close()
+    # Each of nine steps has four passes; each model records each shape once.
+    assert replayed >= 30
+
+
+def test_nothing_is_computed_while_nothing_is_drafted(llama: Path) -> None:
+    with patch.object(Gate, "is_open", False), patch.object(DraftModel, "_run", side_effect=AssertionError):
+        engine, executor = start_engine(llama, speculative_config=draft_with(llama))
+        run(engine, greedy_requests(), "together")
+        executor.close()
