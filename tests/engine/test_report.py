@@ -19,6 +19,7 @@ from shardline.models.sizes import kv_bytes_per_token, weight_bytes
 from tests.models.checkpoints import make_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline"), [("llama", 2, 2), ("deepseek_v3", 3, 2), ("gemma4_text", 2, 3)]
 )

@@ -68,6 +68,7 @@ def check_page(plan: Plan) -> None:
     assert "does not fit" not in path or best.layout.weights not in re.findall(r"; (\w+) does not fit", path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [
     "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-235B-A22B-FP8", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-120b",
 ])  # fmt: skip

@@ -91,6 +91,7 @@ def answer(server: Server, path: str, reply: str, fields: dict[str, Any]) -> byt
     return found.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*REQUESTS, *ITEM_REQUESTS])
 def test_resume_goes_on_after_every_mark(servers: list[Server], name: str) -> None:
     path, reply, fields = {**REQUESTS, **ITEM_REQUESTS}[name]

@@ -348,6 +348,7 @@ def test_constrained_answers_that_must_not_show_reasoning_have_none() -> None:
             assert ("<think>" in rendered["sampling_params"]["structured_outputs"]["grammar"]) is shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

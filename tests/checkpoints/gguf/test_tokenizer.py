@@ -252,6 +252,7 @@ def _write_arrays(file: Path, arrays: dict[str, list[Any]]) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "cut", "says"),
     [
