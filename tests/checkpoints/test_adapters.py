@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
-from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.adapters import find_adapter, read_adapter
 from shardline.checkpoints.description import read_model
-from shardline.config.engine import ModelConfig
+from shardline.config.engine import HubAccess, ModelConfig
 from shardline.models.spec import DecoderSpec
 from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
@@ -160,3 +163,19 @@ def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> Non
     (adapter / "adapter_config.json").write_text(" " * ((1 << 20) + 1))
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         read_adapter(adapter, spec, 64)
+
+
+def test_an_adapter_may_be_a_repository_of_the_hub(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=OfflineModeIsEnabled("offline")))
+    snapshot = tmp_path / "models--some--lora" / "snapshots" / ("a" * 40)
+    shutil.copytree(adapter, snapshot)
+    (tmp_path / "models--some--lora" / "refs").mkdir()
+    (tmp_path / "models--some--lora" / "refs" / "main").write_text("a" * 40)
+    hub = HubAccess(folder=str(tmp_path))
+    assert find_adapter("some/lora", hub) == snapshot
+    assert find_adapter(str(adapter), hub) == adapter
+    assert find_adapter("./some/lora", hub) == Path("some/lora").resolve()
+    with pytest.raises(ValueError, match="model 'some/other': there is no such folder"):
+        find_adapter("some/other", hub)

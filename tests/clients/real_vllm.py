@@ -1,4 +1,4 @@
-"""`vllm bench serve` loads the server. `make clients-vllm` runs this where there is a `vllm` command."""
+"""`vllm bench serve` loads the server. `make clients-vllm` runs this, and installs vLLM where there is none."""
 
 from __future__ import annotations
 

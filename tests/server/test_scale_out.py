@@ -134,6 +134,7 @@ def test_logprobs_have_ids_and_ranks(http: httpx.Client) -> None:
         ({"sampling_params": {"min_tokens": 1 << 30}}, "min_tokens"),
         ({"sampling_params": {"stop": ["x"], "detokenize": False}}, "stop strings"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "detokenize"),
+        ({"sampling_params": {"prompt_logprob_token_ids": [[1]]}}, "prompt_logprob_token_ids"),
         ({"output_mode": "derender"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"sampling_params": {"structured_outputs": {"grammar": '{"grammars": 5}'}}}, "structured_outputs"),

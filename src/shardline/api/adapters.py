@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from shardline.config.engine import USUAL_ACCESS, HubAccess
 from shardline.config.lora import LoRAConfig
 from shardline.messages.request import AdapterRef
 from shardline.models.spec import DecoderSpec
@@ -15,7 +15,8 @@ from shardline.receipts.check import ContractDiffers
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for `LLM.generate` and others, as in vLLM: `lora_path` is the folder that PEFT has written.
+    """An adapter for `LLM.generate` and others, as in vLLM: `lora_path` is the folder that PEFT has written, or a hub
+    id.
 
     The number means nothing here: adapters are told apart by their content.
     """
@@ -38,14 +39,15 @@ class NamedAdapter:
 class Adapters:
     """Adapters by name. Any thread may read files with it; names are changed by one thread."""
 
-    def __init__(self, config: LoRAConfig, spec: DecoderSpec | None) -> None:
-        """`spec`: that of the base model.
+    def __init__(self, config: LoRAConfig, spec: DecoderSpec | None, hub: HubAccess = USUAL_ACCESS) -> None:
+        """`spec`: that of the base model. `hub`: where adapters are that are no folders.
 
         Raises:
             ValueError: one of the configured adapters cannot be used.
         """
         self._config = config
         self._spec = spec
+        self._hub = hub
         self._named: dict[str, NamedAdapter] = {}
         self._known: dict[str, tuple[object, AdapterRef]] = {}
         """By folder: what the files looked like when they were read, and what they hold."""
@@ -62,17 +64,18 @@ class Adapters:
         return self._named
 
     def read(self, folder: str) -> AdapterRef:
-        """Check the adapter in a folder, and tell its content. Files that have not changed are not read again.
+        """Check the adapter in a folder or of a hub id, and tell its content. Files that have not changed are not read
+        again.
 
         Raises:
             ValueError: adapters are not enabled, or it cannot be used.
         """
-        from shardline.checkpoints.adapters import read_adapter, state_of
+        from shardline.checkpoints.adapters import find_adapter, read_adapter, state_of
 
         if not self._config.enable_lora:
             raise ValueError("LoRA is not enabled: start with --enable-lora, or LLM(enable_lora=True)")
         assert self._spec is not None
-        path = Path(folder).resolve()
+        path = find_adapter(folder, self._hub)
         with self._lock:
             state = state_of(path)
             known = self._known.get(str(path))

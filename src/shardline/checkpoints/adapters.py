@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 
 from shardline.checkpoints.checkpoint import read_header
+from shardline.checkpoints.hub import fetch_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
+from shardline.config.engine import HubAccess
 from shardline.models.adapters import is_adaptable
 from shardline.models.parameters import parameters
 from shardline.models.parts import Shape
@@ -110,6 +112,18 @@ class Adapter:
         except OSError as error:
             raise ValueError(f"the adapter in {self.folder} cannot be read: {error.strerror or error}") from None
         return found.hexdigest()
+
+
+def find_adapter(name: str, hub: HubAccess) -> Path:
+    """The folder of an adapter that the user names: itself, or that of the hub repository whose id it is.
+
+    Raises:
+        ValueError: there is no such repository, or it cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return path.resolve()
+    return fetch_files(name, (CONFIG_FILE, WEIGHTS_FILE), hub)
 
 
 def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:

@@ -362,6 +362,15 @@ def _download(
         raise kind(_explain(model, revision, error, hub)) from error
 
 
+def fetch_files(repository: str, names: Sequence[str], hub: HubAccess = USUAL_ACCESS) -> Path:
+    """The folder with files of a hub repository, which are downloaded unless the cache has them.
+
+    Raises:
+        ValueError: see `_explain`.
+    """
+    return _download(repository, None, names, hub=hub)
+
+
 def find_local_model(model: str, revision: str | None = None, hub: HubAccess = USUAL_ACCESS) -> Path | None:
     """The folder or the GGUF file of a model that is on this host, without a look at the hub; None: it must be
     downloaded first.

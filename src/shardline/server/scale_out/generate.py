@@ -52,6 +52,8 @@ class GenerateSampling(SamplingFields):
     logprobs: int | None = None
     detokenize: bool | None = None
     output_kind: Any = None
+    prompt_logprob_token_ids: Any = None
+    """Refused, since an answer without these scores would be another one."""
 
 
 class GenerateRequest(RequestModel):
@@ -87,6 +89,11 @@ class GenerateRequest(RequestModel):
         """
         sampling = self.sampling_params
         sampling.check_supported(streams=bool(self.stream))
+        refuse_if(
+            sampling.prompt_logprob_token_ids is not None,
+            "prompt_logprob_token_ids",
+            "'prompt_logprob_token_ids' is not supported; prompt_logprobs has the likeliest tokens at each position.",
+        )
         refuse_if(bool(sampling.use_beam_search), "use_beam_search", "Beam search needs a prompt of /v1/completions.")
         skips_text = sampling.detokenize is False
         if skips_text and sampling.stop:
