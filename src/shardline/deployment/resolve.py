@@ -23,6 +23,7 @@ from shardline.deployment.formats import (
     own_formats,
     stored_forms,
 )
+from shardline.deployment.generations import check_format
 from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import Layout, choose_layout
@@ -53,6 +54,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
+    check_format(f"dtype {dtype}", dtype, devices, layout.kernels, "--dtype float32")
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
     if layout.device == "cuda" and layout.kernels == "own" and (refusal := gpu_refusal(spec)):
         raise ValueError(f"{refusal}; --kernels torch runs it there too, more slowly")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast
 
 from shardline.kernels.tensors import as_tensor, check_features
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
@@ -97,7 +97,7 @@ class Fp8GatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`."""
 
-    gpu_capability = 89
+    computes_in: ClassVar[Literal["", "int8", "fp8"]] = "fp8"
     label = "fp8"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
