@@ -60,7 +60,7 @@ def choose_weight_format(
     check_statements(config.model, stored)
     is_there = stored.is_packed and config.model.load_format != "dummy"
     if asked is None or asked == stored.method:
-        return _kept_format(stored, devices[0].kind) if is_there and kernels == "own" else PLAIN
+        return _kept_format(stored, devices[0].kind) if is_there and kernels != "torch" else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)

@@ -171,7 +171,13 @@ def _load(
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     if deployment.grid.world_size > 1:
         threading.Thread(target=groups.progress.sample_waiting, name="waiting", daemon=True).start()
-    worker = Worker(deployment, backend, groups, start.engine)
+
+    def share(own: bytes) -> list[bytes]:
+        store.set(f"shared by rank {start.rank}", own)
+        ranks = range(deployment.grid.world_size)
+        return [store.get(f"shared by rank {rank}", timeout) for rank in ranks]
+
+    worker = Worker(deployment, backend, groups, start.engine, share)
     report = worker.load(agree)
     return worker, report, start.rank in deployment.grid.drivers
 
