@@ -85,10 +85,10 @@ StartChild = Callable[[socket.socket], Child]
 """Starts the process with its end of a connection."""
 
 
-def start_child(theirs: socket.socket) -> Child:
-    """A process that tries cases."""
+def start_child(theirs: socket.socket, gpu: str | None = None) -> Child:
+    """A process that tries cases. `gpu`: the only one that it sees, see `Device.identifier`; None: as this process."""
     code = "from shardline.kernels.cuda.proof.child import main; main()"
-    return lifeline.start_process(code, (theirs.fileno(),), env.for_children(), pass_fds=(theirs.fileno(),))
+    return lifeline.start_process(code, (theirs.fileno(),), env.for_children(gpu), pass_fds=(theirs.fileno(),))
 
 
 def prove_cases(

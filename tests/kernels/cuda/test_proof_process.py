@@ -15,10 +15,13 @@ import msgspec
 import pytest
 import torch
 
+from shardline.cli.main import main
+from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.kernel_cases import KernelCase, kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, card_identity, prove_cases, verdicts_here
 from shardline.deployment.machine import Device
+from shardline.doctor import kernels
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.proof import child
@@ -27,9 +30,10 @@ from shardline.runtime.machines.base import Share
 from shardline.runtime.machines.cuda.fallbacks import choose_kernels
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.machines.host.machine import HostBackend
+from tests.deployment.machines import machine
 from tests.kernels.cuda.helpers import CPU, InterpretedBackend
 from tests.kernels.cuda.mutants import CASES, plant
-from tests.kernels.cuda.test_model import load, logits
+from tests.kernels.cuda.test_model import load, logits, step_of
 from tests.models.checkpoints import make_checkpoint
 
 CARD = Device("cuda", "NVIDIA Strange", 1, 1, capability="sm_90")
@@ -105,8 +109,66 @@ def test_faults_are_named_and_replaced_and_the_answer_is_right(tmp_path: Path, m
         assert torch.equal(ours.argmax(1), theirs.argmax(1))
 
 
-def cases_of(*kernels: str) -> list[KernelCase]:
-    return [CASES[kernel] for kernel in kernels]
+def test_the_doctor_prints_the_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor --kernels` tries all cases of the model, and `serve` finds its verdicts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = str(make_checkpoint("gpt2", tmp_path / "model", n_layer=1))
+    plant(monkeypatch, *FAULTS["write_kv"])
+    only = ("add", "write_kv", "penalize", "activation")
+    config = EngineConfig.from_options(model=model, dtype="float32", max_model_len=64)
+    monkeypatch.setattr(kernels, "kernel_cases", lambda setup: [c for c in kernel_cases(setup) if c.kernel in only])
+    found = kernels.prove_kernels(config, machine((8 << 30, 7 << 30)), start=Fork, name="cpu")
+    monkeypatch.setattr(kernels, "prove_kernels", lambda config: found)
+    assert main(["doctor", model, "--kernels"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "NVIDIA H100 (sm_90)"
+    assert {line.split()[0] for line in lines if "float32" in line} == set(only)
+    assert sum("torch instead" in line for line in lines) == 1
+    (card,) = found
+    device = machine((8 << 30, 7 << 30)).hosts[0].devices[1]
+    assert verdicts_here([one.case for one in card.verdicts], device, "cpu", prove=prove_nothing) == card.verdicts
+
+
+def test_without_gpus_there_is_nothing_to_prove(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kernels", "--device", "cpu"]) == 0
+    assert "no kernel of Triton runs here" in capsys.readouterr().out
+
+
+def test_triton_alone_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--device", "cpu", "--kernels", "triton"]) == 2
+    assert "kernels triton are for NVIDIA's GPUs" in capsys.readouterr().err
+
+
+CALLED = {"llama": {}, "gpt2": {"n_layer": 1}, "deepseek_v3": {}, "qwen2_moe": {}, "gemma": {}}
+
+
+@pytest.mark.parametrize("family", CALLED)
+def test_cases_speak_for_every_kernel_that_a_model_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """What they leave out would be torch's on a GPU, unsaid."""
+    make_checkpoint(family, tmp_path, **(CALLED[family] or {"num_hidden_layers": 2}))
+    backend, called = InterpretedBackend(), set()
+    for name in {op for ops in OPS.values() for op in ops}:
+        op = getattr(backend.kernels, name)
+        monkeypatch.setattr(
+            backend.kernels, name, lambda *arguments, op=op, name=name: (called.add(name), op(*arguments))[1]
+        )
+    worker = load(tmp_path, {"quantization": "int8_fast"} if family == "gemma" else {}, backend)
+    for fused in (worker.stage.fused, None):
+        worker.stage.fused = fused
+        with torch.inference_mode():
+            step = step_of([5, 17], 0)
+            worker.stage.forward(step, worker.stage.embed(step))
+    named = {op for case in kernel_cases(worker._deployment) for op in OPS[case.kernel]}
+    assert called
+    assert called <= named
+
+
+def cases_of(*names: str) -> list[KernelCase]:
+    return [CASES[name] for name in names]
 
 
 def test_a_process_that_does_not_begin_decides_nothing_for_long() -> None:
@@ -183,12 +245,12 @@ def test_ranks_do_without_what_failed_on_any(tmp_path: Path) -> None:
     setup = load(tmp_path, {})._deployment
     verdicts = [Verdict(case, "is wrong" if case.kernel == "attention" else "") for case in kernel_cases(setup)]
     other = msgspec.msgpack.encode([KernelFallback("sample", "hangs")])
-    kernels = CudaKernels(CPU)
-    found = choose_kernels(kernels, setup, verdicts, lambda own: (own, other))
+    own = CudaKernels(CPU)
+    found = choose_kernels(own, setup, verdicts, lambda mine: (mine, other))
     assert [fallback.kernel for fallback in found] == ["attention", "sample"]
     assert found[1].why == "rank 1: hangs"
-    assert kernels.replaced >= OPS["attention"] | OPS["sample"] | OPS["mla"]
-    assert not kernels.replaced & (OPS["linear"] | OPS["rope"] | OPS["logprobs"])
+    assert own.replaced >= OPS["attention"] | OPS["sample"] | OPS["mla"]
+    assert not own.replaced & (OPS["linear"] | OPS["rope"] | OPS["logprobs"])
     strict = msgspec.structs.replace(setup, kernels="triton")
     with pytest.raises(
         ValueError, match=r"not all kernels are proved here: attention: is wrong .*; sample: rank 1: hangs;"
