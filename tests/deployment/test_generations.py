@@ -16,8 +16,8 @@ def test_the_planners_gpus_compute_what_their_generation_does() -> None:
         assert generation is not None
         assert generation.name == known.architecture, known.name
         if known.vendor == "NVIDIA":  # gfx942 has an fp8 of its own
-            for number_format in ("fp8", "int8"):
-                assert (number_format in known.tflops) == (number_format in generation.native), known.name
+            for rate, number_format in (("fp8", "e4m3"), ("int8", "bytes")):
+                assert (rate in known.tflops) == (number_format in generation.native), known.name
 
 
 def test_no_format_is_in_both_lists() -> None:
@@ -54,7 +54,7 @@ def test_refusals_say_what_would_work() -> None:
     check_format("dtype float32", "float32", [old], "own", "x")
     apple = Device("mps", "Apple GPU", 1, 1)
     with pytest.raises(ValueError, match=r"fp8 needs a device that computes in it, and Apple GPU does not; use int8$"):
-        check_format("kv_cache_dtype fp8", "fp8", [apple], "torch", "int8")
+        check_format("kv_cache_dtype fp8", "e4m3", [apple], "torch", "int8")
     amd = gpu(1, 1, name="MI300X", capability="gfx942")
     with pytest.raises(ValueError, match=r"\(gfx950 or later\), and MI300X is gfx942; use int8, or --kernels torch"):
-        check_format("quantization fp8", "fp8", [amd], "own", "int8")
+        check_format("quantization fp8", "e4m3", [amd], "own", "int8")

@@ -195,5 +195,5 @@ def choose_kv_dtype(
                 )
     if asked == "int8":
         return "int8"
-    check_format(f"kv_cache_dtype {asked}", "fp8", devices, kernels, "int8")
+    check_format(f"kv_cache_dtype {asked}", "e4m3", devices, kernels, "int8")
     return "float8_e4m3fn"

@@ -7,23 +7,20 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from shardline.deployment.deployment import KernelsName
 from shardline.deployment.machine import Device
 
-NumberFormat = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
-
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See the head of generations.toml."""
 
     name: str
-    native: tuple[NumberFormat, ...]
+    native: tuple[str, ...]
     source: str
-    unpacked: tuple[NumberFormat, ...] = ()
+    unpacked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For people."""
@@ -51,9 +48,7 @@ def generation_of(device: Device) -> Generation | None:
     return generations()[max(earlier, key=_parts)] if vendor and earlier else None
 
 
-def check_format(
-    what: str, wanted: NumberFormat, devices: Iterable[Device], kernels: KernelsName, alternatives: str
-) -> None:
+def check_format(what: str, wanted: str, devices: Iterable[Device], kernels: KernelsName, alternatives: str) -> None:
     """Refuse devices that do not compute in a format. `what`: the option in words; `alternatives`: what to use instead.
 
     Raises:
@@ -72,7 +67,7 @@ def check_format(
         raise ValueError(f"{what} needs {needs}, and {here}; {fix}")
 
 
-def _serves(name: str, device: Device, wanted: NumberFormat) -> bool:
+def _serves(name: str, device: Device, wanted: str) -> bool:
     """Whether the generation `name` is of the device's vendor and computes in a format."""
     vendor, _ = _parts(name)
     return bool(vendor) and vendor == _parts(device.capability)[0] and wanted in generations()[name].native

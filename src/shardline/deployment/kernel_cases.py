@@ -14,11 +14,9 @@ from shardline.models.attention import GQA, MLA
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer
+from shardline.weights.base import PLAIN
 
 Size = int | float | str | bool | None
-
-_PRODUCTS = {"plain": (), "int8_fast": ("int8",), "int4_fast": ("int8", "int4"), "fp8": ("int8", "fp8")}
-"""The kinds of products of a weight format, beside those with dense weights."""
 
 
 class KernelCase(msgspec.Struct, frozen=True):
@@ -59,8 +57,8 @@ def _sampling_cases(spec: DecoderSpec) -> _Cases:
 
 def _layer_cases(deployment: Deployment) -> _Cases:
     spec, hidden = deployment.spec, deployment.spec.hidden_size
-    held = deployment.weight_format
-    quantized = held.name in ("int8_fast", "int4_fast", "fp8")
+    products = deployment.weight_format.open_format().gpu_cases
+    quantized = "linear_int8" in products
     yield "add", {"width": hidden}
     depths = {hidden}
     for layer in dict.fromkeys(spec.layers):
@@ -76,12 +74,10 @@ def _layer_cases(deployment: Deployment) -> _Cases:
     yield from _norm_cases(spec.final_norm, hidden, quantized=quantized)
     for depth in sorted(depths):
         yield "linear", {"depth": depth, "gate": ""}
-        for kernel in _PRODUCTS.get(held.name, ()):
-            yield kernel, {"depth": depth, "gate": ""}
-            if kernel == "int8":
-                yield "quantize_rows", {"width": depth}
-        if held.name == "packed":
-            yield "w4a16", {"depth": depth, "group": held.group_size}
+        for kernel in products:
+            yield kernel, {"depth": depth, "gate": "", "group": deployment.weight_format.group_size or None}
+        if quantized:
+            yield "quantize_rows", {"width": depth}
     yield from _fused_cases(deployment)
 
 
@@ -129,7 +125,7 @@ def _feed_forward_cases(layer: Layer, deployment: Deployment) -> _Cases:
     if dense is not None:
         yield from _dense_cases(dense, deployment)
     if isinstance(block, MoE):
-        routing, held = block.routing, deployment.weight_format.name
+        routing, held = block.routing, deployment.weight_format
         yield (
             "route",
             {
@@ -150,7 +146,7 @@ def _feed_forward_cases(layer: Layer, deployment: Deployment) -> _Cases:
                 "inner": block.expert.intermediate_size,
                 "activation": block.expert.activation,
                 "gated": block.expert.gated,
-                "held": held if held in _PRODUCTS else "plain",
+                "held": PLAIN.name if held.open_format().reads_packed else held.name,
             },
         )
 
@@ -158,13 +154,14 @@ def _feed_forward_cases(layer: Layer, deployment: Deployment) -> _Cases:
 def _dense_cases(dense: Dense, deployment: Deployment) -> _Cases:
     yield "activation", {"activation": dense.activation, "gated": dense.gated}
     if dense.gated:
-        for kernel in ("linear", *_PRODUCTS.get(deployment.weight_format.name, ())):
+        format = deployment.weight_format.open_format()
+        for kernel in ("linear", *(() if format.reads_packed else format.gpu_cases)):
             yield kernel, {"depth": deployment.spec.hidden_size, "gate": dense.activation}
 
 
 def _fused_cases(deployment: Deployment) -> _Cases:
     """Layers of few rows in fewer launches; only weights in the activations' dtype have them."""
-    if deployment.weight_format.name != "plain":
+    if deployment.weight_format != PLAIN:
         return
     hidden = deployment.spec.hidden_size
     for layer in dict.fromkeys(deployment.spec.layers):

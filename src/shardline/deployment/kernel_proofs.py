@@ -20,7 +20,7 @@ import msgspec
 
 from shardline import __version__, env, lifeline
 from shardline.channel import Channel, readable
-from shardline.deployment.deployment import KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.kernel_cases import KernelCase
 from shardline.deployment.machine import Device
 from shardline.segment.pulse import note_work
@@ -142,6 +142,16 @@ def _prove_some(
 
 def _in_words(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def cards_to_prove(deployment: Deployment) -> list[Device]:
+    """A GPU of each kind on which ranks of the first host run Triton's kernels."""
+    if deployment.device != "cuda" or deployment.kernels == "torch":
+        return []
+    host = deployment.machine.hosts[0]
+    places = [place for of_engine in deployment.placements for place in of_engine if place.host == 0]
+    devices = [host.devices[place.device] for place in places]
+    return list({(device.name, device.capability): device for device in reversed(devices)}.values())
 
 
 def card_identity(device: Device) -> dict[str, str]:

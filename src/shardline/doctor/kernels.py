@@ -11,7 +11,14 @@ from shardline.checkpoints.description import read_model
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import probe_here
 from shardline.deployment.kernel_cases import kernel_cases
-from shardline.deployment.kernel_proofs import StartChild, Verdict, prove_cases, start_child, verdicts_here
+from shardline.deployment.kernel_proofs import (
+    StartChild,
+    Verdict,
+    cards_to_prove,
+    prove_cases,
+    start_child,
+    verdicts_here,
+)
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
 
@@ -38,12 +45,8 @@ def prove_kernels(
         ValueError: the model, the layout or the memory does not allow a start.
     """
     deployment = resolve(config, read_model(config.model), machine or probe_here(config))
-    if deployment.device != "cuda" or deployment.kernels == "torch":
-        return []
-    places = [place for of_engine in deployment.placements for place in of_engine if place.host == 0]
-    devices = [deployment.machine.hosts[0].devices[place.device] for place in places]
     found = []
-    for device in {(one.name, one.capability): one for one in reversed(devices)}.values():
+    for device in cards_to_prove(deployment):
         prove = partial(prove_cases, start=start or partial(start_child, gpu=device.identifier))
         verdicts = verdicts_here(kernel_cases(deployment), device, name, again=True, prove=prove)
         found.append(CardProof(f"{device.name} ({device.capability})", verdicts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardline.kernels.tensors import InputForm, QuantizedRows, as_tensor, check_features
 from shardline.weights.base import (
@@ -118,7 +118,7 @@ class ScaledGatedLinear(PackedGatedLinear):
 class ScaledFormat(WeightFormat):
     """Base class of these formats; a format names its own kernels."""
 
-    computes_in: ClassVar[Literal["", "int8", "fp8"]] = "int8"
+    computes_in: ClassVar[str] = "bytes"
     rotates: ClassVar[bool] = False
     """Whether the parts of rows are mixed; then `pack` mixes those of weights."""
 

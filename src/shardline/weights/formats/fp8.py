@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.kernels.tensors import as_tensor, check_features
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
@@ -97,7 +97,8 @@ class Fp8GatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`."""
 
-    computes_in: ClassVar[Literal["", "int8", "fp8"]] = "fp8"
+    computes_in = "e4m3"
+    gpu_cases = ("linear_int8", "linear_fp8")
     label = "fp8"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:

@@ -13,10 +13,10 @@ from shardline.kernels.cuda.proof.check import MakeTrials, Memory, examine
 
 TRIALS: Mapping[str, MakeTrials] = {
     "linear": products.linear,
-    "int8": products.scaled("int8"),
-    "int4": products.scaled("int4"),
-    "fp8": products.fp8,
-    "w4a16": products.w4a16,
+    "linear_int8": products.scaled("int8"),
+    "linear_int4": products.scaled("int4"),
+    "linear_fp8": products.fp8,
+    "linear_w4a16": products.w4a16,
     "linear_heads": products.linear_heads,
     "quantize_rows": rows.quantize_rows,
     "rms_norm": rows.norm(rms=True),
@@ -43,10 +43,6 @@ TRIALS: Mapping[str, MakeTrials] = {
 
 OPS: Mapping[str, frozenset[str]] = {
     **{name: frozenset({name}) for name in TRIALS},
-    "int8": frozenset({"linear_int8"}),
-    "int4": frozenset({"linear_int4"}),
-    "fp8": frozenset({"linear_fp8"}),
-    "w4a16": frozenset({"linear_w4a16"}),
     "write_kv": frozenset({"write_kv", "rope_and_write_kv"}),
     "rope": frozenset({"apply_rope", "write_kv", "rope_and_write_kv"}),
     "rotate": frozenset({"apply_rope"}),
