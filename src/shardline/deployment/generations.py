@@ -21,6 +21,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     native: tuple[str, ...]
     source: str
     unpacked: tuple[str, ...] = ()
+    shared_kib: int = 0
+    holds_all_stages: bool = False
 
     def __str__(self) -> str:
         """For people."""

@@ -56,6 +56,8 @@ class ProveCases(msgspec.Struct, frozen=True, tag=True):
 
     device: str
     """torch's name of it."""
+    capability: str
+    """See `Device.capability`."""
     cases: tuple[KernelCase, ...]
 
 
@@ -92,23 +94,27 @@ def start_child(theirs: socket.socket, gpu: str | None = None) -> Child:
 
 
 def prove_cases(
-    cases: Sequence[KernelCase], device: str, *, start: StartChild = start_child, patience: float = _HANG_SECONDS
+    cases: Sequence[KernelCase],
+    device: str,
+    capability: str = "",
+    *,
+    start: StartChild = start_child,
+    patience: float = _HANG_SECONDS,
 ) -> list[Verdict]:
     """A verdict for each case. After a crash or a hang, another process goes on with the next case."""
     verdicts: list[Verdict] = []
     while len(verdicts) < len(cases):
         left = cases[len(verdicts) :]
-        found, end = _prove_some(left, device, start, patience)
+        found, end = _prove_some(ProveCases(device, capability, tuple(left)), start, patience)
         verdicts += found
         if not found:
             verdicts += [Verdict(case, end, lasts=False) for case in left]
     return verdicts
 
 
-def _prove_some(
-    cases: Sequence[KernelCase], device: str, start: StartChild, patience: float
-) -> tuple[list[Verdict], str]:
+def _prove_some(asked: ProveCases, start: StartChild, patience: float) -> tuple[list[Verdict], str]:
     """The verdicts of one process; if there are none, why."""
+    cases = asked.cases
     ours, theirs = socket.socketpair()
     channel: Channel[ProofMessage] = Channel(ours, ProofMessage)  # type: ignore[arg-type]
     with ours, theirs:
@@ -118,7 +124,7 @@ def _prove_some(
         began: float | None = None
         problem = "the process that proves kernels"
         try:
-            channel.send(ProveCases(device, tuple(cases)))
+            channel.send(asked)
             while len(verdicts) < len(cases):
                 limit = _START_SECONDS if began is None and not verdicts else patience
                 if not readable([ours.fileno()], limit):
@@ -192,7 +198,7 @@ def verdicts_here(
     name: str,
     *,
     again: bool = False,
-    prove: Callable[[Sequence[KernelCase], str], list[Verdict]] = prove_cases,
+    prove: Callable[[Sequence[KernelCase], str, str], list[Verdict]] = prove_cases,
 ) -> list[Verdict]:
     """A verdict for each case: kept ones, and of those that are missing, new ones, which are then kept.
 
@@ -204,7 +210,7 @@ def verdicts_here(
     missing = [case for case in cases if again or _key(case) not in known]
     if missing:
         started = time.perf_counter()
-        found = prove(missing, name)
+        found = prove(missing, name, device.capability)
         failed = sum(bool(verdict.problem) for verdict in found)
         _log.info(
             "%d kernels were compared with torch's on %s, and %d of them failed (%.1f s)",

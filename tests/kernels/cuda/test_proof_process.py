@@ -72,7 +72,7 @@ class ProvingBackend(InterpretedBackend):
     def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
         cases = kernel_cases(deployment)
         tried = [case for case in cases if case.kernel in self._tried]
-        verdicts = prove_cases(tried, "cpu", start=Fork, patience=4.0)
+        verdicts = prove_cases(tried, "cpu", "sm_90", start=Fork, patience=4.0)
         verdicts += [Verdict(case) for case in cases if case not in tried]
         return self.use_kernels(deployment, verdicts, self._other_ranks or share)
 
@@ -185,12 +185,12 @@ def test_a_process_that_does_not_begin_decides_nothing_for_long() -> None:
     assert "the process that proves kernels ended with exit code 1" in verdicts[0].problem
 
 
-def prove_nothing(cases: Sequence[KernelCase], name: str) -> NoReturn:
+def prove_nothing(cases: Sequence[KernelCase], name: str, capability: str) -> NoReturn:
     raise AssertionError("all verdicts are kept")
 
 
 def prove_as(problem: str, lasts: bool = True):
-    return lambda cases, name: [Verdict(case, problem, 0.1, lasts) for case in cases]
+    return lambda cases, name, capability: [Verdict(case, problem, 0.1, lasts) for case in cases]
 
 
 def test_verdicts_are_kept_for_the_card_and_the_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

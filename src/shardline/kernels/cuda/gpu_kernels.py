@@ -27,6 +27,7 @@ from shardline.kernels.cuda.triton import (
     sampling,
     softcap,
 )
+from shardline.kernels.cuda.triton.gemm import use_generation
 from shardline.kernels.cuda.weights import RowKernels
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.pages import PageOrder
@@ -36,8 +37,10 @@ from shardline.kernels.tensors import GROUP_SIZE, LatentCache, QuantizedRows
 class CudaKernels(RowKernels):
     """See `base.Kernels`. All methods are Triton's until some are replaced by torch's."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, capability: str = "") -> None:
+        """`capability`: see `Device.capability`; empty: that of a Hopper GPU."""
         super().__init__(device)
+        use_generation(capability)
         self.stand_ins = StandIns(device)
         self.replaced: frozenset[str] = frozenset()
         """The methods that are torch's."""

@@ -24,7 +24,7 @@ def serve(sock: socket.socket) -> None:
     device = torch.device(asked.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kernels = CudaKernels(device)
+    kernels = CudaKernels(device, asked.capability)
     for case in asked.cases:
         channel.send(CaseBegun())
         try:

@@ -44,7 +44,7 @@ class CudaBackend:
         self.device = device
         self.name = name
         self.kernel_path = kernel_path
-        self.kernels = CudaKernels(device)
+        self.kernels = CudaKernels(device, kernel_path.partition("-")[0])
         self._memory = CudaMemory()
         self._fallbacks: tuple[KernelFallback, ...] = ()
 
