@@ -46,7 +46,8 @@ def startup_report(
             f"loaded in {report.load_seconds:.2f} s"
         )
         lines += [
-            f"rank {report.rank}: torch computes {one.kernel}, whose own kernel {one.why}" for one in report.fallbacks
+            f"rank {report.rank}: torch computes {one.kernel}, since its kernel failed: {one.why}"
+            for one in report.fallbacks
         ]
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")

@@ -173,9 +173,7 @@ def _load(
         threading.Thread(target=groups.progress.sample_waiting, name="waiting", daemon=True).start()
 
     def share(own: bytes) -> list[bytes]:
-        store.set(f"shared by rank {start.rank}", own)
-        ranks = range(deployment.grid.world_size)
-        return [store.get(f"shared by rank {rank}", timeout) for rank in ranks]
+        return store.share("kernels", own, start.rank, deployment.grid.world_size, timeout)
 
     worker = Worker(deployment, backend, groups, start.engine, share)
     report = worker.load(agree)

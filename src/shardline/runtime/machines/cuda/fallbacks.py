@@ -39,5 +39,5 @@ def choose_kernels(
     wrong = {op for kernel in failed for op in OPS[kernel]}
     kernels.replace({op for ops in OPS.values() for op in ops} - (proved - wrong))
     for fallback in found:
-        _log.warning("torch computes %s: Triton's kernel %s", fallback.kernel, fallback.why)
+        _log.warning("torch computes %s, since its kernel failed: %s", fallback.kernel, fallback.why)
     return found
