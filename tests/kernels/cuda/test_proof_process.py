@@ -171,6 +171,14 @@ def cases_of(*names: str) -> list[KernelCase]:
     return [CASES[name] for name in names]
 
 
+def test_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with Triton's interpreter in it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    verdicts = prove_cases(cases_of("row_digests", "mask_tokens"), "cpu", "sm_90")
+    assert [verdict.problem for verdict in verdicts] == ["", ""]
+    assert all(verdict.seconds > 0 for verdict in verdicts)
+
+
 def test_a_process_that_does_not_begin_decides_nothing_for_long() -> None:
     class Ended:
         def __init__(self, theirs: socket.socket) -> None: ...
