@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Examine, print the report, and return the exit code."""
     from shardline.doctor.examine import examine
 
-    if getattr(args, "kernels", None) is True:
-        del args.kernels
+    if "proves_kernels" in args:
         return _run_kernels(args)
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
     report = examine(engine, server, getattr(args, "join_timeout", _WAIT_SECONDS))
@@ -56,10 +55,23 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[report.verdict]
 
 
+class _KernelsFlag(argparse._StoreAction):
+    """Stores a value; without one, it asks for the table."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        if values is None:
+            namespace.proves_kernels = True
+        else:
+            super().__call__(parser, namespace, values, option_string)
+
+
 def _take_kernels_alone(parser: Parser) -> None:
     """Let --kernels have no value, which asks for the table of kernels."""
     action = parser._option_string_actions["--kernels"]
-    action.nargs, action.const = "?", True
+    action.nargs = "?"
+    action.__class__ = _KernelsFlag
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
