@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 _JOIN_TOKEN = "SHARDLINE_JOIN_TOKEN"
 
@@ -10,6 +11,11 @@ _JOIN_TOKEN = "SHARDLINE_JOIN_TOKEN"
 def cuda_visible_devices() -> str | None:
     """CUDA_VISIBLE_DEVICES as the user set it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def cache_folder() -> Path:
+    """The folder shardline in XDG_CACHE_HOME, or else in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
 
 
 def log_level() -> str:

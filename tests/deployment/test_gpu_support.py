@@ -62,11 +62,11 @@ def test_torch_runs_what_the_gpu_kernels_refuse(tmp_path: Path) -> None:
     assert (deployment.device, deployment.kernels, deployment.step_timeout) == ("cuda", "torch", 300.0)
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_other_devices_have_torch_only(kind: DeviceKind) -> None:
+@pytest.mark.parametrize(("kind", "bytes_of"), [("xpu", "fp8"), ("mps", "int8")])
+def test_other_devices_have_torch_only(kind: DeviceKind, bytes_of: str) -> None:
     device = Device(kind, "a card", 16 * GIB, 15 * GIB)
     here = Machine((replace(host(), devices=(*host().devices, device, device)),))
-    found = resolve_on(here, device=kind, tensor_parallel_size=2, kv_cache_dtype="fp8", quantization="fp8")
+    found = resolve_on(here, device=kind, tensor_parallel_size=2, kv_cache_dtype=bytes_of, quantization=bytes_of)
     assert (found.device, found.kernels, found.collectives) == (kind, "torch", "gloo")
     assert [place.device for place in found.placements[0]] == [1, 2]
     assert isinstance(found.cache.pool, FixedPool)

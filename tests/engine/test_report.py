@@ -9,7 +9,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.config.fields import format_bytes
-from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.deployment import KernelFallback, KVAllocation
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor import make_executor
 from shardline.engine.report import check_known_answers, startup_report
@@ -103,10 +103,12 @@ def test_a_draft_model_has_a_line_of_its_own(tmp_path: Path) -> None:
 def test_replicas_have_their_own_numbers() -> None:
     """Each replica is an engine of its own, unless experts are spread over all of them."""
     setup = resolve_here(EngineConfig.from_options(model="demo", device="cpu", data_parallel_size=2, cpu_threads=1))
-    report = RankReport(0, "host", 7, "CPU", "avx2", 1, 0, 0, 0.0)
+    failed = (KernelFallback("attention", "hangs"),)
+    report = RankReport(0, "host", 7, "CPU", "avx2", 1, 0, 0, 0.0, fallbacks=failed)
     for engine in range(2):
         lines = startup_report(setup, engine, KVAllocation(9), [report], {})
         assert any(f"dp {engine}, pp 0" in line for line in lines)
+        assert "rank 0: torch computes attention, since its kernel failed: hangs" in lines
         assert "CPU KV cache size: 256 tokens a replica in bfloat16" in lines
         assert "Maximum concurrency for 2,048 tokens per request: 0.12x a replica, 0.25x on all 2" in lines
 

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
+from shardline.deployment.deployment import KernelFallback
 from shardline.messages.copies import CopyCounts
 from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad, TierStats, merge_stats
 from shardline.metrics.server import FastHistogram, ServerMetrics
@@ -77,6 +78,14 @@ def test_engine_stats_are_labelled_by_replica() -> None:
     assert found["shardline:iteration_tokens_total_count", second] == 0
     reason = frozenset([("model_name", "m"), ("reason", "max_num_queued_reqs")])
     assert found["shardline:admission_rejections_total", reason] == 5
+
+
+def test_kernels_that_torch_stands_in_for_are_named() -> None:
+    failed = [(), (KernelFallback("attention", "hangs"),)]
+    body, _ = ServerMetrics("m", lambda: [EngineStats()] * 2, read_fallbacks=lambda: failed).expose("")
+    found = {key: value for key, value in parse(body.decode()).items() if key[0] == "shardline:kernel_fallbacks"}
+    labels = frozenset([("model_name", "m"), ("engine", "1"), ("kernel", "attention")])
+    assert found == {("shardline:kernel_fallbacks", labels): 1}
 
 
 def test_drafts_are_counted_where_there_are_any() -> None:

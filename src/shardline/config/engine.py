@@ -211,9 +211,10 @@ class ParallelConfig:
     )
     kernels: str = option(
         "auto",
-        "what ranks compute with; auto: the device's own kernels if it has any; torch: plain torch operations, which "
-        "run every model on every device of torch, more slowly",
-        choices=("auto", "torch"),
+        "what ranks compute with; auto: the device's own kernels if it has any, on GPUs those that are proved there; "
+        "triton: the same, and a kernel that is not proved ends the start; torch: plain torch operations, which run "
+        "every model on every device of torch, more slowly",
+        choices=("auto", "triton", "torch"),
     )
     collectives: str = option(
         "auto",

@@ -23,7 +23,8 @@ from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
 CollectivesName = Literal["shm", "gloo", "nccl"]
-KernelsName = Literal["own", "torch"]
+KernelsName = Literal["own", "triton", "torch"]
+"""own: on GPUs, Triton's where they are proved and else torch's; triton: all of them must be proved."""
 """Kernels written for a kind of device, or plain torch operations."""
 
 
@@ -329,6 +330,14 @@ class Deployment(msgspec.Struct, frozen=True):
     def seen_from(self, host: int) -> Deployment:
         """The deployment with the model's files as they lie on a host."""
         return msgspec.structs.replace(self, model=self.host_models[host]) if self.host_models else self
+
+
+class KernelFallback(msgspec.Struct, frozen=True):
+    """A kernel of the GPU's own in whose place torch computes."""
+
+    kernel: str
+    """See `kernel_cases.KernelCase`."""
+    why: str
 
 
 class KVAllocation(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import msgspec
 from shardline.checkpoints.quantization import methods
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.deployment import KernelsName
+from shardline.deployment.generations import check_format
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.parts import DType, KVDType
 from shardline.models.sizes import OwnFormats
@@ -27,8 +28,6 @@ _GPU_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
 _CPU_GROUP_UNIT = 8
 """Columns that the CPU packs together; a group is a multiple of it."""
-_E4M3_CAPABILITY = 89
-"""The first GPU architecture that computes in fp8: sm_89."""
 
 
 def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
@@ -61,7 +60,7 @@ def choose_weight_format(
     check_statements(config.model, stored)
     is_there = stored.is_packed and config.model.load_format != "dummy"
     if asked is None or asked == stored.method:
-        return _kept_format(stored, devices[0].kind) if is_there and kernels == "own" else PLAIN
+        return _kept_format(stored, devices[0].kind) if is_there and kernels != "torch" else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
@@ -75,8 +74,8 @@ def choose_weight_format(
         raise ValueError(f"quantization {asked} is for CPUs; use {held.alternatives}, or --device cpu")
     if held.takes_e4m3 and is_there:
         return _with_e4m3(asked, stored)
-    gpus = tuple(device for device in devices if device.kind != "cpu" and kernels == "own")
-    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
+    if held.computes_in:
+        check_format(f"quantization {asked}", held.computes_in, devices, kernels, held.alternatives)
     return chosen
 
 
@@ -196,17 +195,5 @@ def choose_kv_dtype(
                 )
     if asked == "int8":
         return "int8"
-    gpus = tuple(device for device in devices if device.kind != "cpu" and kernels == "own")
-    _check_devices(f"kv_cache_dtype {asked}", _E4M3_CAPABILITY, "int8", gpus)
+    check_format(f"kv_cache_dtype {asked}", "e4m3", devices, kernels, "int8")
     return "float8_e4m3fn"
-
-
-def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse GPUs below an architecture. `alternatives` says what to use instead."""
-    for device in devices:
-        number = device.capability.removeprefix("sm_")
-        if number.isdecimal() and int(number) < capability:
-            raise ValueError(
-                f"{wanted} needs a GPU that computes in it (sm_{capability} or later), and {device.name} is "
-                f"{device.capability}; use {alternatives}"
-            )

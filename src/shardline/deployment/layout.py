@@ -32,7 +32,7 @@ class Layout:
     @property
     def step_timeout(self) -> float:
         """The default of --step-timeout, in seconds."""
-        return _HOST_STEP_TIMEOUT if self.device == "cpu" and self.kernels == "own" else _DEVICE_STEP_TIMEOUT
+        return _HOST_STEP_TIMEOUT if self.device == "cpu" and self.kernels != "torch" else _DEVICE_STEP_TIMEOUT
 
     @property
     def num_ranks(self) -> int:
@@ -102,7 +102,7 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
         )
     layout = Layout(
         device=device,
-        kernels="torch" if parallel.kernels == "torch" or device not in ("cpu", "cuda") else "own",
+        kernels=_choose_kernels(parallel, device),
         grid=grid,
         num_engines=parallel.num_engines,
         executor=executor,
@@ -152,6 +152,14 @@ def _choose_device(parallel: ParallelConfig, machine: Machine) -> tuple[DeviceKi
             raise ValueError(f"device cuda: {host.unusable_gpus}, or use --device cpu")
         raise ValueError("device cuda needs a GPU, and nvidia-smi shows none on this host; use --device cpu")
     return cast(DeviceKind, parallel.device), []
+
+
+def _choose_kernels(parallel: ParallelConfig, device: DeviceKind) -> KernelsName:
+    if parallel.kernels == "triton" and device != "cuda":
+        raise ValueError(f"kernels triton are for NVIDIA's GPUs; leave --kernels out with device {device}")
+    if parallel.kernels == "auto":
+        return "own" if device in ("cpu", "cuda") else "torch"
+    return cast(KernelsName, parallel.kernels)
 
 
 def _choose_collectives(parallel: ParallelConfig, device: DeviceKind, executor: ExecutorName) -> CollectivesName:

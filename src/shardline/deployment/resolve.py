@@ -26,6 +26,7 @@ from shardline.deployment.formats import (
     own_formats,
     stored_forms,
 )
+from shardline.deployment.generations import check_format
 from shardline.deployment.gpu_support import gpu_refusal
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import Layout, choose_layout
@@ -64,8 +65,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
+    check_format(f"dtype {dtype}", dtype, devices, layout.kernels, "--dtype float32")
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
-    if layout.device == "cuda" and layout.kernels == "own" and (refusal := gpu_refusal(spec)):
+    if layout.device == "cuda" and layout.kernels != "torch" and (refusal := gpu_refusal(spec)):
         raise ValueError(f"{refusal}; --kernels torch runs it there too, more slowly")
     check_length(asked_length, spec)
     embeds = _embeds(config, spec)
@@ -313,7 +315,7 @@ def _rank_weights(
                 continue
             total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own, redundant)
             touched = 0
-            if layout.device == "cpu" and layout.kernels == "own":
+            if layout.device == "cpu" and layout.kernels != "torch":
                 largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
                 touched = max(0, total - min(largest, _MAPPED_BYTES))
             found[key] = RankWeights(total, touched)

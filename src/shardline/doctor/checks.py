@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardline.config.fields import format_bytes
+from shardline.deployment.generations import generation_of
 from shardline.doctor.facts import UNLIMITED, Finding, Link, NodeFacts, Verdict
 
 _LEAST_SHM = 1 << 30
@@ -59,6 +60,9 @@ def check_devices(facts: NodeFacts) -> Iterator[Finding]:
     elif names := facts.gpu_names:
         kinds = sorted(set(names))
         text = ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
+        devices = [facts.host.devices[index] for index in facts.host.of_kind("cuda")]
+        computed = sorted({str(known) for known in map(generation_of, devices) if known is not None})
+        text += f" ({'; '.join(computed)})" * bool(computed)
         if len(kinds) > 1:
             fix = "ranks wait for the slowest GPU and get the KV cache of the smallest: choose equal ones with "
             yield _found(facts, "GPUs", "warning", f"unlike GPUs: {text}", fix + "CUDA_VISIBLE_DEVICES")

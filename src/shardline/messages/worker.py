@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.deployment.deployment import Deployment, KernelFallback, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.step import RankStep, StepResult
@@ -29,6 +29,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """The measurement that decides the size of the KV pool; None: the size was decided before."""
     known_answer: str = ""
     """A digest of what its kernels give for fixed numbers; empty: not computed."""
+    fallbacks: tuple[KernelFallback, ...] = ()
+    """The GPU's own kernels that it does without."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from shardline.deployment.deployment import KernelFallback
 from shardline.messages.copies import CopyCounts
 from shardline.messages.stats import (
     STEP_TOKEN_BOUNDS,
@@ -148,11 +149,13 @@ class EngineCollector:
         read_stats: Callable[[], Sequence[EngineStats]],
         read_cache_config: Callable[[], Mapping[str, str]],
         read_refused: Callable[[], int] = int,
+        read_fallbacks: Callable[[], Sequence[Sequence[KernelFallback]]] = tuple,
     ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
         self._read_cache_config = read_cache_config
         self._read_refused = read_refused
+        self._read_fallbacks = read_fallbacks
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the families need no check for duplicates, and the engines may not have started."""
@@ -187,9 +190,23 @@ class EngineCollector:
                 for times in stats.ranks:
                     counter.add_metric((*labels, str(times.rank)), read(times))
             yield counter
+        yield _fallbacks(self._model_name, self._read_fallbacks())
         yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
         yield from _tier_metrics([(labels, stats.tier) for labels, stats in replicas if stats.tier is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
+
+
+def _fallbacks(model_name: str, engines: Sequence[Sequence[KernelFallback]]) -> Metric:
+    """One sample for each kernel of an engine that failed."""
+    gauge = GaugeMetricFamily(
+        "shardline:kernel_fallbacks",
+        "Kernels of a GPU in whose place torch computes, because they failed where they were tried.",
+        labels=(*_LABELS, "kernel"),
+    )
+    for index, fallbacks in enumerate(engines):
+        for fallback in fallbacks:
+            gauge.add_metric((model_name, str(index), fallback.kernel), 1)
+    return gauge
 
 
 def _queue_metrics(

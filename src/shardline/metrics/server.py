@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
+from shardline.deployment.deployment import KernelFallback
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.names import OWN, SHARED_NAMES, VLLM
@@ -44,12 +45,13 @@ class ServerMetrics:
         prefix: str = "shardline",
         read_cache_config: Callable[[], Mapping[str, str]] = dict,
         read_refused: Callable[[], int] = int,
+        read_fallbacks: Callable[[], Sequence[Sequence[KernelFallback]]] = tuple,
     ) -> None:
         """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info,
-        `read_refused` the number of requests for which the queue had no room."""
+        `read_refused` the number of requests for which the queue had no room, `read_fallbacks` each engine's."""
         self.registry = CollectorRegistry()
         self._shown = PrefixedRegistry(self.registry, prefix)
-        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config, read_refused))
+        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config, read_refused, read_fallbacks))
         ProcessCollector(registry=self.registry)
         self.requests = RequestHistograms(self.registry, model_name)
         self.responses = ResponseMetrics(self.registry)

@@ -66,6 +66,15 @@ class ControlStore:
             self._wait(lambda: key in self._counts, "the engine is silent", timeout_s)
             return self._counts[key]
 
+    def share(self, name: str, own: bytes, rank: int, num_ranks: int, timeout_s: float) -> list[bytes]:
+        """What each rank hands out under a name, in their order.
+
+        Raises:
+            TimeoutError: a rank does not, within `timeout_s` seconds.
+        """
+        self.set(f"{name} of rank {rank}", own)
+        return [self.get(f"{name} of rank {other}", timeout_s) for other in range(num_ranks)]
+
     def put_answer(self, message: StoreValue | StoreCount) -> None:
         """Take an answer of the engine. The thread that reads the channel calls this."""
         with self._arrived:

@@ -27,7 +27,7 @@ from shardline.runtime.loader.adapters import load_adapter
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
-from shardline.runtime.machines.base import Backend, Counters, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, Counters, Replay, Share, StepSizes
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
@@ -46,7 +46,16 @@ Agree = Callable[[MemoryUse | None], KVAllocation]
 class Worker:
     """One rank of a replica."""
 
-    def __init__(self, deployment: Deployment, backend: Backend, groups: RankGroups, engine: int = 0) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        backend: Backend,
+        groups: RankGroups,
+        engine: int = 0,
+        share: Share = lambda own: (own,),
+    ) -> None:
+        """`share`: see `base.Share`; the default is for a rank that is alone."""
+        self._share = share
         self._deployment = deployment
         self._engine = engine
         self._backend = backend
@@ -78,6 +87,9 @@ class Worker:
         """
         started = time.perf_counter()
         deployment, place, backend = self._deployment, self._groups.place, self._backend
+        here = deployment.placements[self._engine][place.rank]
+        device = deployment.machine.hosts[here.host].devices[here.device]
+        fallbacks = backend.choose_kernels(deployment, device, self._share)
         weight_bytes = self._load_stages()
         stage = self.stage
         replay = self._make_replay(stage)
@@ -115,6 +127,7 @@ class Worker:
             load_seconds=time.perf_counter() - started,
             memory=memory,
             known_answer=backend.known_answer(),
+            fallbacks=fallbacks,
         )
 
     @property

@@ -171,7 +171,11 @@ def _load(
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     if deployment.grid.world_size > 1:
         threading.Thread(target=groups.progress.sample_waiting, name="waiting", daemon=True).start()
-    worker = Worker(deployment, backend, groups, start.engine)
+
+    def share(own: bytes) -> list[bytes]:
+        return store.share("kernels", own, start.rank, deployment.grid.world_size, timeout)
+
+    worker = Worker(deployment, backend, groups, start.engine, share)
     report = worker.load(agree)
     return worker, report, start.rank in deployment.grid.drivers
 

@@ -65,7 +65,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or usual_names(llm.config.model.model))[0]
-    metrics = ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm), llm.num_refused)
+    metrics = ServerMetrics(
+        model_name,
+        llm.stats,
+        config.metrics_prefix,
+        lambda: cache_config(llm),
+        llm.num_refused,
+        lambda: [engine[0].fallbacks if engine else () for engine in llm.ranks()],
+    )
     tracer = RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None
     observer = RequestObserver(metrics.requests, tracer)
     window = Window(llm, model_name, metrics.requests.first_token, observer.log)

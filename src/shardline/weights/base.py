@@ -203,8 +203,10 @@ class WeightFormat(ABC):
     packs_all: bool = False
     """These four are as in FormatChoice."""
 
-    gpu_capability: ClassVar[int] = 0
-    """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU."""
+    computes_in: ClassVar[str] = ""
+    """What a GPU must compute in, see `deployment/generations.toml`; empty: in the activations' dtype."""
+    gpu_cases: ClassVar[tuple[str, ...]] = ()
+    """Its products on GPUs beside dense ones, see `deployment/kernel_cases.py`."""
     is_for_gpus: ClassVar[bool] = True
     """Whether GPUs support the format at all."""
     on_gpus: ClassVar[str] = ""

@@ -118,6 +118,7 @@ class ScaledGatedLinear(PackedGatedLinear):
 class ScaledFormat(WeightFormat):
     """Base class of these formats; a format names its own kernels."""
 
+    computes_in: ClassVar[str] = "bytes"
     rotates: ClassVar[bool] = False
     """Whether the parts of rows are mixed; then `pack` mixes those of weights."""
 

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton import attention as attention_kernels
 from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
-from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.gemm import Tile, use_generation
 from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
 from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
 from shardline.weights.formats.fp8 import Fp8Linear
@@ -38,11 +38,14 @@ from tests.kernels.cuda.helpers import KERNELS
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class _Sm90Driver:
+class _Driver:
     """Says what Triton asks the driver before it compiles."""
 
+    def __init__(self, number: int = 90) -> None:
+        self._number = number
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._number, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -364,14 +367,28 @@ def count_opcodes(codes: list[bytes]) -> list[collections.Counter[str]]:
     return counts
 
 
+def print_shared_bytes(number: int, names: list[str]) -> None:
+    driver.set_active(_Driver(number))
+    use_generation(f"sm_{number}")
+    found = {}
+    for name in names:
+        with _compiled() as kernels:
+            CASES[name]()
+        found[name] = [kernel.metadata.shared for kernel in kernels]
+    json.dump(found, sys.stdout)
+
+
 def main() -> None:
     for_people = sys.argv[1:2] != ["--part"]
     match sys.argv[1:]:
+        case ["--fits", number, *names]:  # the shared memory of cases on another generation, sm_NUMBER
+            print_shared_bytes(int(number), names)
+            return
         case ["--part", part, parts]:  # one of so many parts, for the test
             wanted = list(CASES)[int(part) :: int(parts)]
         case names:
             wanted = names or list(CASES)
-    driver.set_active(_Sm90Driver())
+    driver.set_active(_Driver())
     cases, compiled = [], []
     for name in wanted:
         with _compiled() as kernels:

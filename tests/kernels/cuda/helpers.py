@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.machine import Device
 from shardline.kernels.contract import Kernels, LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
-from shardline.runtime.machines.base import Forward, NoReplay, Replay, StepSizes
+from shardline.runtime.machines.base import Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.weights.base import PackedExperts, weight_format
 
@@ -20,6 +22,9 @@ class InterpretedBackend(CudaBackend):
 
     def __init__(self) -> None:
         super().__init__(CPU, "Triton's interpreter", "interpreter", num_threads=1)
+
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        return ()
 
     def finish_loading(self, products: LoadedProducts) -> None: ...
 

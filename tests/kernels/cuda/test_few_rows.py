@@ -11,11 +11,11 @@ from perf.gpu.checks import TOLERANCE
 from perf.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
+from shardline.deployment.kernel_cases import fits_tile
 from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
 from shardline.kernels.cuda.triton import linear as products
 from shardline.kernels.cuda.triton import qkv_linear as qkv_kernel
 from shardline.models.parts import Rope
-from shardline.runtime.machines.cuda import fused_layers as fused_ops
 from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
 from shardline.runtime.ops import norm
 from shardline.runtime.ops.activation import ActivationName, gated_activation
@@ -122,12 +122,12 @@ def test_which_heads_are_normed_in_a_tile():
     def rope(dims: int, interleaved: bool = False) -> Rope:
         return Rope(inv_freq=(1.0,) * (dims // 2), interleaved=interleaved)
 
-    assert fused_ops.fits_tile(128, rope(128))
-    assert fused_ops.fits_tile(64, rope(32, interleaved=True))
-    assert not fused_ops.fits_tile(64, rope(32)), "its squares would be added in another order"
-    assert not fused_ops.fits_tile(96, rope(96))
-    assert not fused_ops.fits_tile(256, rope(256)), "no multiprocessor has so much memory"
-    assert not fused_ops.fits_tile(128, None)
+    assert fits_tile(128, rope(128))
+    assert fits_tile(64, rope(32, interleaved=True))
+    assert not fits_tile(64, rope(32)), "its squares would be added in another order"
+    assert not fits_tile(96, rope(96))
+    assert not fits_tile(256, rope(256)), "no multiprocessor has so much memory"
+    assert not fits_tile(128, None)
 
 
 FAMILIES: dict[str, dict[str, object]] = {

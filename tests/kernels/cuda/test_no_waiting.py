@@ -15,10 +15,13 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.here import resolve_here
+from shardline.deployment.machine import Device
 from shardline.engine.executor.uni import UniExecutor
 from shardline.kernels.contract import LoadedProducts
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
+from shardline.runtime.machines.base import Share
 from shardline.runtime.machines.cuda.graphs import GraphReplay, Recording
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import make_single_rank_groups
@@ -38,6 +41,9 @@ class ValuelessBackend(CudaBackend):
 
     def __init__(self) -> None:
         super().__init__(META, "none", "none")
+
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        return ()
 
     def finish_loading(self, products: LoadedProducts) -> None: ...
 

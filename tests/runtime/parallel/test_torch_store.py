@@ -18,7 +18,7 @@ from shardline.runtime.parallel.interface import interface_of
 from shardline.runtime.parallel.torch_store import TorchStore
 
 
-def stores(count: int, timeout: float = 20.0) -> tuple[list[TorchStore], RankStore]:
+def control_stores(count: int) -> tuple[list[ControlStore], RankStore]:
     """The store of each rank, and the engine's. No message travels further than this process."""
     kept = RankStore()
     ranks: list[ControlStore] = []
@@ -31,7 +31,21 @@ def stores(count: int, timeout: float = 20.0) -> tuple[list[TorchStore], RankSto
         return ControlStore(send)
 
     ranks += [connect(rank) for rank in range(count)]
+    return ranks, kept
+
+
+def stores(count: int, timeout: float = 20.0) -> tuple[list[TorchStore], RankStore]:
+    ranks, kept = control_stores(count)
     return [TorchStore(store, timeout) for store in ranks], kept
+
+
+def test_ranks_share_what_each_has() -> None:
+    ranks, _ = control_stores(3)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: ranks[rank].share("x", b"%d" % rank, rank, 3, 20.0), range(3)))
+    assert found == [[b"0", b"1", b"2"]] * 3
+    with pytest.raises(TimeoutError, match=r"no rank has set y of rank 1 within 0\.05 s"):
+        ranks[0].share("y", b"", 0, 2, 0.05)
 
 
 def test_a_group_of_gloo_forms_over_the_channels_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

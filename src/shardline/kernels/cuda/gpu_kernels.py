@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from shardline.kernels.cuda.activations import empty_rows
+from shardline.kernels.cuda.stand_ins import StandIns
 from shardline.kernels.cuda.triton import (
     activation,
     add,
@@ -15,7 +18,6 @@ from shardline.kernels.cuda.triton import (
     kv_cache,
     linear,
     logprobs,
-    mask,
     norm,
     penalties,
     quantize,
@@ -25,6 +27,7 @@ from shardline.kernels.cuda.triton import (
     sampling,
     softcap,
 )
+from shardline.kernels.cuda.triton.gemm import use_generation
 from shardline.kernels.cuda.weights import RowKernels
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.pages import PageOrder
@@ -32,7 +35,21 @@ from shardline.kernels.tensors import GROUP_SIZE, LatentCache, QuantizedRows
 
 
 class CudaKernels(RowKernels):
-    """See `base.Kernels`."""
+    """See `base.Kernels`. All methods are Triton's until some are replaced by torch's."""
+
+    def __init__(self, device: torch.device, capability: str = "") -> None:
+        """`capability`: see `Device.capability`; empty: that of a Hopper GPU."""
+        super().__init__(device)
+        use_generation(capability)
+        self.stand_ins = StandIns(device)
+        self.replaced: frozenset[str] = frozenset()
+        """The methods that are torch's."""
+
+    def replace(self, names: Iterable[str]) -> None:
+        """Use torch's kernels for these methods. Layers that have been made keep what they have."""
+        self.replaced |= frozenset(names)
+        for name in self.replaced:
+            setattr(self, name, getattr(self.stand_ins, name))
 
     quantize_rows = staticmethod(quantize.quantize_rows)
     rms_norm = staticmethod(norm.rms_norm)
@@ -53,9 +70,7 @@ class CudaKernels(RowKernels):
     expert_slots = staticmethod(expert_exchange.expert_slots)
     combine_slots = staticmethod(expert_exchange.combine_slots)
     softcap = staticmethod(softcap.softcap)
-    greedy_argmax = staticmethod(sampling.greedy_argmax)
     penalize = staticmethod(penalties.penalize)
-    mask_tokens = staticmethod(mask.mask_tokens)
     row_digests = staticmethod(row_digests.row_digests)
     logprobs = staticmethod(logprobs.logprobs)
     sample = staticmethod(sampling.sample)

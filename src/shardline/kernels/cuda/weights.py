@@ -38,6 +38,8 @@ class RowKernels:
     linear_int8 = staticmethod(linear_int8)
     linear_int4 = staticmethod(linear_int4)
     linear_w4a16 = staticmethod(linear_w4a16)
+    greedy_argmax = staticmethod(greedy_argmax)
+    mask_tokens = staticmethod(mask_tokens)
     fp8_dtype = torch.float8_e4m3fn
     quantizes_fp8_rows = True
 
@@ -67,8 +69,8 @@ class RowKernels:
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
     ) -> Tensor:
         logits = empty_rows(self.device, torch.float32, len(x), out_features)
-        linear(x, panels, bias, logits)
-        return _best(logits, allowed)
+        self.linear(x, panels, bias, logits)
+        return self._best(logits, allowed)
 
     def int8_empty(
         self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
@@ -95,8 +97,8 @@ class RowKernels:
         allowed: Tensor | None,
     ) -> Tensor:
         logits = empty_rows(self.device, torch.float32, len(x.values), out_features)
-        linear_int8(*x[:4], panels, scales, bias, logits)
-        return _best(logits, allowed)
+        self.linear_int8(*x[:4], panels, scales, bias, logits)
+        return self._best(logits, allowed)
 
     def int4_empty(
         self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
@@ -173,6 +175,16 @@ class RowKernels:
     def pack_heads(weights: Tensor) -> Tensor:
         return weights.contiguous()
 
+    def _best(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
+        """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column; see `PackedLinear.argmax`.
+        Logits of columns that are not allowed are overwritten."""
+        if allowed is not None:
+            self.mask_tokens(logits, torch.arange(len(logits), device=logits.device), allowed.view(torch.int32))
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        self.greedy_argmax(logits, ids, values)
+        return torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
+
     def _empty(self, dtype: torch.dtype, num_matrices: int | None, *sizes: int) -> Tensor:
         leading = () if num_matrices is None else (num_matrices,)
         return torch.empty(*leading, *sizes, dtype=dtype, device=self.device)
@@ -190,14 +202,3 @@ def _parts_of_int4(panels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     values = panels[:, : GROUP_SIZE * num_rows].view(pairs, num_rows, GROUP_SIZE)
     scales = panels[:, GROUP_SIZE * num_rows :].view(pairs, 2, num_rows)
     return values.transpose(0, 1), scales.permute(2, 0, 1)
-
-
-def _best(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column; see `PackedLinear.argmax`.
-    Logits of columns that are not allowed are overwritten."""
-    if allowed is not None:
-        mask_tokens(logits, torch.arange(len(logits), device=logits.device), allowed.view(torch.int32))
-    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    greedy_argmax(logits, ids, values)
-    return torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)

@@ -48,8 +48,11 @@ def penalize(
     bias: Tensor,
     uncounted: Tensor | None,
 ) -> None:
-    assert uncounted is None, "steps do not overlap, so the host knows every token"
     rows = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), offsets.diff().long())
+    if uncounted is not None:
+        rows, ids, output_counts, in_prompt, bias = _with_newest(
+            rows, ids, output_counts, in_prompt, bias, uncounted, logits.shape[1]
+        )
     place = rows, ids.long()
     logit = logits[place] + bias
     factor = repetition[rows]
@@ -57,6 +60,30 @@ def penalize(
     logit = torch.where((output_counts > 0) | in_prompt, repeated, logit)
     lowered = logit - frequency[rows] * output_counts - presence[rows]
     logits[place] = torch.where(output_counts > 0, lowered, logit)
+
+
+def _with_newest(
+    rows: Tensor,
+    ids: Tensor,
+    output_counts: Tensor,
+    in_prompt: Tensor,
+    bias: Tensor,
+    newest: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The entries with one more count of each row's newest token, which gets an entry if it has none."""
+    is_it = ids == newest[rows]
+    has_entry = torch.zeros(len(newest), dtype=torch.bool, device=ids.device)
+    has_entry[rows[is_it]] = True
+    new_rows = ((newest >= 0) & (newest < vocab_size) & ~has_entry).nonzero()[:, 0]
+    count = len(new_rows)
+    return (
+        torch.cat([rows, new_rows]),
+        torch.cat([ids.long(), newest[new_rows]]),
+        torch.cat([output_counts + is_it, output_counts.new_ones(count)]),
+        torch.cat([in_prompt, in_prompt.new_zeros(count)]),
+        torch.cat([bias, bias.new_zeros(count)]),
+    )
 
 
 def sample(

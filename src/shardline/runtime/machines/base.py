@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.kv_budget import MemoryUse
+from shardline.deployment.machine import Device
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
@@ -92,6 +94,8 @@ class StepInputs(Protocol):
         """Begin to copy tensors to host memory."""
 
 
+Share = Callable[[bytes], Sequence[bytes]]
+"""Hands out what this rank has, and returns what each rank has, in their order."""
 Forward = Callable[[StepInput, Tensor], Tensor]
 """A step and its hidden states [T, H] -> the stage's output."""
 
@@ -138,6 +142,14 @@ class Backend(ComputeDevice, Protocol):
 
         Raises:
             RuntimeError: they give other bits each time.
+        """
+
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        """Called before weights are packed: choose the kernels for a model on `device`. Returns those of its own that
+        it does without, the same ones on all ranks.
+
+        Raises:
+            ValueError: the configuration forbids such a choice.
         """
 
     def finish_loading(self, products: LoadedProducts) -> None:

@@ -97,7 +97,8 @@ class Fp8GatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`."""
 
-    gpu_capability = 89
+    computes_in = "e4m3"
+    gpu_cases = ("linear_int8", "linear_fp8")
     label = "fp8"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:

@@ -52,6 +52,7 @@ class Int4Kernels(Protocol):
 class Format(ScaledFormat):
     """See `base.WeightFormat`."""
 
+    gpu_cases = ("linear_int8", "linear_int4")
     label = "int4_fast"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:

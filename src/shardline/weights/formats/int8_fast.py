@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shardline.kernels.tensors import QuantizedRows
 from shardline.weights.base import GroupScales, PackedExperts, Role
@@ -73,6 +73,7 @@ class Int8LMHead(ScaledLinear):
 class Format(ScaledFormat):
     """See `base.WeightFormat`."""
 
+    gpu_cases: ClassVar[tuple[str, ...]] = ("linear_int8",)
     label = "int8_fast"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:

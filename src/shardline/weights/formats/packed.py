@@ -40,6 +40,7 @@ class Format(WeightFormat):
 
     rounds_x: ClassVar[bool] = False
     """Whether products with e4m3 weights round x to e4m3 too."""
+    gpu_cases: ClassVar[tuple[str, ...]] = ("linear_w4a16",)
     alternatives = "none, int8_fast or int4_fast"
 
     @property

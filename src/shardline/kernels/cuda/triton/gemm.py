@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardline.deployment.generations import generation_of, generations
+from shardline.deployment.machine import Device
 from shardline.kernels.cuda.triton.activation import activate
 from shardline.kernels.cuda.triton.launch import EXACT
 from shardline.kernels.cuda.triton.norm import weighted
@@ -30,6 +32,21 @@ class Tile(NamedTuple):
     columns: int
     num_warps: int
     num_stages: int
+
+
+_generation = generations()["sm_90"]
+
+
+def use_generation(capability: str) -> None:
+    """Fit the tiles of this process to a GPU; without a known capability, to Hopper."""
+    global _generation
+    _generation = generation_of(Device("cuda", "", 0, 0, capability)) or generations()["sm_90"]
+
+
+def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
+    """The stages of a tile's loop over K that fit the shared memory of a program. They change no bit."""
+    held = 1024 * _generation.shared_kib // ((tile.rows + tile.columns) * block_k * itemsize)
+    return max(1, min(tile.num_stages, held if _generation.holds_all_stages else held + 1))
 
 
 def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
@@ -60,7 +77,7 @@ def gemm_options(x: Tensor, weight: Tensor, tile: Tile) -> dict[str, Any]:
         "BLOCK_K": block_k,
         "IS_WHOLE_K": x.shape[-1] % (64 if weight.dtype == torch.uint8 else block_k) == 0,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        "num_stages": stages_of(tile, block_k, x.element_size()),
         **EXACT,
     }
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.deployment.kernel_cases import fits_tile
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.rows import AddedRows, HeadNorms, UnnormedRows
 from shardline.kernels.cuda.triton import linear as products
 from shardline.kernels.cuda.triton import qkv_linear as qkv_kernel
 from shardline.kernels.tensors import LinearInput
-from shardline.models.parts import Rope
 from shardline.runtime.decoder import DecoderLayer, DecoderStage
 from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.feed_forward import ActivatedLinear, DenseFeedForward
@@ -56,14 +56,6 @@ def unnormed_linear(
     out = kernels.activation_empty(out_dtype or x.dtype, len(x.rows), width)
     products.linear(x, weight, bias, out, gate)
     return out
-
-
-def fits_tile(head_dim: int, rope: Rope | None) -> bool:
-    """Whether `qkv_linear` can normalise such heads. A tile then holds one head, and sums its squares in the order of a
-    norm."""
-    if rope is None or not 32 <= head_dim <= 128 or head_dim.bit_count() > 1:
-        return False  # wider heads would need more memory than a multiprocessor has
-    return rope.interleaved or 2 * len(rope.inv_freq) == head_dim
 
 
 def qkv_linear(

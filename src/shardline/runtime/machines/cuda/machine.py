@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.kernel_cases import kernel_cases
+from shardline.deployment.kernel_proofs import Verdict, verdicts_here
 from shardline.deployment.kv_budget import MemoryUse
+from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
+from shardline.kernels.torch.exactness import check_exactness, known_answer
+from shardline.kernels.torch.linear import COLUMNS
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
-from shardline.runtime.machines.base import Backend, BlockTables, Forward, NoReplay, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Forward, NoReplay, Replay, Share, StepSizes
+from shardline.runtime.machines.cuda.fallbacks import choose_kernels
 from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
@@ -38,8 +45,9 @@ class CudaBackend:
         self.device = device
         self.name = name
         self.kernel_path = kernel_path
-        self.kernels = CudaKernels(device)
+        self.kernels = CudaKernels(device, kernel_path.partition("-")[0])
         self._memory = CudaMemory()
+        self._fallbacks: tuple[KernelFallback, ...] = ()
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
@@ -50,8 +58,34 @@ class CudaBackend:
     def known_answer(self) -> str:
         return ""  # kernels would be compiled for it
 
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        verdicts = verdicts_here(kernel_cases(deployment), device, str(self.device))
+        return self.use_kernels(deployment, verdicts, share)
+
+    def use_kernels(
+        self, deployment: Deployment, verdicts: Sequence[Verdict], share: Share
+    ) -> tuple[KernelFallback, ...]:
+        """Use the kernels that are proved on all ranks, see `choose_kernels`."""
+        self._fallbacks = choose_kernels(self.kernels, deployment, verdicts, share)
+        if self._fallbacks:
+            names = "+".join(fallback.kernel for fallback in self._fallbacks)
+            answer = known_answer(self.kernels.stand_ins)
+            self.kernel_path += f"-torch{torch.__version__}-{names}-{answer}"
+        return self._fallbacks
+
     def finish_loading(self, products: LoadedProducts) -> None:
-        """Choose where the library's products are used: where they give our bits, or everywhere if bits may change."""
+        """Choose where the library's products are used: where they give our bits, or everywhere if bits may change.
+
+        Raises:
+            ValueError: numerics are to be exact, and those of torch's kernels that stand in are not.
+        """
+        if self._fallbacks:  # the library would be called from Triton's
+            self.kernels.stand_ins.is_exact = products.exact
+            shapes = {(columns // COLUMNS or 1, depth) for columns, depth in products.shapes}
+            self.kernels.stand_ins.shapes = shapes | {(1, depth) for _, depth in shapes}
+            if products.exact:
+                check_exactness(self.kernels.stand_ins, products.dtype)
+            return
         if not products.exact:
             use_library({}, always=True)
         if not products.exact or not products.shapes:
@@ -67,15 +101,16 @@ class CudaBackend:
         return CudaStepInputs(self.device, table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
-        if not can_capture:
+        if not can_capture or self._fallbacks:  # torch's kernels wait for the GPU
             return NoReplay(forward)
         return GraphReplay(forward, PaddedStep(self.device, sizes), sizes.max_seqs, CudaRecorder())
 
     def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
         raise AssertionError("deployment.weight_offload refuses it")
 
-    def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers:
-        return CudaFusedLayers(self.kernels, stage)
+    def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers | None:
+        # Steps of few rows and of many must have the same bits.
+        return None if self._fallbacks else CudaFusedLayers(self.kernels, stage)
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         return measure_step(self._memory, run_step, replay if isinstance(replay, GraphReplay) else None)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
+from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.kv_budget import MemoryUse
+from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.host.known_answers import known_answer
@@ -18,7 +20,7 @@ from shardline.kernels.host.memory import streamed_empty, weight_reserve
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.machines.base import Backend, BlockTables, Forward, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Forward, Replay, Share, StepSizes
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.machines.host.step_inputs import HostStepInputs
 from shardline.runtime.machines.host.weight_stream import WeightStream
@@ -58,6 +60,9 @@ class HostBackend:
 
     def known_answer(self) -> str:
         return known_answer()
+
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        return ()
 
     def finish_loading(self, products: LoadedProducts) -> None:
         weight_reserve.release_rest()

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import Deployment, KernelFallback
 from shardline.deployment.kv_budget import MemoryUse
+from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
@@ -19,7 +21,7 @@ from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
-from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, StepSizes
+from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
 from shardline.runtime.machines.host.machine import HostCounters
@@ -84,6 +86,9 @@ class TorchBackend:
 
     def known_answer(self) -> str:
         return self._answer
+
+    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+        return ()
 
     def finish_loading(self, products: LoadedProducts) -> None:
         """Raises:

@@ -1,0 +1,237 @@
+"""Trials of what is computed row by row: norms, activations, rotation, routing and what becomes of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
+from shardline.kernels.cuda.proof.check import ALL, EVEN, MakeTrials, Memory, Outputs, Sizes, Trial, Trials, product
+
+
+def quantize_rows(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    x = memory.numbers(5, sizes["width"], dtype=dtype)
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        values, scales, sums = _quantized(memory, own, len(x[rows]), sizes["width"])
+        kernels.quantize_rows(x[rows], values, scales, sums)
+        return values, scales
+
+    yield Trial(compute, EVEN)
+
+
+def _quantized(memory: Memory, own: CudaKernels, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    like = own.quantized_empty(rows, width, torch.float32)
+    values, scales = memory.empty(*like.values.shape, dtype=torch.int8), memory.empty(rows, dtype=torch.float32)
+    return values, scales, like.sums
+
+
+def norm(*, rms: bool) -> MakeTrials:
+    def trials(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+        width, eps = sizes["width"], sizes["eps"]
+        x, residual = (memory.numbers(5, width, dtype=dtype) for _ in range(2))
+        weight = memory.numbers(width, dtype=dtype)
+        bias = None if rms or not sizes["bias"] else memory.numbers(width, dtype=dtype)
+
+        def norm(kernels: Any, x: Tensor, out: Any, residual: Tensor | None, summed: Tensor | None) -> None:
+            if rms:
+                kernels.rms_norm(x, weight, out, eps, sizes["offset"], residual, summed)
+            else:
+                kernels.layer_norm(x, weight, bias, out, eps, residual, summed)
+
+        def added(kernels: Any, rows: slice) -> Outputs:
+            out, summed = (memory.empty(len(x[rows]), width, dtype=dtype) for _ in range(2))
+            norm(kernels, x[rows], out, residual[rows], summed)
+            return out, summed
+
+        def alone(kernels: Any, rows: slice) -> Outputs:
+            out = memory.empty(len(x[rows]), width, dtype=dtype)
+            norm(kernels, x[rows], out, None, None)
+            return (out,)
+
+        def quantized(kernels: Any, rows: slice) -> Outputs:
+            out = _quantized(memory, own, len(x[rows]), width)
+            norm(kernels, x[rows], out, None, None)
+            return out[:2]
+
+        def in_two_calls() -> Outputs:
+            out, (normed,) = _quantized(memory, own, len(x), width), alone(own, ALL)
+            own.stand_ins.quantize_rows(normed, *out)
+            return out[:2]
+
+        yield Trial(added, EVEN)
+        yield Trial(alone, EVEN)
+        if sizes["quantized"]:
+            yield Trial(quantized, EVEN, in_two_calls)
+
+    return trials
+
+
+def add(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    x, y = (memory.numbers(5, sizes["width"], dtype=dtype) for _ in range(2))
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        out = memory.empty(*x[rows].shape, dtype=dtype)
+        kernels.add(x[rows], y[rows], out)
+        return (out,)
+
+    yield Trial(compute, EVEN)
+
+
+def activation(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    width = 1100  # more than a program has
+    x = memory.numbers(5, 2 * width if sizes["gated"] else width, dtype=dtype)
+
+    def call(kernels: Any, x: Tensor, out: Tensor) -> None:
+        kernels.activation(x, out, sizes["activation"], sizes["gated"])
+
+    yield Trial(product(memory, x, width, dtype, call), EVEN)
+
+
+def rotary_table(memory: Memory, rotary: int) -> Tensor:
+    """Cosines and sines of 32 positions."""
+    angles = torch.outer(torch.arange(32.0), 100.0 ** -torch.linspace(0, 1, rotary // 2))
+    return memory.place(torch.cat([angles.cos(), angles.sin()], 1))
+
+
+def rotate(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    """A part of each head of latent attention's queries."""
+    dim, rotary = sizes["dim"], sizes["rotary"]
+    every, positions = memory.numbers(7, 3, dim, dtype=dtype), memory.below(32, 7)
+    table = rotary_table(memory, rotary)
+
+    def rotated(kernels: Any, rows: slice) -> Outputs:
+        own_rows = memory.place(every[rows])
+        kernels.apply_rope(own_rows[..., dim - rotary :], positions[rows], table, sizes["interleaved"])
+        return (own_rows,)
+
+    yield Trial(rotated, EVEN)
+
+
+def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    count, chosen, experts = 6, sizes["chosen"], sizes["experts"]
+    logits = memory.numbers(count, experts + 1, dtype=torch.float32)
+    bias = memory.numbers(experts, dtype=torch.float32) if sizes["bias"] else None
+    slots = memory.below(9, count)
+    rest = (experts, sizes["groups"], sizes["top_groups"], sizes["top2_sum"])
+
+    def choose(kernels: Any, rows: slice) -> tuple[Outputs, Tensor]:
+        some = logits[rows]
+        ids, weights = (
+            memory.empty(len(some), chosen, dtype=torch.int32),
+            memory.empty(len(some), chosen, dtype=torch.float32),
+        )
+        gate, counts = memory.empty(len(some), dtype=torch.float32), torch.zeros_like(logits[0, :-1], dtype=torch.int64)
+        shape = (sizes["sigmoid"], sizes["normalized"], 1.5, *rest, slots[rows])
+        kernels.route_experts(some, bias, ids, weights, gate, counts, *shape)
+        return (ids, weights, gate), counts
+
+    yield Trial(lambda kernels, rows: choose(kernels, rows)[0], EVEN)
+    yield Trial(lambda kernels, rows: (choose(kernels, rows)[1],))
+
+
+def _logits(memory: Memory, sizes: Sizes) -> Tensor:
+    return 3 * memory.numbers(6, sizes["vocabulary"], dtype=torch.float32)
+
+
+def greedy_argmax(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    logits = memory.place(_logits(memory, sizes).round())  # with ties
+    logits[1, 0], logits[2, -1], logits[3, 0] = torch.nan, 99.0, 99.0
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        count = len(logits[rows])
+        ids, values = memory.empty(count, dtype=torch.int64), memory.empty(count, dtype=torch.float32)
+        kernels.greedy_argmax(logits[rows], ids, values)
+        return ids, values
+
+    yield Trial(compute, EVEN)
+
+
+def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[[slice], Sequence[Any]]]) -> MakeTrials:
+    """Kernels that change logits. `arguments` gives the others of some rows, for rows of so many logits."""
+
+    def trials(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+        logits = _logits(memory, sizes)
+        rest = arguments(memory, sizes, *logits.shape)
+
+        def compute(kernels: Any, rows: slice) -> Outputs:
+            out = memory.empty(*logits[rows].shape, dtype=torch.float32).copy_(logits[rows])
+            getattr(kernels, name)(out, *rest(rows))
+            return (out,)
+
+        yield Trial(compute, EVEN)
+
+    return trials
+
+
+def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
+    words = memory.below(1 << 32, count, 2 * -(-vocabulary // 64)).int()
+    return lambda rows: (torch.arange(len(words[rows]), device=memory.device), words[rows])
+
+
+def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
+    """Each row has 10 entries; some of its newest tokens have one."""
+    repetition = 1 + memory.numbers(count, dtype=torch.float32).abs()
+    presence, frequency = (memory.numbers(count, dtype=torch.float32) for _ in range(2))
+    ids = torch.stack([memory.order(vocabulary)[:10] for _ in range(count)]).int().to(memory.device)
+    counts, in_prompt = memory.below(3, count, 10, dtype=torch.int32), memory.below(2, count, 10).bool()
+    bias, newest = memory.numbers(count, 10, dtype=torch.float32), memory.below(vocabulary, count)
+    newest[:2], newest[-1] = ids[:2, 3].long(), -1
+
+    def of_rows(rows: slice) -> Sequence[Any]:
+        offsets = 10 * torch.arange(len(ids[rows]) + 1, dtype=torch.int32, device=memory.device)
+        entries = [memory.place(part[rows].flatten()) for part in (ids, counts, in_prompt, bias)]
+        return (repetition[rows], presence[rows], frequency[rows], offsets, *entries, newest[rows])
+
+    return of_rows
+
+
+def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    count = 8
+    logits = memory.numbers(count, sizes["vocabulary"], dtype=torch.float32)
+    temperature, top_p, min_p = (
+        memory.place(torch.tensor(part))
+        for part in (
+            [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0],
+            [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0],
+            [0.0] * 3 + [0.1] + [0.0] * 4,
+        )
+    )
+    top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3], dtype=torch.int32))
+    seeds, choices, positions = (memory.below(1 << 40, count), memory.below(4, count), memory.below(1 << 20, count))
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        tokens = memory.empty(len(logits[rows]), dtype=torch.int64)
+        parts = (temperature, top_k, top_p, min_p, seeds, choices, positions)
+        kernels.sample(logits[rows], *(part[rows] for part in parts), 1, tokens)
+        return (tokens,)
+
+    yield Trial(compute, EVEN)
+
+
+def logprobs(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    logits, top = _logits(memory, sizes), 5
+    chosen = memory.below(sizes["vocabulary"], len(logits))
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        count = len(logits[rows])
+        own_logprobs, ranks = memory.empty(count, dtype=torch.float32), memory.empty(count, dtype=torch.int64)
+        ids, logprobs = memory.empty(count, top, dtype=torch.int64), memory.empty(count, top, dtype=torch.float32)
+        kernels.logprobs(logits[rows], chosen[rows], top, own_logprobs, ranks, ids, logprobs)
+        return own_logprobs, ranks, ids, logprobs
+
+    yield Trial(compute, EVEN)
+
+
+def row_digests(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
+    logits = _logits(memory, sizes)
+
+    def compute(kernels: Any, rows: slice) -> Outputs:
+        digests = memory.empty(len(logits[rows]), dtype=torch.int64)
+        kernels.row_digests(logits[rows], digests)
+        return (digests,)
+
+    yield Trial(compute, EVEN)
