@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 _EXAMPLE = '{"step_interval": 500, "num_redundant_experts": 8}'
 _MOST = 1 << 30
 
 
-class ExpertBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class ExpertBalancing:
     """When experts move between the ranks that share them. The names are vLLM's."""
 
     window_size: int = 500
@@ -43,15 +44,14 @@ def parse_balancing(text: str | None) -> ExpertBalancing:
         fields = None
     if not isinstance(fields, dict):
         raise ValueError(f"eplb_config must be a JSON object like {_EXAMPLE}, got {text!r}")
-    known = ExpertBalancing.__struct_fields__
-    if unknown := next((name for name in fields if name not in known), None):
-        raise ValueError(f"eplb_config has the unknown key {unknown!r}; known: {', '.join(known)}")
-    try:
-        balancing = msgspec.convert(fields, ExpertBalancing)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"eplb_config: {error}") from None
-    for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
-        value = getattr(balancing, name)
-        if not least <= value < _MOST:
-            raise ValueError(f"{name} of eplb_config must be a whole number from {least} on, got {value}")
-    return balancing
+    known = {field.name: field.default for field in dataclasses.fields(ExpertBalancing)}
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"eplb_config has the unknown key {name!r}; known: {', '.join(known)}")
+        least = 0 if name == "num_redundant_experts" else 1
+        if isinstance(known[name], bool):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} of eplb_config must be true or false, got {value!r}")
+        elif type(value) is not int or not least <= value < _MOST:
+            raise ValueError(f"{name} of eplb_config must be a whole number from {least} on, got {value!r}")
+    return ExpertBalancing(**fields)
