@@ -15,7 +15,7 @@ import yaml
 from scripts.from_vllm import PAGE, same_flags, with_tables
 
 from shardline.cli.flags import engine_config
-from shardline.cli.main import build_parser
+from shardline.cli.main import _with_command, build_parser
 from shardline.config.vllm import vllm_options
 from tests.e2e.serving import serve
 
@@ -33,7 +33,7 @@ def test_the_page_has_the_tables() -> None:
 
 @pytest.mark.parametrize("line", re.findall(r"^shardline (?!serve --config)(.*)$", TEXT, re.MULTILINE))
 def test_the_commands_are_taken(line: str) -> None:
-    args = build_parser().parse_args(shlex.split(line, comments=True))
+    args = build_parser().parse_args(_with_command(shlex.split(line, comments=True)))
     if args.command == "serve":
         engine_config(args)
 
