@@ -86,8 +86,8 @@ def plan_cache(
     """
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     assert block_size is not None, "it is chosen before"
-    is_shared = layout.device == "cpu" and not layout.splits_tensor_groups
     grid = layout.grid
+    is_shared = layout.device == "cpu" and not layout.splits_tensor_groups and grid.context == 1
     of_replica = tuple(
         kv_block_bytes(spec, groups, grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
         for rank in range(grid.replica_size)
@@ -96,11 +96,11 @@ def plan_cache(
 
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:
-            return asked.num_gpu_blocks_override + 1
+            return (-(-asked.num_gpu_blocks_override // grid.context) + 1) * grid.context
         most = useful_blocks(config, groups, length)
         if layout.device == "cpu" and asked.kv_cache_memory is None:
             most = min(most, default_host_blocks(config, groups, length, sum(of_replica)))
-        return fitting_blocks([room] * len(block_bytes), block_bytes, most)
+        return fitting_blocks([room] * len(block_bytes), block_bytes, most, grid.context)
 
     asked_length = config.model.max_model_len
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
@@ -122,6 +122,7 @@ def plan_cache(
         events=asked.kv_events,
         events_to_front=config.parallel.router_policy == "kv_aware" and asked.enable_prefix_caching,
         tier=tier,
+        context=grid.context,
     )
     return plan, length
 

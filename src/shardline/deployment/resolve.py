@@ -14,6 +14,7 @@ from shardline.checkpoints.lookup import module_names
 from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
+from shardline.deployment.context_parallel import check_context_parallel, check_splits
 from shardline.deployment.deployment import AdapterPlan, Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import (
     check_numerics,
@@ -63,6 +64,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     held = choose_weight_format(config, model.stored, devices, layout.kernels)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices, layout.kernels)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
+    check_context_parallel(config, layout, spec, block_size)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
     check_numerics(config, held, devices)
@@ -72,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     needed = _with_adapters(weights, adapters) if adapters.num_slots else weights
     room = rank_room(config, layout, machine, spec, dtype, needed)
     cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room)
+    check_splits(config, length)
     deployment = Deployment(
         model=model_source(config, model),
         spec=_spec_for_length(model, spec, length),
@@ -154,9 +157,10 @@ def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
 
 def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
     """Refuse sizes into which heads or experts cannot be split."""
-    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    sharing = parallel.tensor_parallel_size * parallel.context_parallel_size
+    check_tensor_parallel(spec, parallel.tensor_parallel_size, parallel.context_parallel_size)
     if parallel.enable_expert_parallel:
-        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
+        check_expert_parallel(spec, sharing, parallel.data_parallel_size)
 
 
 def _tries_symmetric_memory(layout: Layout, parallel: ParallelConfig) -> bool:
@@ -219,7 +223,7 @@ def _rank_weights(
         weights = []
         for place in map(layout.grid.place, range(layout.grid.world_size)):
             # Replicas have the same weights, unless they share experts.
-            key = (place.pp_rank, place.tp_rank, place.dp_rank if whole_experts else 0)
+            key = (place.pp_rank, place.share, place.dp_rank if whole_experts else 0)
             if key in found:
                 weights.append(found[key])
                 continue

@@ -21,7 +21,7 @@ def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_ex
     """
     if counts.size == 0:
         return None
-    sharing = grid.tensor * grid.data
+    sharing = grid.sharing * grid.data
     spans = split_dim(counts.shape[1], sharing) if whole_experts else [Span(0, counts.shape[1])] * sharing
     by_rank = np.stack([counts[:, span.start : span.stop].sum(axis=1) for span in spans], axis=1)
     rank_tokens = []

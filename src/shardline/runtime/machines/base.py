@@ -15,6 +15,7 @@ from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
+from shardline.runtime.layers.context_parallel import KeyShare
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -57,6 +58,8 @@ class StepSizes:
     block_size: int
     hidden_size: int
     dtype: torch.dtype
+    share: KeyShare | None = None
+    """Which keys this rank has; None: all of them."""
 
 
 class StepInputs(Protocol):
