@@ -81,8 +81,8 @@ def _meet(a: Any, b: Any) -> bool:
 SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
 """Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
 
-CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text")
-"""Families of long requests: plain, with windows, sinks and caps, with chunks, and with experts."""
+CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "deepseek_v3")
+"""Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, and with latents."""
 
 KV_TYPES = ("kv-auto", INT8_KV, FP8_KV)
 """Types of the KV cache. Samples do without fp8, which has the code of int8: `latent_layouts` and
@@ -197,6 +197,7 @@ def context_layouts(*, full: bool) -> list[Case]:
         Case("llama", "float32", 1, 2, 1, *rests[1], 3),
         Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], 2),
         Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], 2),
+        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], 2),
     ]
 
 

@@ -15,13 +15,14 @@ from tests.models.checkpoints import make_checkpoint
 
 _POSITIONS = 1536
 _YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": _POSITIONS // 4}
-_WINDOWS: dict[str, dict[str, object]] = {
-    "gpt_oss": {"sliding_window": 600, "rope_parameters": {**_YARN, "truncate": False}},
-    "gemma2": {"sliding_window": 600},
-    "llama4_text": {"attention_chunk_size": 600},
+_OWN_SHAPE: dict[str, dict[str, object]] = {
+    "gpt_oss": {"head_dim": 8, "sliding_window": 600, "rope_parameters": {**_YARN, "truncate": False}},
+    "gemma2": {"head_dim": 8, "sliding_window": 600},
+    "llama4_text": {"head_dim": 8, "attention_chunk_size": 600},
     "gemma4_text": {"sliding_window": 600},
+    "deepseek_v3": {"num_key_value_heads": 8},
 }
-"""Longer than a split, and shorter than some requests."""
+"""Windows longer than a split, and shorter than some requests."""
 
 
 class LongGoldens:
@@ -45,8 +46,8 @@ class LongGoldens:
         folder = self._folder / family
         if folder.exists():
             return folder
-        shape = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8, "head_dim": 8}
-        return make_checkpoint(family, folder, **shape, **_WINDOWS.get(family, {}))
+        shape = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8}
+        return make_checkpoint(family, folder, **shape, **_OWN_SHAPE.get(family, {"head_dim": 8}))
 
     def answers(self, case: Case) -> dict[str, Answer]:
         key = case.family, case.dtype, case.quantization, case.kv, case.mark, case.memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.layout import Layout
-from shardline.models.attention import GQA
+from shardline.models.attention import GQA, MLA
 from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.models.spec import DecoderSpec
 
@@ -25,12 +25,12 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
     if config.cache.kv_offloading_size:
         raise ValueError(f"{asked} does not work with kv_offloading_size yet; leave one of them out")
     for attention in {layer.attention for layer in spec.layers}:
-        if not isinstance(attention, GQA):
+        if not isinstance(attention, GQA | MLA):
             raise ValueError(
-                f"{asked} works with grouped-query attention only so far, and {spec.model_type} has other "
+                f"{asked} works with grouped-query and latent attention only so far, and {spec.model_type} has other "
                 f"layers; {instead}"
             )
-        if attention.norms.norms_all_heads:
+        if isinstance(attention, GQA) and attention.norms.norms_all_heads:
             raise ValueError(
                 f"{asked} does not work with norms over all heads yet, which {spec.model_type} has; {instead}"
             )

@@ -113,8 +113,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     for name in ("context_parallel_size", "decode_context_parallel_size"):
         if given.get(name, 1) > 1:
             raise ValueError(
-                f"{_flag(name, given[name])} {given[name]}: engines start it on CPUs only so far; --gpus here takes it, "
-                "and --compare shows what it would cost"
+                f"{_flag(name, given[name])} {given[name]}: engines start it on CPUs only so far; --gpus here takes "
+                "it, and --compare shows what it would cost"
             )
 
 

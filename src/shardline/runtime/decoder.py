@@ -17,7 +17,7 @@ from shardline.models.partition import Span
 from shardline.models.parts import Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
-from shardline.runtime.layers.context_parallel import SharedAttentionLayer
+from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
@@ -34,6 +34,7 @@ _ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttent
 }
 _SHARED_ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttentionLayer]] = {
     GQA: SharedAttentionLayer,
+    MLA: SharedLatentLayer,
 }
 """Those whose keys ranks share."""
 _FEED_FORWARD: Mapping[type[FeedForward], Callable[..., DenseFeedForward | MoEFeedForward]] = {

@@ -10,7 +10,7 @@ are those of one rank either way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
-from shardline.kernels.tensors import LinearInput
-from shardline.models.attention import GQA, cached_token_bytes
+from shardline.kernels.tensors import LinearInput, QuantizedLatents
+from shardline.models.attention import GQA, MLA, cached_token_bytes
 from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
-from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.kv_pages import KVPages
+from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.ops.attention.paged import Partials
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.step import Rows, SharedRows, SharedRun
@@ -40,6 +41,25 @@ class SharedGroup(NamedTuple):
     window: int | None
     most_queries: int
     """Keys of a split are more than the results of so many queries."""
+
+
+class Tables(NamedTuple):
+    """Of consecutive sequences, as in `Rows`."""
+
+    blocks: Tensor
+    starts: Tensor
+    lens: Tensor
+
+
+class Places(NamedTuple):
+    """The blocks of a sequence whose keys travel."""
+
+    own: Tensor
+    """Those of this rank."""
+    num_sent: npt.NDArray[np.int64]
+    """Numbers of those of each rank."""
+    tables: Tables
+    """The blocks as they arrive."""
 
 
 class KeyShare(NamedTuple):
@@ -112,7 +132,9 @@ def share_keys(deployment: Deployment, group: Collectives) -> KeyShare:
     for kv_group in cache.groups:
         attention = layers[kv_group.layers[0]].attention
         keys = SPLIT_TOKENS * cached_token_bytes(attention, 1, cache.dtype)
-        kinds.append(SharedGroup(kv_group.window, int(keys / (4 * attention.partial_size))))
+        # Latents always travel: there is no kernel for parts of them.
+        most = 0 if attention.shares_cache else int(keys / (4 * attention.partial_size))
+        kinds.append(SharedGroup(kv_group.window, most))
     return KeyShare(group.rank, group.size, cache.block_size, tuple(kinds))
 
 
@@ -133,21 +155,94 @@ def share_rows(
     return tuple(shared)
 
 
+class SharedKeys:
+    """The exchanges of attention over keys that the ranks of a context group share."""
+
+    def __init__(self, stage: StageContext, kv_group: int) -> None:
+        self.group = stage.context_group
+        self.kernels = stage.kernels
+        self._kv_group = kv_group
+        first = stage.group.rank - self.group.rank
+        self.peers = range(first, first + self.group.size)
+        """The ranks of the context group, by their places in the tensor-parallel one."""
+
+    def runs(self, rows: Rows) -> Iterator[tuple[SharedRun, Tables]]:
+        """Each run of a step, with its part of the tables."""
+        assert rows.shared is not None
+        runs, starts = rows.shared[self._kv_group]
+        for number, run in enumerate(runs):
+            sequences = slice(run.first_sequence, run.end_sequence)
+            of_run = starts[run.first_sequence + number : run.end_sequence + number + 1]
+            yield run, Tables(rows.block_tables[self._kv_group][sequences], of_run, rows.context_lens[sequences])
+
+    def attend_in_parts(
+        self,
+        run: SharedRun,
+        heads: Sequence[int],
+        compute: Callable[[int, Partials, int, int], None],
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Compute parts of the heads of each peer, and merge into `out` [R, own heads, dim] what all have of own heads.
+
+        compute(peer, partials, first_split, split_step) computes those of own splits for a peer's heads.
+        """
+        group, kernels, dim = self.group, self.kernels, out.shape[2]
+        # Ranks that have none of few splits take no part.
+        num_ranks = min(group.size, run.num_splits)
+        shape = run.num_splits // num_ranks, run.num_rows
+        each = [shape[0] * shape[1] * count for count in heads]
+        num_sent = sum(each) if group.rank < num_ranks else 0
+        parts = Partials(*(kernels.activation_empty(torch.float32, num_sent, width) for width in (1, 1, dim)))
+        at = 0
+        for peer, count in enumerate(each if num_sent else ()):
+            maxima, sums, outputs = (part[at : at + count] for part in parts)
+            of_peer = Partials(maxima.view(*shape, -1), sums.view(*shape, -1), outputs.view(*shape, -1, dim))
+            compute(peer, of_peer, run.first_split + group.rank, group.size)
+            at += count
+        counts, own = _counts(num_ranks, tuple(each)), heads[group.rank]
+        maxima, sums, outputs = (group.all_to_all_rows(part, counts, num_ranks * each[group.rank]) for part in parts)
+        of_ranks = num_ranks, *shape, own
+        kernels.merge_partials(maxima.view(of_ranks), sums.view(of_ranks), outputs.view(*of_ranks, dim), out, sinks)
+
+    def find_places(self, run: SharedRun, tables: Tables, block_size: int) -> Places:
+        """Where the blocks of the one sequence of a run lie, and where they will."""
+        last = -(-int(tables.lens[0]) // block_size)
+        places = np.arange(run.first_split * SPLIT_TOKENS // block_size, last)
+        owners = places * block_size // SPLIT_TOKENS % self.group.size
+        own = torch.from_numpy(tables.blocks[0].numpy()[places[owners == self.group.rank]])
+        arrived = np.zeros((1, last), dtype=np.int32)
+        arrived[0, places[np.argsort(owners, kind="stable")]] = np.arange(len(places), dtype=np.int32)
+        num_sent = np.bincount(owners, minlength=self.group.size)
+        return Places(own, num_sent, Tables(torch.from_numpy(arrived), tables.starts, tables.lens))
+
+    def bring(self, of_peers: Sequence[Tensor], places: Places) -> Tensor:
+        """The blocks of a sequence, [num_blocks, own heads, ...], those of the first rank first; `of_peers` has the
+        pages of each peer's heads, [blocks, heads, ...]."""
+        own = of_peers[self.group.rank]
+        if own.dtype.itemsize == 1:
+            of_peers = [pages.view(torch.int8) for pages in of_peers]
+        row = own[0, 0].numel()
+        sent = torch.cat([torch.index_select(pages, 0, places.own).view(-1, row) for pages in of_peers])
+        counts = torch.from_numpy(np.outer(places.num_sent, [pages.shape[1] for pages in of_peers]))
+        num_blocks = int(places.num_sent.sum())
+        rows = self.group.all_to_all_rows(sent, counts, num_blocks * own.shape[1])
+        return rows.view(own.dtype).view(num_blocks, *own.shape[1:])
+
+
 class SharedAttentionLayer(AttentionLayer):
     """As `AttentionLayer`, for a rank that has keys and values of its own splits, of all heads of its context group."""
 
     def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables, kv_group: int) -> None:
         super().__init__(loader, name, spec, tables, kv_group)
         stage = loader.stage
-        self._group = stage.context_group
-        self._num_sharing, self._own_share = stage.group.size, stage.group.rank
-        first = stage.group.rank - self._group.rank
-        peers = range(first, first + self._group.size)
+        self._keys = keys = SharedKeys(stage, kv_group)
         spans = [stage.spans(f"{name}.{part}.weight") for part in self.parts]
-        self._widths = [sum(span[peer].size for span in spans) for peer in peers]
-        self._heads = [self.count_heads([span[peer].size for span in spans]) for peer in peers]
+        self._widths = [sum(span[peer].size for span in spans) for peer in keys.peers]
+        self._heads = [self.count_heads([span[peer].size for span in spans]) for peer in keys.peers]
         """Of each peer, as `num_heads`."""
-        kv_spans = spec.kv_spans_of(stage.group.size)[first : first + self._group.size]
+        self._held = spec.kv_heads_held(stage.group.size, keys.group.size, stage.group.rank)
+        kv_spans = [spec.kv_spans_of(stage.group.size)[peer] for peer in keys.peers]
         distinct = list(dict.fromkeys(kv_spans))
         self._place_of = [distinct.index(span) for span in kv_spans]
         """Which of the pages have the KV heads of each peer."""
@@ -155,120 +250,66 @@ class SharedAttentionLayer(AttentionLayer):
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
         """The tensors that `bind_cache` expects: those of each peer's KV heads, one after another."""
-        ranks, context, rank = self._num_sharing, self._group.size, self._own_share
-        held = self.spec.kv_heads_held(ranks, context, rank)
-        return tuple(part for heads in held for part in self.spec.kv_parts(heads, num_blocks, block_size, dtype))
+        return tuple(part for heads in self._held for part in self.spec.kv_parts(heads, num_blocks, block_size, dtype))
 
     def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer the memory for its keys and values."""
-        each = len(pages) // (1 + max(self._place_of))
+        each = len(pages) // len(self._held)
         of_heads = [KVPages(*pages[first : first + each]) for first in range(0, len(pages), each)]
         self._pages = [of_heads[place] for place in self._place_of]
 
     def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
-        qkv = self._group.all_gather_columns(self.qkv(x, rows), self._widths)
+        qkv = self._keys.group.all_gather_columns(self.qkv(x, rows), self._widths)
         columns = torch.split(qkv, self._widths, dim=1)
         queries = [self.store_in(*of_peer, rows) for of_peer in zip(columns, self._heads, self._pages, strict=True)]
         if left is not rows:
             queries = [left.take(query) for query in queries]
-        return self.output(self._attend(queries, left).flatten(1), left)
+        return self.output(self._attend_shared(queries, left).flatten(1), left)
 
-    def _attend(self, queries: Sequence[Tensor], rows: Rows) -> Tensor:
+    def _attend_shared(self, queries: Sequence[Tensor], rows: Rows) -> Tensor:
         """The attention output [Q, local heads, head_dim], for the queries of each peer."""
-        assert rows.shared is not None
-        own, (runs, starts) = queries[self._group.rank], rows.shared[self.kv_group]
-        out = self._kernels.activation_empty(own.dtype, *own.shape[:2], self.spec.value_head_dim)
-        for number, run in enumerate(runs):
-            place = run.first_sequence + number
-            index = (
-                rows.block_tables[self.kv_group][run.first_sequence : run.end_sequence],
-                starts[place : place + run.end_sequence - run.first_sequence + 1],
-                rows.context_lens[run.first_sequence : run.end_sequence],
-            )
+        keys, spec = self._keys, self.spec
+        own = queries[keys.group.rank]
+        out = self._kernels.activation_empty(own.dtype, *own.shape[:2], spec.value_head_dim)
+        for run, tables in keys.runs(rows):
             part = slice(run.first_row, run.end_row)
             if run.brings_keys:
-                self._attend_with_keys(run, own[part], *index, out[part])
-            else:
-                self._attend_in_parts(run, [query[part] for query in queries], *index, out[part])
+                self._attend_with_keys(run, tables, own[part], out[part])
+                continue
+
+            def compute(
+                peer: int, to: Partials, first: int, step: int, part: slice = part, tables: Tables = tables
+            ) -> None:
+                pages = self._pages[peer]
+                self._kernels.attention_partials(
+                    queries[peer][part],
+                    pages.keys,
+                    pages.values,
+                    *tables,
+                    *to,
+                    spec.score.scale,
+                    spec.window,
+                    spec.score.softcap,
+                    pages.key_scales,
+                    pages.value_scales,
+                    spec.mask.chunked,
+                    first,
+                    step,
+                )
+
+            keys.attend_in_parts(run, [query.shape[1] for query in queries], compute, out[part], self._sinks)
         return out
 
-    def _attend_in_parts(
-        self, run: SharedRun, queries: Sequence[Tensor], tables: Tensor, starts: Tensor, lens: Tensor, out: Tensor
-    ) -> None:
-        """Attend to own splits, and merge what each rank has of own heads."""
-        group, kernels, dim = self._group, self._kernels, self.spec.value_head_dim
-        # Ranks that have none of few splits take no part.
-        num_ranks = min(group.size, run.num_splits)
-        shape = run.num_splits // num_ranks, run.num_rows
-        heads = [query.shape[1] for query in queries]
-        sent = [shape[0] * shape[1] * count for count in heads] if group.rank < num_ranks else [0] * group.size
-        widths = (1, 1, dim)
-        parts = [kernels.activation_empty(torch.float32, sum(sent), width) for width in widths]
-        at = 0
-        for query, pages, count in zip(queries, self._pages, sent, strict=True):
-            if count == 0:
-                continue
-            maxima, sums, outputs = (part[at : at + count] for part in parts)
-            at += count
-            kernels.attention_partials(
-                query,
-                pages.keys,
-                pages.values,
-                tables,
-                starts,
-                lens,
-                maxima.view(*shape, -1),
-                sums.view(*shape, -1),
-                outputs.view(*shape, -1, dim),
-                self.spec.score.scale,
-                self.spec.window,
-                self.spec.score.softcap,
-                pages.key_scales,
-                pages.value_scales,
-                self.spec.mask.chunked,
-                run.first_split + group.rank,
-                group.size,
-            )
-        counts = _counts(num_ranks, tuple(shape[0] * shape[1] * count for count in heads))
-        own = heads[group.rank]
-        capacity = num_ranks * shape[0] * shape[1] * own
-        maxima, sums, outputs = (group.all_to_all_rows(part, counts, capacity) for part in parts)
-        received = Partials(
-            maxima.view(num_ranks, *shape, own),
-            sums.view(num_ranks, *shape, own),
-            outputs.view(num_ranks, *shape, own, dim),
-        )
-        kernels.merge_partials(*received, out, self._sinks)
-
-    def _attend_with_keys(
-        self, run: SharedRun, query: Tensor, tables: Tensor, starts: Tensor, lens: Tensor, out: Tensor
-    ) -> None:
-        """Attend with own heads to all keys of a sequence, which the ranks send each other."""
-        group, block_size = self._group, self._pages[0].keys.shape[2]
-        table = tables[0].numpy()
-        places = np.arange(run.first_split * SPLIT_TOKENS // block_size, -(-int(lens[0]) // block_size))
-        owners = places * block_size // SPLIT_TOKENS % group.size
-        own_blocks = torch.from_numpy(table[places[owners == group.rank]])
-        num_sent = np.bincount(owners, minlength=group.size)
-        heads = [pages.keys.shape[1] for pages in self._pages]
-        counts = torch.from_numpy(np.outer(num_sent, heads))
-        brought = []
-        for tensors in zip(*self._pages, strict=True):
-            if tensors[0] is None:
-                break
-            brought.append(self._bring(tensors, own_blocks, counts, len(places)))
-        pages = KVPages(*brought)
-        order = np.empty(len(places), dtype=np.int32)
-        order[np.argsort(owners, kind="stable")] = np.arange(len(places), dtype=np.int32)
-        arrived = np.zeros((1, places[-1] + 1), dtype=np.int32)
-        arrived[0, places] = order
+    def _attend_with_keys(self, run: SharedRun, tables: Tables, query: Tensor, out: Tensor) -> None:
+        """Attend with own heads to all keys of a sequence."""
+        places = self._keys.find_places(run, tables, self._pages[0].keys.shape[2])
+        of_peers = [[part for part in pages if part is not None] for pages in self._pages]
+        pages = KVPages(*(self._keys.bring(part, places) for part in zip(*of_peers, strict=True)))
         self._kernels.paged_attention(
             query,
             pages.keys,
             pages.values,
-            torch.from_numpy(arrived),
-            starts,
-            lens,
+            *places.tables,
             out,
             self.spec.score.scale,
             self.spec.window,
@@ -279,17 +320,30 @@ class SharedAttentionLayer(AttentionLayer):
             self.spec.mask.chunked,
         )
 
-    def _bring(self, of_peers: Sequence[Tensor], own_blocks: Tensor, counts: Tensor, num_blocks: int) -> Tensor:
-        """The blocks of a sequence, [num_blocks, own KV heads, ...], those of the first rank's splits first; `of_peers`
-        has the pages of each peer's heads."""
-        own = of_peers[self._group.rank]
-        shape, row = (num_blocks, *own.shape[1:]), own[0, 0].numel()
-        as_stored = own.dtype
-        if as_stored.itemsize == 1:
-            of_peers = [pages.view(torch.int8) for pages in of_peers]
-        sent = torch.cat([torch.index_select(pages, 0, own_blocks).view(-1, row) for pages in of_peers])
-        rows = self._group.all_to_all_rows(sent, counts, num_blocks * own.shape[1])
-        return rows.view(as_stored).view(shape)
+
+class SharedLatentLayer(LatentAttentionLayer):
+    """As `LatentAttentionLayer`, for a rank that has the latents of its own splits."""
+
+    def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables, kv_group: int) -> None:
+        super().__init__(loader, name, spec, tables, kv_group)
+        self._keys = SharedKeys(loader.stage, kv_group)
+
+    def attend_latents(self, query_latent: Tensor, query_rope: Tensor, rows: Rows) -> Tensor:
+        """See `LatentAttentionLayer.attend_latents`."""
+        keys, cache = self._keys, self._cache
+        assert cache is not None
+        out = self._kernels.activation_empty(query_latent.dtype, *query_latent.shape)
+        for run, tables in keys.runs(rows):
+            parts = (cache,) if isinstance(cache, Tensor) else tuple(cache)
+            places = keys.find_places(run, tables, parts[0].shape[1])
+            # A block is one row, which all peers need.
+            brought = [keys.bring([pages[:, None]] * keys.group.size, places)[:, 0] for pages in parts]
+            arrived = brought[0] if len(brought) == 1 else QuantizedLatents(*brought)
+            part = slice(run.first_row, run.end_row)
+            self._kernels.mla_attention(
+                query_latent[part], query_rope[part], arrived, *places.tables, out[part], self._spec.score.scale
+            )
+        return out
 
 
 @functools.cache
