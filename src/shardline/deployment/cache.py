@@ -97,14 +97,14 @@ def plan_cache(
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:
             return (-(-asked.num_gpu_blocks_override // grid.context) + 1) * grid.context
-        most = useful_blocks(config, groups, length)
+        most = useful_blocks(config, groups, length, grid.context)
         if layout.device == "cpu" and asked.kv_cache_memory is None:
-            most = min(most, default_host_blocks(config, groups, length, sum(of_replica)))
+            most = min(most, default_host_blocks(config, groups, length, sum(of_replica), grid.context))
         return fitting_blocks([room] * len(block_bytes), block_bytes, most, grid.context)
 
     asked_length = config.model.max_model_len
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
-    length = choose_length(config, groups, wanted, num_blocks(wanted))
+    length = choose_length(config, groups, wanted, num_blocks(wanted), grid.context)
     estimated = num_blocks(length)
     tier = plan_tier(asked, of_replica)
     check_host_memory(layout, machine, weights, block_bytes, estimated, tier.num_slots)
@@ -116,7 +116,7 @@ def plan_cache(
         prefix_caching=asked.enable_prefix_caching,
         latents_shared=is_shared,
         block_bytes=block_bytes,
-        useful_blocks=useful_blocks(config, groups, length),
+        useful_blocks=useful_blocks(config, groups, length, grid.context),
         # If the ranks measure, the estimate was only needed for early refusals.
         pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
         events=asked.kv_events,

@@ -156,27 +156,27 @@ def gpu_left(gpus: Sequence[Device], num_ranks: int, share: float, weights: int,
     return usable - weights - activations
 
 
-def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> int:
-    """The most blocks that requests of full length can use, plus the null block.
+def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, context: int = 1) -> int:
+    """The most blocks that requests of full length can use, plus the null block; `context` as in `CachePlan`.
 
     max_num_seqs requests are counted, and with prefix caching at least _CACHED_REQUESTS.
     """
     cache, scheduler = config.cache, config.scheduler
     assert cache.block_size is not None, "it is chosen before"
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
-    context = config.parallel.context_parallel_size
     per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens, context)
     return most_requests * per_request + context
 
 
-def default_host_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, block_bytes: int) -> int:
+def default_host_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, block_bytes: int, context: int = 1
+) -> int:
     """The most blocks, with the null block, that a replica on CPUs gets if the user does not set the size.
 
     More would be filled with old prefixes, and is not given back. `block_bytes`: of a block on all ranks of a replica.
     """
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
     assert cache.block_size is not None, "it is chosen before"
-    context = config.parallel.context_parallel_size
     longest, usual = (
         blocks_per_request(groups, length, cache.block_size, step_tokens, context)
         for length in (max_model_len, min(max_model_len, _HOST_REQUEST_TOKENS))
