@@ -241,6 +241,11 @@ class ParallelConfig:
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property
+    def sharing(self) -> int:
+        """Ranks of a stage that share each layer."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
     def lockstep(self) -> int:
         """Replicas that step together in one engine because their ranks share experts; 1: each has its own engine."""
         return self.data_parallel_size if self.enable_expert_parallel else 1

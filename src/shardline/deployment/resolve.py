@@ -157,10 +157,9 @@ def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
 
 def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
     """Refuse sizes into which heads or experts cannot be split."""
-    sharing = parallel.tensor_parallel_size * parallel.context_parallel_size
     check_tensor_parallel(spec, parallel.tensor_parallel_size, parallel.context_parallel_size)
     if parallel.enable_expert_parallel:
-        check_expert_parallel(spec, sharing, parallel.data_parallel_size)
+        check_expert_parallel(spec, parallel.sharing, parallel.data_parallel_size)
 
 
 def _tries_symmetric_memory(layout: Layout, parallel: ParallelConfig) -> bool:
