@@ -187,23 +187,23 @@ class SharedKeys:
 
         compute(peer, partials, first_split, split_step) computes those of own splits for a peer's heads.
         """
-        group, kernels, dim = self.group, self.kernels, out.shape[2]
+        group, dim = self.group, out.shape[2]
         # Ranks that have none of few splits take no part.
         num_ranks = min(group.size, run.num_splits)
         shape = run.num_splits // num_ranks, run.num_rows
         each = [shape[0] * shape[1] * count for count in heads]
+        # What one rank sends fits into one piece: maxima, sums and outputs, one after another.
+        widths = (2 + dim,) if num_ranks == 1 else (1, 1, dim)
         num_sent = sum(each) if group.rank < num_ranks else 0
-        parts = Partials(*(kernels.activation_empty(torch.float32, num_sent, width) for width in (1, 1, dim)))
+        pieces = [self.kernels.activation_empty(torch.float32, num_sent, width) for width in widths]
         at = 0
         for peer, count in enumerate(each if num_sent else ()):
-            maxima, sums, outputs = (part[at : at + count] for part in parts)
-            of_peer = Partials(maxima.view(*shape, -1), sums.view(*shape, -1), outputs.view(*shape, -1, dim))
+            of_peer = _partials([piece[at : at + count] for piece in pieces], (*shape, heads[peer]), dim)
             compute(peer, of_peer, run.first_split + group.rank, group.size)
             at += count
         counts, own = _counts(num_ranks, tuple(each)), heads[group.rank]
-        maxima, sums, outputs = (group.all_to_all_rows(part, counts, num_ranks * each[group.rank]) for part in parts)
-        of_ranks = num_ranks, *shape, own
-        kernels.merge_partials(maxima.view(of_ranks), sums.view(of_ranks), outputs.view(*of_ranks, dim), out, sinks)
+        received = [group.all_to_all_rows(piece, counts, num_ranks * each[group.rank]) for piece in pieces]
+        self.kernels.merge_partials(*_partials(received, (num_ranks, *shape, own), dim), out, sinks)
 
     def find_places(self, run: SharedRun, tables: Tables, block_size: int) -> Places:
         """Where the blocks of the one sequence of a run lie, and where they will."""
@@ -344,6 +344,15 @@ class SharedLatentLayer(LatentAttentionLayer):
                 query_latent[part], query_rope[part], arrived, *places.tables, out[part], self._spec.score.scale
             )
         return out
+
+
+def _partials(pieces: Sequence[Tensor], shape: tuple[int, ...], dim: int) -> Partials:
+    """Views [*shape] and [*shape, dim] of pieces that have one row for each of the shape's elements."""
+    if len(pieces) == 1:
+        [piece] = pieces
+        pieces = torch.split(piece.view(-1), [len(piece), len(piece), len(piece) * dim])
+    maxima, sums, outputs = pieces
+    return Partials(maxima.view(shape), sums.view(shape), outputs.view(*shape, dim))
 
 
 @functools.cache
