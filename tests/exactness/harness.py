@@ -309,7 +309,7 @@ def _run_case(
     return answers, stats
 
 
-def _tight_pool(model: Path, longest: int, max_step_tokens: int, context: int) -> int:
+def _tight_pool(model: Path, longest: int, max_step_tokens: int, context: int = 1) -> int:
     """Blocks for one request of `longest` tokens."""
     groups = resolve_here(EngineConfig.from_options(model=str(model))).cache.groups
     return blocks_per_request(groups, longest, BLOCK_SIZE, max_step_tokens, context)
