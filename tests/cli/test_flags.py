@@ -74,7 +74,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         assert "--" + name.replace("_", "-") in text
     for field in dataclasses.fields(ParallelConfig):
         for alias in field.metadata["aliases"]:
-            assert f" -{alias}" in text
+            assert f" {'-' if len(alias) <= 3 else '--'}{alias}" in text
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
     (["--kv-cache-memory", "lots"], "is not a size"),
     (["--cpu-threads", "4000"], "cores"),
-    (["--context-parallel-size", "2"], "not supported yet"),
+    (["--context-parallel-size", "5"], "use 4 or less"),
     (["--device", "mps"], "device mps: torch finds none"),
     (["--device", "xpu", "--kernels", "torch"], "device xpu: torch finds none"),
     (["--kernels", "torch", "-q", "int8_w8a16"], "leave --kernels out"),

@@ -10,6 +10,7 @@ import msgspec
 
 from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
+from shardline.engine.context_pool import ContextPool
 from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.messages.copies import CopyResult
 from shardline.messages.request import Request, SequenceOutput
@@ -41,11 +42,14 @@ class Shape:
     """0: there is no tier."""
     tier_files: bool = False
     most_fetches: int = 9
+    context: int = 1
 
 
-def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
+def cache_plan(
+    groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True, context: int = 1
+) -> CachePlan:
     """What a scheduler needs to know of a KV cache; its sizes in bytes are no matter."""
-    return CachePlan("float32", groups, block_size, 1, prefix_caching, False, (1,), 1, FixedPool(1))
+    return CachePlan("float32", groups, block_size, 1, prefix_caching, False, (1,), 1, FixedPool(1), context=context)
 
 
 class Engine:
@@ -58,7 +62,7 @@ class Engine:
         self.tier = CountingTier(shape.tier_slots, files) if shape.tier_slots else None
         self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
-            cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
+            cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching, context=shape.context),
             shape.num_blocks,
             shape.max_model_len,
             max_in_flight=shape.max_in_flight,
@@ -162,8 +166,9 @@ class Engine:
         assert not self.scheduler.queues.draining
         assert not self.scheduler.registry._by_id
         pool = self.scheduler.kv.pool
-        assert not any(pool._references)
-        assert pool.num_free == self.shape.num_blocks - 1
+        for of_rank in pool._pools if isinstance(pool, ContextPool) else [pool]:
+            assert not any(of_rank._references)
+        assert pool.num_free == self.shape.num_blocks - self.shape.context
         assert not self.scheduler.queues.fetching
         assert not self.scheduler.kv.traffic.is_fetching
         assert not self.scheduler.kv.traffic.has_copies

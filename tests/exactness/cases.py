@@ -55,12 +55,13 @@ class Case(NamedTuple):
     has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
+    context: int = 1
 
     @property
     def name(self) -> str:
         """For test ids."""
-        layout = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}"
-        return "-".join((self.family, self.dtype, layout, *self[5:]))
+        layout = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}" + (f"-cp{self.context}" if self.context > 1 else "")
+        return "-".join((self.family, self.dtype, layout, *self[5:-1]))
 
     @property
     def possible(self) -> bool:
@@ -84,6 +85,9 @@ def _meet(a: Any, b: Any) -> bool:
 
 SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
 """Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
+
+CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "deepseek_v3")
+"""Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, and with latents."""
 
 KV_TYPES = ("kv-auto", INT8_KV, FP8_KV)
 """Types of the KV cache. Samples do without fp8, which has the code of int8: `latent_layouts` and
@@ -174,6 +178,33 @@ def layouts_of_formats() -> list[Case]:
         rest = ("staggered", "chunked", "cold", "tight", name, experts, ("kv-auto", INT8_KV)[index % 2], "one-host")
         cases.append(Case(family, "bfloat16", 3, 1 + index % 2, 1, *rest))
     return cases
+
+
+def context_layouts(*, full: bool) -> list[Case]:
+    """Layouts in which ranks share the keys of long requests, with what else could disturb them; `full`: all layouts
+    with each of these, and those of one rank too, which must not differ either."""
+    rests = [
+        ("staggered", "chunked", "warm", "roomy", "none", "split-experts", "kv-auto", "one-host", DRAFTS, KGW),
+        ("together", "chunked", "off", "tight", "int8", "split-experts", "kv-auto", "two-hosts", NO_DRAFTS, NO_MARK),
+        ("together", "whole", "cold", "roomy", "none", "split-experts", INT8_KV, "in-turns", NO_DRAFTS, NO_MARK),
+        ("staggered", "whole", "warm", "roomy", "none", WHOLE_EXPERTS, FP8_KV, "one-host", NO_DRAFTS, NO_MARK),
+    ]
+    if full:
+        sizes = itertools.product(("float32", "bfloat16"), (1, 2), (1, 2), (1, 2), rests, (1, 2, 3))
+        cases = [
+            Case(family, dtype, tensor, pipeline, data, *rest, context)
+            for family in CONTEXT_FAMILIES
+            for dtype, tensor, pipeline, data, rest, context in sizes
+            if context > 1 or rest[3] == "roomy"  # one rank has room for all of them
+        ]
+        return [case for case in cases if case.possible]
+    return [
+        Case("llama", "bfloat16", 1, 1, 1, *rests[0], 2),
+        Case("llama", "float32", 1, 2, 1, *rests[1], 3),
+        Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], 2),
+        Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], 2),
+        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], 2),
+    ]
 
 
 def _effort(case: Case) -> float:

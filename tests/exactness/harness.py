@@ -96,6 +96,18 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
     return requests
 
 
+def make_long_requests(vocab_size: int, lengths: Sequence[int]) -> list[Request]:
+    """As `make_requests`, with prompts of these lengths; the first halves of all prompts begin alike."""
+    rng = random.Random(11)
+    shared = [rng.randrange(vocab_size) for _ in range(max(lengths))]
+    return [
+        msgspec.structs.replace(
+            request, prompt_token_ids=shared[: length // 2] + [rng.randrange(vocab_size) for _ in range(length // 2)]
+        )
+        for request, length in zip(make_requests(vocab_size, len(lengths)), lengths, strict=True)
+    ]
+
+
 def marked(requests: Sequence[Request], mark: str) -> list[Request]:
     """The requests, most of which ask for a mark, unless the case has none."""
     if not MARKS[mark]:
@@ -113,6 +125,7 @@ def start_engine(
     *,
     tensor: int = 1,
     pipeline: int = 1,
+    context: int = 1,
     lockstep: int = 1,
     hosts: str = "one-host",
     mark: str = NO_MARK,
@@ -130,8 +143,9 @@ def start_engine(
         model=str(model),
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
+        context_parallel_size=context,
         data_parallel_size=lockstep,
-        distributed_executor_backend="uni" if tensor * pipeline * lockstep == 1 else "threads",
+        distributed_executor_backend="uni" if tensor * pipeline * context * lockstep == 1 else "threads",
         cpu_threads=1,
         step_timeout=120.0,
         block_size=BLOCK_SIZE,
@@ -259,11 +273,12 @@ def _known_guesses(
 
 
 def run_case(
-    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer]
+    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer], chunk: int = 13
 ) -> tuple[dict[str, Answer], list[EngineStats]]:
-    """The requests under a case, and each engine's counters. Drafts are those of `expected`."""
+    """The requests under a case, and each engine's counters. Drafts are those of `expected`; `chunk`: tokens of a step
+    if prompts are chunked."""
     if case.drafts == NO_DRAFTS:
-        return _run_case(model, case, requests, {})
+        return _run_case(model, case, requests, {}, chunk)
     guesses = Guesses(requests, expected)
     if case.drafts == MODEL_DRAFTS:
         with (
@@ -280,13 +295,13 @@ def run_case(
         patch.object(Gate, "is_open", True),  # whatever the steps take
     ):
         asked = {"method": "ngram", "num_speculative_tokens": 4}
-        return _run_case(model, case, requests, {"speculative_config": asked})
+        return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
 
 
 def _run_case(
-    model: Path, case: Case, requests: Sequence[Request], more_options: Mapping[str, object]
+    model: Path, case: Case, requests: Sequence[Request], more_options: Mapping[str, object], chunk: int
 ) -> tuple[dict[str, Answer], list[EngineStats]]:
-    max_step_tokens = 2048 if case.prefill == "whole" else 13
+    max_step_tokens = 2048 if case.prefill == "whole" else chunk
     options: dict[str, object] = {
         "dtype": case.dtype,
         "quantization": case.quantization,
@@ -306,11 +321,12 @@ def _run_case(
         if case.memory == "tight":
             longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in share)
             replica_options["max_model_len"] = longest
-            replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens)
+            replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens, case.context)
         engine, executor = start_engine(
             model,
             tensor=case.tensor,
             pipeline=case.pipeline,
+            context=case.context,
             lockstep=lockstep,
             hosts=case.hosts,
             mark=case.mark,
@@ -327,7 +343,7 @@ def _run_case(
     return answers, stats
 
 
-def _tight_pool(model: Path, longest: int, max_step_tokens: int) -> int:
+def _tight_pool(model: Path, longest: int, max_step_tokens: int, context: int = 1) -> int:
     """Blocks for one request of `longest` tokens."""
     groups = resolve_here(EngineConfig.from_options(model=str(model))).cache.groups
-    return blocks_per_request(groups, longest, BLOCK_SIZE, max_step_tokens)
+    return blocks_per_request(groups, longest, BLOCK_SIZE, max_step_tokens, context)

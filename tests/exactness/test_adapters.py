@@ -32,7 +32,7 @@ class Setup:
     """A model, requests with three adapters and without one, and their answers, each computed alone."""
 
     def __init__(self, folder: Path, dtype: str, quantization: str) -> None:
-        self.model = make_checkpoint("llama", folder / "model", dtype=dtype)
+        self.model = make_checkpoint("llama", folder / "model", dtype=dtype, max_position_embeddings=1024)
         self.options = {"dtype": dtype, "quantization": quantization}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
@@ -74,6 +74,7 @@ def test_adapters_change_the_answers(setup: Setup) -> None:
         ({"tensor": 3}, "together"),
         ({"pipeline": 2, "max_num_batched_tokens": 13}, "together"),
         ({"tensor": 2, "pipeline": 2, "hosts": "two-hosts"}, "together"),
+        ({"context": 2}, "together"),
         ({"max_loras": 1}, "staggered"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,14 @@ def test_one_answer(case: Case, goldens: Goldens) -> None:
         case.family, case.dtype, case.quantization, case.kv, case.mark, count=len(requests)
     )
     expected = {request.request_id: golden_answers[request.request_id] for request in requests}
-    answers, stats = run_case(goldens.model(case.family, case.quantization), case, requests, expected)
+    check_case(goldens.model(case.family, case.quantization), case, requests, expected)
+
+
+def check_case(
+    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer], chunk: int = 13
+) -> None:
+    """Run a case and compare with the golden answers; `chunk` as in `run_case`."""
+    answers, stats = run_case(model, case, requests, expected, chunk)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id
         assert answer.digests == expected[request_id].digests, request_id

@@ -56,7 +56,7 @@ def test_pipelines_hand_over_hidden_states_once_a_boundary() -> None:
 
 
 def test_context_ranks_exchange_what_a_merge_needs() -> None:
-    assert context_traffic(SPEC, LAYERS, 2, 1) == Traffic(80 * 64 * (128 + 2) * 4 / 2, 80)
+    assert context_traffic(SPEC, LAYERS, 2, 1) == Traffic(80 * 64 * (128 + 2) * 4 / 2, 80 * 4)
     assert context_traffic(SPEC, LAYERS, 1, 1).num_bytes == 0
 
 

@@ -113,6 +113,8 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     text = capsys.readouterr().out
     assert "chosen for 3 requests of 128 + 128 tokens" in text
     assert "  $ shardline serve demo --device cpu\n" in text
+    assert main([*words, "--running", "3", "-cp", "2"]) == 0
+    assert "  $ shardline serve demo --device cpu --context-parallel-size 2\n" in capsys.readouterr().out
     assert main([*words, "--compare", "tp1", "dp2", "--all", "--html", str(tmp_path / "plan.html")]) == 0
     assert re.search(r"^TPOT: bf16 \w+ is better ", capsys.readouterr().out, re.MULTILINE)
     assert "recommended: " in (tmp_path / "plan.html").read_text(encoding="utf-8")

@@ -156,7 +156,7 @@ def test_a_checkpoint_in_float32_has_figures_in_16_bits(tmp_path: Any, capsys: p
         ("--runner pooling", "--runner pooling: a plan is for models that generate"),
         ("--check-finite", "--check-finite: it is for finding faults"),
         ("--nnodes 2", "--nnodes 2: --gpus says which nodes there are"),
-        ("--context-parallel-size 2", "--context-parallel-size 2: no engine starts it yet"),
+        ("--context-parallel-size 2", "--context-parallel-size 2: engines start it on CPUs only so far"),
         ("--device cpu", "--device cpu: a plan is for the GPUs of --gpus"),
         ("--collectives gloo", "it is a test mode"),
         ("--collectives shm", "use 'nccl' with device cuda"),

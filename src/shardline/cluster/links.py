@@ -203,7 +203,7 @@ def describe_links(deployment: Deployment, links: dict[tuple[int, int], Measured
         count = TRAFFIC[axis](deployment.spec, layers, ranks, grid.data, deployment.numerics).num_messages
         latency = max((links[pair].latency for pair in _axis_links(deployment, axis) if pair in links), default=0.0)
         if count and latency:
-            inside = " and ".join(f"-{COORDINATES[name]}" for name in along)
+            inside = " and ".join(f"-{COORDINATES[name]}" for name in along if getattr(grid, name) > 1)
             across = " or ".join(f"-{COORDINATES[name]}" for name in ("pipeline", "data") if name not in along)
             lines.append(
                 f"{axis} parallelism crosses nodes: {count} exchanges a token, each at least half a round trip "

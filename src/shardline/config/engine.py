@@ -181,7 +181,17 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "ranks that share each layer", aliases=("tp",))
     pipeline_parallel_size: int = option(1, "stages of consecutive layers", aliases=("pp",))
     data_parallel_size: int = option(1, "replicas behind one endpoint", aliases=("dp",))
-    context_parallel_size: int = option(1, "ranks that share one request's KV cache", aliases=("cp",))
+    context_parallel_size: int = option(
+        1,
+        "ranks that share one request's KV cache, and each layer's weights with the tensor-parallel ranks",
+        aliases=("cp", "prefill-context-parallel-size", "pcp"),
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        "as in vLLM: so many of the --tensor-parallel-size ranks share one request's KV cache; -tp 4 -dcp 2 is -tp 2 "
+        "-cp 2",
+        aliases=("dcp",),
+    )
     router_policy: str = option(
         "least_loaded",
         "which replica runs a request; round_robin: each in turn; least_loaded: the one with the fewest requests; "
@@ -258,6 +268,11 @@ class ParallelConfig:
         if not self.enable_expert_parallel:
             raise ValueError("enable_eplb moves whole experts between ranks, and needs enable_expert_parallel")
         return parse_balancing(self.eplb_config)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks of a stage that share each layer."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     @property
     def lockstep(self) -> int:
@@ -435,6 +450,7 @@ class EngineConfig:
         for field_name, alias in _long_aliases():
             if alias in options:
                 options[field_name] = options.pop(alias)
+        _divide_tensor_ranks(options)
         length = options.get("max_model_len")
         if length == -1:
             options["max_model_len"] = "auto"
@@ -451,6 +467,25 @@ class EngineConfig:
         if options:
             raise ValueError(f"unknown option {sorted(options)[0]!r}; known: {', '.join(option_names())}")
         return cls(**parts)
+
+
+def _divide_tensor_ranks(options: dict[str, Any]) -> None:
+    """Replace vLLM's decode_context_parallel_size, which adds no ranks, by the sizes that it means.
+
+    Raises:
+        ValueError: it does not divide tensor_parallel_size, or context_parallel_size is set too.
+    """
+    size, tensor = options.pop("decode_context_parallel_size", 1), options.get("tensor_parallel_size", 1)
+    if size == 1:
+        return
+    if not isinstance(size, int) or size < 1 or not isinstance(tensor, int) or tensor % size:
+        raise ValueError(
+            f"decode_context_parallel_size {size} must divide tensor_parallel_size, which is {tensor}; "
+            "context_parallel_size adds ranks of its own"
+        )
+    if options.get("context_parallel_size", 1) != 1:
+        raise ValueError("decode_context_parallel_size and context_parallel_size say the same; leave one of them out")
+    options |= {"tensor_parallel_size": tensor // size, "context_parallel_size": size}
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any]:

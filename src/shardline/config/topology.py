@@ -15,11 +15,13 @@ COORDINATES: Mapping[str, str] = {"tensor": "tp", "pipeline": "pp", "data": "dp"
 
 Axis = Literal["tensor", "expert", "context"]
 GROUPS: Mapping[Axis, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "expert": ("data", "tensor"),
+    "tensor": ("tensor", "context"),
+    "expert": ("data", "tensor", "context"),
     "context": ("context",),
 }
 """The groups of ranks that exchange tensors within a layer, and the coordinates in which the ranks of a group differ.
+
+The ranks of a context group share the keys of a request, and each layer's weights with all ranks of the tensor group.
 
 "expert" are the ranks of a stage over which whole experts are spread: the tensor-parallel groups of all replicas in
 lockstep.
@@ -45,11 +47,17 @@ class RankPlace:
 
     def __str__(self) -> str:
         replica = f"dp {self.dp_rank}, " if len(self.peers("expert")) > len(self.peers("tensor")) else ""
-        return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank})"
+        context = f", cp {self.cp_rank}" if len(self.peers("context")) > 1 else ""
+        return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank}{context})"
 
     def peers(self, axis: Axis) -> tuple[int, ...]:
         """The ranks of this rank's group on an axis, in order, this rank included."""
         return self.groups[axis]
+
+    @property
+    def share(self) -> int:
+        """The place among the ranks that share each layer's weights: which part of them this rank has."""
+        return self.groups["tensor"].index(self.rank)
 
     def distinct_groups(self) -> dict[Axis, tuple[int, ...]]:
         """The groups of several ranks, without those that have the ranks of an earlier one."""
@@ -61,7 +69,7 @@ class RankPlace:
 
 
 class RankGrid(msgspec.Struct, frozen=True):
-    """The ranks of one engine as a grid [dp, pp, cp, tp]; tp varies fastest, so that its peers sit side by side.
+    """The ranks of one engine as a grid [dp, pp, tp, cp]; cp varies fastest, so that its peers sit side by side.
 
     An engine has several replicas (dp) only if they run in lockstep; otherwise each replica has its own engine. The
     expert axis adds no ranks: it runs along tp and dp.
@@ -73,6 +81,11 @@ class RankGrid(msgspec.Struct, frozen=True):
     data: int = 1
     expert: int = 1
     """Ranks of a stage over which whole experts are spread; 1: every rank has a part of each expert."""
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that share each layer's weights."""
+        return self.tensor * self.context
 
     @property
     def replica_size(self) -> int:
@@ -98,7 +111,7 @@ class RankGrid(msgspec.Struct, frozen=True):
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks")
-        sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        sizes = {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor, "context": self.context}
         strides, stride = {}, 1
         for name, size in reversed(sizes.items()):
             strides[name], stride = stride, stride * size

@@ -27,7 +27,7 @@ def plan_adapters(
             "enable_lora runs with the CPU's own kernels only: those of GPUs and of torch have no adapters; use "
             "--device cpu, and leave --kernels out"
         )
-    if config.parallel.numerics == "fast" and layout.grid.tensor > 1:
+    if config.parallel.numerics == "fast" and layout.grid.sharing > 1:
         raise ValueError(
             "enable_lora needs --numerics exact where ranks share layers: then each output has one owner, which adds "
             "the adapter's part"

@@ -88,8 +88,8 @@ def plan_cache(
     """
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     assert block_size is not None, "it is chosen before"
-    is_shared = layout.device == "cpu" and not layout.splits_tensor_groups
     grid = layout.grid
+    is_shared = layout.device == "cpu" and not layout.splits_tensor_groups and grid.context == 1
     of_replica = tuple(
         kv_block_bytes(spec, groups, grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
         for rank in range(grid.replica_size)
@@ -99,15 +99,16 @@ def plan_cache(
 
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:
-            return asked.num_gpu_blocks_override + 1
-        most = useful_blocks(config, groups, length)
+            return (-(-asked.num_gpu_blocks_override // grid.context) + 1) * grid.context
+        most = useful_blocks(config, groups, length, grid.context)
         if layout.device == "cpu" and asked.kv_cache_memory is None:
-            most = min(most, default_host_blocks(config, groups, length, sum(whole_bytes) // grid.data))
-        return fitting_blocks([room] * len(whole_bytes), whole_bytes, most)
+            of_replica_whole = sum(whole_bytes) // grid.data
+            most = min(most, default_host_blocks(config, groups, length, of_replica_whole, grid.context))
+        return fitting_blocks([room] * len(whole_bytes), whole_bytes, most, grid.context)
 
     asked_length = config.model.max_model_len
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
-    length = choose_length(config, groups, wanted, num_blocks(wanted))
+    length = choose_length(config, groups, wanted, num_blocks(wanted), grid.context)
     estimated = num_blocks(length)
     tier = plan_tier(asked, of_replica)
     check_host_memory(layout, machine, weights, whole_bytes, estimated, block_bytes, tier.num_slots)
@@ -119,12 +120,13 @@ def plan_cache(
         prefix_caching=asked.enable_prefix_caching,
         latents_shared=is_shared,
         block_bytes=block_bytes,
-        useful_blocks=useful_blocks(config, groups, length),
+        useful_blocks=useful_blocks(config, groups, length, grid.context),
         # If the ranks measure, the estimate was only needed for early refusals.
         pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
         events=asked.kv_events,
         events_to_front=config.parallel.router_policy == "kv_aware" and asked.enable_prefix_caching,
         tier=tier,
+        context=grid.context,
     )
     return plan, length
 

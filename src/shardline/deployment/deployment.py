@@ -92,7 +92,7 @@ class FixedPool(msgspec.Struct, frozen=True, tag=True):
     """A KV pool whose size was decided before anything was loaded."""
 
     num_blocks: int
-    """Blocks on every rank. Block 0 is never used."""
+    """Blocks on every rank, or on all that share the keys of a request. The first of each rank is never used."""
 
 
 class MeasuredPool(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +141,8 @@ class CachePlan(msgspec.Struct, frozen=True):
     """Whether the front follows what each cache holds, to choose replicas by it."""
     tier: TierPlan = NO_TIER
     """Where evicted blocks go."""
+    context: int = 1
+    """Ranks that share the keys of a request: block b is block b // context of rank b % context."""
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):
@@ -344,4 +346,4 @@ class KVAllocation(msgspec.Struct, frozen=True):
     """The size of the KV pool. An engine decides it once for all of its ranks."""
 
     num_blocks: int
-    """Blocks on every rank. Block 0 is never used."""
+    """As in `FixedPool`."""

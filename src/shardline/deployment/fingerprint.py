@@ -74,7 +74,7 @@ def numeric_contract(deployment: Deployment, kernel_path: str) -> NumericContrac
     digest.update(weights_fingerprint(model.config_text, map(Path, model.weight_files), dummy_seed).encode())
     # The spec has the rope frequencies, which may depend on max_model_len.
     digest.update(_describe(deployment.spec).encode())
-    layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
+    layout = f"tp{grid.sharing}" + ("-ep" if deployment.expert_parallel else "")
     mark = "".join(f"-{key_name(key)}" for key in deployment.watermark)
     return NumericContract(
         weights=digest.hexdigest(),

@@ -158,19 +158,21 @@ def gpu_left(gpus: Sequence[Device], num_ranks: int, share: float, weights: int,
     return usable - weights - activations
 
 
-def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> int:
-    """The most blocks that requests of full length can use, plus the null block.
+def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, context: int = 1) -> int:
+    """The most blocks that requests of full length can use, plus the null block; `context` as in `CachePlan`.
 
     max_num_seqs requests are counted, and with prefix caching at least _CACHED_REQUESTS.
     """
     cache, scheduler = config.cache, config.scheduler
     assert cache.block_size is not None, "it is chosen before"
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
-    per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens)
-    return most_requests * per_request + 1
+    per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens, context)
+    return most_requests * per_request + context
 
 
-def default_host_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, block_bytes: int) -> int:
+def default_host_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int, block_bytes: int, context: int = 1
+) -> int:
     """The most blocks, with the null block, that a replica on CPUs gets if the user does not set the size.
 
     More would be filled with old prefixes, and is not given back. `block_bytes`: of a block on all ranks of a replica.
@@ -178,15 +180,16 @@ def default_host_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_mod
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
     assert cache.block_size is not None, "it is chosen before"
     longest, usual = (
-        blocks_per_request(groups, length, cache.block_size, step_tokens)
+        blocks_per_request(groups, length, cache.block_size, step_tokens, context)
         for length in (max_model_len, min(max_model_len, _HOST_REQUEST_TOKENS))
     )
-    return max(HOST_POOL_BYTES // block_bytes, longest + _HOST_REQUESTS * usual + 1)
+    return max(HOST_POOL_BYTES // block_bytes, longest + _HOST_REQUESTS * usual + context)
 
 
-def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) -> int:
-    """Blocks that fit on every rank, at most `most`. Each rank has a room and a block size in bytes."""
-    return min(most, *(room // size for room, size in zip(rooms, block_bytes, strict=True)))
+def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int, context: int = 1) -> int:
+    """Blocks that fit on every rank, at most `most`. Each rank has a room and a block size in bytes. `context` ranks
+    that share the keys of a request have equally many."""
+    return min(most, *(room // size for room, size in zip(rooms, block_bytes, strict=True))) // context * context
 
 
 def check_host_memory(
@@ -239,10 +242,9 @@ def agree_allocation(deployment: Deployment, measured: Sequence[MemoryUse]) -> K
     assert isinstance(cache.pool, MeasuredPool)
     share = cache.pool.share
     rooms = [max(0, memory.room(share)) for memory in measured]
-    num_blocks = fitting_blocks(rooms, cache.block_bytes, cache.useful_blocks)
-    fits = longest_request(
-        cache.groups, max(0, num_blocks - 1), cache.block_size, limits.max_num_batched_tokens, length
-    )
+    num_blocks, context = fitting_blocks(rooms, cache.block_bytes, cache.useful_blocks, cache.context), cache.context
+    step_tokens, usable = limits.max_num_batched_tokens, max(0, num_blocks - context)
+    fits = longest_request(cache.groups, usable, cache.block_size, step_tokens, length, context)
     if fits >= length:
         return KVAllocation(num_blocks)
     rank = min(range(len(measured)), key=lambda rank: measured[rank].room(share))
@@ -270,5 +272,6 @@ def max_concurrency(deployment: Deployment, allocation: KVAllocation) -> float:
     """How many requests of max_model_len tokens fit in the KV pool at once."""
     cache = deployment.cache
     step_tokens = deployment.limits.max_num_batched_tokens
-    per_request = blocks_per_request(cache.groups, deployment.max_model_len, cache.block_size, step_tokens)
-    return (allocation.num_blocks - 1) / per_request
+    length, context = deployment.max_model_len, cache.context
+    per_request = blocks_per_request(cache.groups, length, cache.block_size, step_tokens, context)
+    return (allocation.num_blocks - context) / per_request

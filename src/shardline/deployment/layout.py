@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+from msgspec.structs import replace as replace_struct
+
 from shardline.config.engine import ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import CollectivesName, ExecutorName, KernelsName, RankPlacement
@@ -52,7 +54,7 @@ class Layout:
     @property
     def splits_tensor_groups(self) -> bool:
         """Whether the ranks of a tensor-parallel group are on several hosts."""
-        size = self.grid.tensor
+        size = self.grid.sharing
         return any(
             len({place.host for place in places[first : first + size]}) > 1
             for places in self.placements
@@ -71,14 +73,14 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
     Raises:
         ValueError: the machine does not allow it. The message says what would work.
     """
-    if parallel.context_parallel_size > 1:
-        raise ValueError("context_parallel_size above 1 is not supported yet; use tensor_parallel_size instead")
     grid = RankGrid(
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
+        parallel.context_parallel_size,
         data=parallel.lockstep,
-        expert=parallel.tensor_parallel_size * parallel.lockstep if parallel.enable_expert_parallel else 1,
     )
+    if parallel.enable_expert_parallel:
+        grid = replace_struct(grid, expert=grid.sharing * grid.data)
     executor = _choose_executor(parallel, grid)
     device, warnings = _choose_device(parallel, machine)
     collectives = _choose_collectives(parallel, device, executor)
@@ -115,7 +117,7 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
     if not layout.splits_tensor_groups:
         return layout
     slow = (
-        f"the {grid.tensor} ranks of a tensor-parallel group are on several hosts: every layer waits for the network "
+        f"the {grid.sharing} ranks of a tensor-parallel group are on several hosts: every layer waits for the network "
         "four times; pipeline stages (-pp) or replicas (-dp) across hosts wait once a token or never"
     )
     return replace(layout, warnings=(*layout.warnings, slow))
@@ -227,7 +229,7 @@ def _share_ranks(grid: RankGrid, num_engines: int, machine: Machine, kind: Devic
             f"{len(hosts)} nodes are more than the {num_ranks} ranks of this layout; use --nnodes {num_ranks}"
         )
     # Whole tensor-parallel groups, if there are enough of them.
-    unit = grid.tensor if num_ranks // grid.tensor >= len(hosts) else 1
+    unit = grid.sharing if num_ranks // grid.sharing >= len(hosts) else 1
     units = num_ranks // unit
     even = [(units * (index + 1) // len(hosts) - units * index // len(hosts)) * unit for index in range(len(hosts))]
     if (

@@ -22,8 +22,11 @@ def check_length(asked: int | str | None, spec: DecoderSpec) -> None:
         )
 
 
-def choose_length(config: EngineConfig, groups: Sequence[KVGroup], wanted: int, num_blocks: int) -> int:
-    """max_model_len in tokens: `wanted` if a pool of `num_blocks` can hold one such request.
+def choose_length(
+    config: EngineConfig, groups: Sequence[KVGroup], wanted: int, num_blocks: int, context: int = 1
+) -> int:
+    """max_model_len in tokens: `wanted` if a pool of `num_blocks` can hold one such request; `context` as in
+    `CachePlan`.
 
     If it cannot and max_model_len is "auto", this is the length of the longest request that the pool can hold.
 
@@ -32,13 +35,13 @@ def choose_length(config: EngineConfig, groups: Sequence[KVGroup], wanted: int, 
     """
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
     assert cache.block_size is not None, "it is chosen before"
-    fits = longest_request(groups, num_blocks - 1, cache.block_size, step_tokens, wanted)
+    fits = longest_request(groups, num_blocks - context, cache.block_size, step_tokens, wanted, context)
     if fits >= wanted:
         return wanted
     if fits < 2:
         raise ValueError(
-            f"the KV cache has room for {max(0, num_blocks - 1)} blocks of {cache.block_size} tokens, too few for any "
-            "request; raise --kv-cache-memory"
+            f"the KV cache has room for {max(0, num_blocks - context)} blocks of {cache.block_size} tokens, too few "
+            "for any request; raise --kv-cache-memory"
         )
     if config.model.max_model_len == "auto":
         return fits

@@ -16,6 +16,7 @@ from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
 from shardline.config.topology import RankPlace
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
+from shardline.deployment.context_parallel import check_context_parallel, check_splits
 from shardline.deployment.deployment import Deployment, DraftPlan, ModelSource, RankWeights, StepLimits
 from shardline.deployment.draft import check_draft, check_draft_length, config_of_draft, plan_draft, whole_stages
 from shardline.deployment.formats import (
@@ -76,6 +77,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     held = choose_weight_format(config, model.stored, devices, layout.kernels)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices, layout.kernels)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
+    check_context_parallel(config, layout, spec, block_size)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
     _check_balancing(parallel, layout)
@@ -104,6 +106,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         assert model.draft is not None
         check_draft_length(config, draft.spec, length)
         draft = replace_struct(draft, spec=_spec_for_length(model.draft, draft.spec, length))
+    check_splits(config, length)
     deployment = Deployment(
         model=model_source(config, model),
         spec=_spec_for_length(model, spec, length),
@@ -228,9 +231,9 @@ def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
 
 def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
     """Refuse sizes into which heads or experts cannot be split."""
-    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    check_tensor_parallel(spec, parallel.tensor_parallel_size, parallel.context_parallel_size)
     if parallel.enable_expert_parallel:
-        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
+        check_expert_parallel(spec, parallel.sharing, parallel.data_parallel_size)
 
 
 def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
@@ -241,7 +244,7 @@ def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
         raise ValueError("enable_eplb moves experts between ranks, and one rank has them all: leave it out")
     if layout.device == "cuda" and layout.kernels == "own":
         raise ValueError("enable_eplb is not there for GPU kernels yet: leave it out, or use --kernels torch")
-    if parallel.numerics == "fast" and layout.grid.expert == layout.grid.tensor:
+    if parallel.numerics == "fast" and layout.grid.expert == layout.grid.sharing:
         raise ValueError(
             "with numerics fast, the sum over experts depends on where they are, so enable_eplb would change answers: "
             "use --numerics exact"
@@ -309,7 +312,7 @@ def _rank_weights(
         weights = []
         for place in map(layout.grid.place, range(layout.grid.world_size)):
             # Replicas have the same weights, unless they share experts.
-            key = (place.pp_rank, place.tp_rank, place.dp_rank if whole_experts else 0)
+            key = (place.pp_rank, place.share, place.dp_rank if whole_experts else 0)
             if key in found:
                 weights.append(found[key])
                 continue

@@ -20,7 +20,7 @@ def _shared_kv_bytes(deployment: Deployment) -> tuple[int, ...]:
     """
     grid, cache = deployment.grid, deployment.cache
     if (
-        grid.tensor == 1
+        grid.sharing == 1
         or not cache.latents_shared
         or not all(layer.attention.shares_cache for layer in deployment.spec.layers)
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 NULL_BLOCK = 0
 """Fills places of block tables that are never read; it is never handed out."""
@@ -19,6 +19,9 @@ class BlockPool:
 
     A block takes little memory, because simulations have pools of thousands of replicas.
     """
+
+    num_ranks = 1
+    """Ranks that share the keys of a request."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -67,8 +70,21 @@ class BlockPool:
         self._num_reserved -= 1
         return self.take_block()
 
-    def take_block(self) -> int:
-        """Hand out a block without content, with the caller as its only holder. There must be a free one."""
+    def fewest(self, blocks: Sequence[int]) -> int:
+        """How many blocks these are at least. All are of one rank here, see `ContextPool`."""
+        return len(blocks)
+
+    def most(self, blocks: Sequence[int]) -> int:
+        """How many blocks these are at most."""
+        return len(blocks)
+
+    def reach(self, length: int, num_tables: int) -> int:
+        """The length to which `num_tables` tables of this length can grow."""
+        return length + self.num_free // num_tables
+
+    def take_block(self, place: int = 0) -> int:
+        """Hand out a block without content, with the caller as its only holder. There must be a free one. `place`: in
+        a sequence's table."""
         if self._blank:
             block = self._blank.pop()
         elif self._num_touched < len(self._contents):

@@ -29,7 +29,7 @@ def expert_load(
     """
     if counts.size == 0:
         return None
-    sharing = grid.tensor * grid.data
+    sharing = grid.sharing * grid.data
     spans = split_dim(counts.shape[1], sharing) if whole_experts else [Span(0, counts.shape[1])] * sharing
     by_rank = np.stack([counts[:, span.start : span.stop].sum(axis=1) for span in spans], axis=1)
     if balancer is not None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
+from shardline.engine.context_pool import ContextPool
 from shardline.engine.kv_events import KVEventLog
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
 from shardline.messages.stats import TierStats
-from shardline.models.kv_groups import KVGroup, blocks_per_request
+from shardline.models.kv_groups import SPLIT_TOKENS, KVGroup, blocks_per_request
 
 _DIGEST_BYTES = 16
 
@@ -130,10 +131,15 @@ class KVCache:
         *,
         prefix_caching: bool,
         namespace: bytes | None = None,
+        context: int = 1,
     ) -> None:
-        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone."""
-        self.pool = BlockPool(num_blocks)
-        self.traffic = BlockTraffic(self.pool, None)
+        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone. `context`: ranks that
+        share the keys of a request."""
+        of_one_rank = BlockPool(num_blocks)
+        self.pool: BlockPool | ContextPool = of_one_rank
+        if context > 1:
+            self.pool = ContextPool(num_blocks, context, SPLIT_TOKENS // block_size)
+        self.traffic = BlockTraffic(of_one_rank, None)
         self.events: KVEventLog | None = None
         self.tier_queries = self.tier_hits = 0
         """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
@@ -149,6 +155,7 @@ class KVCache:
     def add_tier(self, tier: Tier, most_fetches: int) -> None:
         """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached.
         `most_fetches`: see `BlockTraffic`."""
+        assert isinstance(self.pool, BlockPool), "a tier of ranks that share keys is refused"
         self.traffic = BlockTraffic(self.pool, tier, most_fetches)
 
     def tier_stats(self) -> TierStats | None:
@@ -219,10 +226,10 @@ class KVCache:
                 absent += [content + suffix for content, block in contents if block == NULL_BLOCK]
                 blocks = [block for block in blocks if block != NULL_BLOCK]
             held += blocks
-        num_free = sum(self.pool.num_references(block) == 0 for block in held)
+        num_free = self.pool.most([block for block in held if self.pool.num_references(block) == 0])
         in_pool_length = longest_hit(self._groups, self._block_size, most, in_pool) if absent else length
         pool_tokens = in_pool_length * self._block_size
-        return PrefixHit(tables, length * self._block_size, len(held), num_free, absent, pool_tokens)
+        return PrefixHit(tables, length * self._block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
 
     def _most_hits(self, sequence: LiveSequence) -> int:
         """The most blocks of a sequence that may be skipped."""
@@ -238,11 +245,11 @@ class KVCache:
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
-        return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens)
+        return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens, self.pool.num_ranks)
 
     def blocks_ahead(self, sequence: LiveSequence, step_tokens: int) -> int:
         """The most blocks that the known tokens of a sequence need beside those that it holds."""
-        held = sum(len(table) - table.count(NULL_BLOCK) for table in sequence.kv.tables)
+        held = self.pool.fewest(_blocks_of(sequence.kv.tables))
         return max(0, self.blocks_of_request(len(sequence.tokens), step_tokens) - held)
 
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
@@ -260,7 +267,7 @@ class KVCache:
 
     def reach(self, sequence: LiveSequence) -> int:
         """The largest `num_tokens` that `grow_tables` can be called with now."""
-        return (len(sequence.kv.tables[0]) + self.pool.num_free // len(self._groups)) * self._block_size
+        return self.pool.reach(len(sequence.kv.tables[0]), len(self._groups)) * self._block_size
 
     def grow_tables(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
         """Give the sequence blocks for its first `num_tokens` tokens.
@@ -273,7 +280,7 @@ class KVCache:
             return self.no_blocks
         for table in kv.tables:
             while len(table) < length:
-                table.append(self.pool.take_block())
+                table.append(self.pool.take_block(len(table)))
         unsent = [table[kv.num_sent :] for table in kv.tables]
         kv.num_sent = length
         return unsent

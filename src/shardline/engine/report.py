@@ -29,7 +29,8 @@ def startup_report(
         f"model {deployment.model.name}: {spec.model_type}, {len(spec.layers)} layers, {deployment.dtype}, "
         f"quantization {_quantization(deployment)}, "
         f"max_model_len {length}",
-        f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.replica_size} ranks a replica, "
+        f"layout: tensor {grid.tensor}{_context(grid.context)} x pipeline {grid.pipeline} = {grid.replica_size} ranks "
+        f"a replica, "
         f"{replicas} replicas{_together(grid.data)}; "
         f"executor {deployment.executor}, "
         f"collectives {deployment.collectives if grid.world_size > 1 else 'none needed'}, "
@@ -41,7 +42,8 @@ def startup_report(
         lines.append(
             f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
             f"{report.threads} threads, pid {report.pid}), dp {first_replica + place.dp_rank}, "
-            f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
+            f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}"
+            f"{f', cp {place.cp_rank}' * (grid.context > 1)}; weights "
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
@@ -62,8 +64,8 @@ def startup_report(
     lines += [
         f"{ranks[0].device} KV cache size: {int(concurrency * length):,} tokens{each} in {cache.dtype}",
         f"KV bytes per token: {sum(per_token):,} ({', '.join(f'rank {r}: {n:,}' for r, n in enumerate(per_token))})",
-        f"# {ranks[0].device} blocks: {allocation.num_blocks - 1}, block size {cache.block_size}, KV groups "
-        f"{len(cache.groups)}, prefix caching {'on' if cache.prefix_caching else 'off'}",
+        f"# {ranks[0].device} blocks: {allocation.num_blocks - cache.context}, block size {cache.block_size}, "
+        f"KV groups {len(cache.groups)}, prefix caching {'on' if cache.prefix_caching else 'off'}",
         f"Maximum concurrency for {length:,} tokens per request: {concurrency:.2f}x"
         + (f"{each}, {replicas * concurrency:.2f}x on all {replicas}" if each else ""),
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
@@ -127,6 +129,10 @@ def _quantization(deployment: Deployment) -> str:
     return f"{name} (the checkpoint's is {stored}, {kept})"
 
 
+def _context(ranks: int) -> str:
+    return f" x context {ranks}" if ranks > 1 else ""
+
+
 def _together(replicas: int) -> str:
     return f" in lockstep, experts spread over {replicas} x tensor ranks" if replicas > 1 else ""
 
@@ -140,4 +146,4 @@ def _experts(deployment: Deployment) -> str:
             {span.size for span in split_dim(count + deployment.expert_balancing.num_redundant_experts, grid.expert)}
         )
         return f", {' or '.join(map(str, counts))} of {count} experts a rank"
-    return f", {count} experts split over {grid.tensor} rank{'s' * (grid.tensor > 1)}"
+    return f", {count} experts split over {grid.sharing} rank{'s' * (grid.sharing > 1)}"

@@ -29,6 +29,6 @@ def adapter_bytes(spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...],
     for one in counted_parameters(spec, stages[place.pp_rank]):
         if one.name.endswith(".weight") and is_adaptable(one.name):
             outputs, inputs = one.shape
-            span = shard(one.name, spec, place.tp_rank, len(place.peers("tensor")))[0]
+            span = shard(one.name, spec, place.share, len(place.peers("tensor")))[0]
             total += one.num_layers * max_rank * (inputs + (outputs if span is None else span.size))
     return total * DTYPE_BYTES[dtype]

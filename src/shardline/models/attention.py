@@ -134,9 +134,19 @@ class Attention(Part, frozen=True, array_like=True):
 
     def kv_heads_of(self, ranks: int) -> tuple[int, ...]:
         """Heads of what each of `ranks` caches."""
+        return tuple(span.size for span in self.kv_spans_of(ranks))
+
+    def kv_spans_of(self, ranks: int) -> tuple[Span, ...]:
+        """The heads of what is cached that each of `ranks` reads. Two ranks read the same, or none in common."""
         if self.num_kv_heads == 1:
-            return (1,) * ranks
-        return tuple(share.kv_heads.size for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
+            return (Span(0, 1),) * ranks
+        return tuple(share.kv_heads for share in split_heads(self.num_heads, self.num_kv_heads, ranks))
+
+    def kv_heads_held(self, ranks: int, context: int, rank: int) -> tuple[int, ...]:
+        """Numbers of KV heads that a rank caches for itself and the other ranks of its context group, `context` of
+        `ranks` in a row. Each number is of one or several ranks, in their order."""
+        first = rank // context * context
+        return tuple(span.size for span in dict.fromkeys(self.kv_spans_of(ranks)[first : first + context]))
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """What one of `ranks` has of parameter `part`: some rows, but of the output projection some columns.

@@ -21,6 +21,8 @@ Exchange = Literal["exact", "fast", "vllm"]
 """How tensor-parallel ranks exchange: gathers of finished values, all-reduces in float32, or all-reduces in 16 bits."""
 
 _FLOAT32 = 4
+_CONTEXT_EXCHANGES = 4
+"""Of a layer: a gather of queries, keys and values, and one each of maxima, sums and outputs."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: flo
     total = NOTHING
     for layer, count in count_layers(spec, layers):
         if elements := layer.attention.partial_size:
-            total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
+            num_bytes = num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks
+            total += Traffic(count * num_bytes, count * _CONTEXT_EXCHANGES)
     return total
 
 

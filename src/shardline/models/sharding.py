@@ -77,14 +77,18 @@ def _split(dim: int, span: Span, whole: Spans) -> Spans:
 
 
 @functools.lru_cache(maxsize=256)
-def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a tensor-parallel size that does not work for some layer.
+def check_tensor_parallel(spec: DecoderSpec, tensor: int, context: int = 1) -> None:
+    """Refuse a number of ranks, `tensor` x `context`, that cannot share some layer.
 
     Raises:
         ValueError: the size does not work. The message names the nearest sizes that work.
     """
+    size = tensor * context
     if _splits(spec, size):
         return
+    asked = f"tensor_parallel_size {tensor}"
+    if context > 1:
+        asked += f" x context_parallel_size {context} = {size}"
     legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
     below = max(n for n in legal if n < size)
     above = min((n for n in legal if n > size), default=None)
@@ -93,7 +97,7 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     has_keys = heads.key_dim and not heads.latent_sizes
     kv_heads = f"{heads.num_kv_heads} KV heads" if has_keys else "one latent for all of them"
     raise ValueError(
-        f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
+        f"{asked} does not work for this model: it has {heads.num_heads} attention heads and "
         f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"
     )
 

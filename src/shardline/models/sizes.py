@@ -241,7 +241,7 @@ def _local_parts(
         elif whole and parse_name(name).part in whole:
             yield name, shape, num_layers
         else:
-            local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
+            local = shard_shape(shape, shard(name, spec, place.share, tp_size, numerics))
             yield name, local, num_layers * max(1, num_experts)
 
 
@@ -275,11 +275,12 @@ def kv_bytes_per_token(
     A layer with a window stores only the tokens in the window, but counts like any other layer. A layer that reads the
     cache of another layer stores nothing. `latents_shared` says
     that the ranks of a tensor-parallel group share one pool of latents in host memory. Then each rank counts an even
-    part of it.
+    part of it. If ranks share the keys of a request, this is an even part of a token that one of them has.
     """
     stage = stages[place.pp_rank]
     storing = [layer.attention for layer in spec.layers[stage.start : stage.stop] if stores_tokens(layer.attention)]
-    return sum(_layer_kv_bytes(attention, place, dtype, latents_shared) for attention in storing)
+    num_bytes = sum(_layer_kv_bytes(attention, place, dtype, latents_shared) for attention in storing)
+    return -(-num_bytes // len(place.peers("context")))
 
 
 def kv_block_bytes(
@@ -292,7 +293,8 @@ def kv_block_bytes(
     *,
     latents_shared: bool = True,
 ) -> int:
-    """Bytes of one KV block on the rank at `place`.
+    """Bytes of one KV block on the rank at `place`. If ranks share the keys of a request, one of them has the block,
+    and this is an even part of it.
 
     A block holds `block_size` tokens of one of the KV `groups`, for the group's layers in the rank's stage. It is as
     deep as the deepest group. Groups with heads of other shapes have pages of their own, so their sizes add up. For
@@ -306,13 +308,13 @@ def kv_block_bytes(
         depth = sum(stage.start <= index < stage.stop for index in group.layers)
         size = _layer_kv_bytes(attention, place, dtype, latents_shared)
         deepest[shape] = max(deepest.get(shape, (0, size)), (depth, size))
-    return block_size * sum(depth * size for depth, size in deepest.values())
+    return -(-block_size * sum(depth * size for depth, size in deepest.values()) // len(place.peers("context")))
 
 
 def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
     """Bytes of the states of one request on the rank at `place`."""
     stage, ranks = stages[place.pp_rank], len(place.peers("tensor"))
-    return sum(layer.attention.state_bytes(place.tp_rank, ranks) for layer in spec.layers[stage.start : stage.stop])
+    return sum(layer.attention.state_bytes(place.share, ranks) for layer in spec.layers[stage.start : stage.stop])
 
 
 @functools.lru_cache(maxsize=256)
@@ -374,12 +376,12 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
     num_bytes = sum(part.num_bytes for part in attention.kv_parts(_local_kv_heads(attention, place), 1, 1, dtype))
     if attention.shares_cache and latents_shared:
-        return split_dim(num_bytes, len(place.peers("tensor")), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
+        return split_dim(num_bytes, len(place.peers("tensor")), unit=DTYPE_BYTES[dtype])[place.share].size
     return num_bytes
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
-    return attention.kv_heads_of(len(place.peers("tensor")))[place.tp_rank]
+    return sum(attention.kv_heads_held(len(place.peers("tensor")), len(place.peers("context")), place.share))
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:

@@ -113,7 +113,7 @@ def step_work(
     whole: Collection[str] = (),
 ) -> StepWork:
     """The work of the rank at `place`. For `whole` see `sizes.stored_weight_bytes`."""
-    stage, tensor = stages[place.pp_rank], len(place.peers("tensor"))
+    stage, tensor, context = stages[place.pp_rank], len(place.peers("tensor")), len(place.peers("context"))
     numerics: Numerics = "exact" if exchange == "exact" else "fast"
     counted = list(counted_parameters(spec, stage, stored.layer_class))
     is_last = stage.stop == len(spec.layers)
@@ -162,7 +162,7 @@ def step_work(
         routing=routing,
         expert_ranks=ranks,
         replicas=replicas,
-        attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
+        attention=attention_work(spec, stage, tensor // context, kv_dtype, expands=exchange == "vllm", context=context),
         state_bytes=state_bytes(spec, place, stages),
         num_launches=sum(number * layer.num_launches for layer, number in layers) + _format_launches(counted, stored),
         activation_bytes=DTYPE_BYTES[spec.dtype]
@@ -198,14 +198,14 @@ def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights)
 
 
 def attention_work(
-    spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType, *, expands: bool = False
+    spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType, *, expands: bool = False, context: int = 1
 ) -> tuple[AttentionWork, ...]:
     """Attention on one of `tensor` ranks with a KV cache of type `dtype`, for each kind of layer of a stage.
 
-    For `expands` see `Attention.work`.
+    For `expands` see `Attention.work`. `context`: ranks that share the keys, and the work, of each of these.
     """
     return tuple(
-        one.scaled(number)
+        one.scaled(number / context)
         for layer, number in count_layers(spec, stage)
         for one in layer.attention.work(tensor, dtype, expands=expands)
     )

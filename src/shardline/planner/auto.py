@@ -15,7 +15,7 @@ from shardline.deployment.machine import Device, Machine
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
-from shardline.planner.layout import HOST_CHOICES, STARTED_AXES, Demand, Layout
+from shardline.planner.layout import HOST_AXES, HOST_CHOICES, Demand, Layout
 from shardline.planner.memory import bits_label, sized
 from shardline.planner.planned_model import PlannedModel
 from shardline.planner.search import Fixed, Plan, search
@@ -91,7 +91,7 @@ def plan_here(
         timing = {"shardline": HOST_TIMING}
     else:
         cluster, timing = dataclasses.replace(_known_cluster(devices), host=machine), dict(shipped_timing())
-    sizes = {axis: given.get(f"{axis}_parallel_size") for axis in STARTED_AXES}
+    sizes = {axis: given.get(f"{axis}_parallel_size") for axis in HOST_AXES}
     label, kv = config.model.quantization or bits_label(model), config.cache.kv_cache_dtype
     choices = Fixed(
         **sizes, whole_experts=given.get(HOST_CHOICES[-1]), weights=label, kv=kv, numerics=config.parallel.numerics

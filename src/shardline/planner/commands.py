@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardline.planner import vllm
 from shardline.planner.catalog import own_folder
-from shardline.planner.layout import ENGINES, HOST_CHOICES, STARTED_AXES, Layout
+from shardline.planner.layout import ENGINES, HOST_AXES, HOST_CHOICES, Layout
 from shardline.planner.memory import bits_label, fit
 from shardline.planner.options import flag_words, lacking_in_vllm, option_words
 from shardline.planner.search import Plan
@@ -98,7 +98,7 @@ def vllm_name(plan: Plan) -> str:
 def _command_here(plan: Plan, layout: Layout) -> Command:
     """The command that starts a layout on this host, with the options that the user has set."""
     given = plan.demand.options
-    chosen = {f"{axis}_parallel_size": getattr(layout, axis) for axis in STARTED_AXES}
+    chosen = {f"{axis}_parallel_size": getattr(layout, axis) for axis in HOST_AXES}
     chosen = {name: size for name, size in chosen.items() if size > 1}
     chosen |= {"enable_expert_parallel": True} if layout.whole_experts else {}
     device = {"device": given["device"]} if "device" in given else {}

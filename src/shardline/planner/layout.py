@@ -15,8 +15,10 @@ from shardline.planner.simulation.workload import SimulatedRequest
 
 ENGINES = ("shardline", "vllm")
 STARTED_AXES = ("tensor", "pipeline", "data")
-"""The axes along which engines start ranks."""
-HOST_CHOICES = (*(f"{axis}_parallel_size" for axis in STARTED_AXES), "enable_expert_parallel")
+"""The axes along which engines start ranks on GPUs."""
+HOST_AXES = (*STARTED_AXES, "context")
+"""Those along which they start ranks on CPUs."""
+HOST_CHOICES = (*(f"{axis}_parallel_size" for axis in HOST_AXES), "enable_expert_parallel")
 """The options that a plan for this host chooses."""
 _USUAL_LENGTH = 8192
 

@@ -27,7 +27,7 @@ from shardline.planner import vllm
 from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
-from shardline.planner.layout import STARTED_AXES, Demand, Layout
+from shardline.planner.layout import HOST_AXES, Demand, Layout
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.options import decisive_options
 from shardline.planner.planned_model import PlannedModel
@@ -182,7 +182,7 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
 
 def sized(config: EngineConfig, layout: Layout) -> EngineConfig:
     """The configuration with the sizes of a layout."""
-    sizes = {f"{axis}_parallel_size": getattr(layout, axis) for axis in STARTED_AXES}
+    sizes = {f"{axis}_parallel_size": getattr(layout, axis) for axis in HOST_AXES}
     parallel = dataclasses.replace(config.parallel, enable_expert_parallel=layout.whole_experts, **sizes)
     return dataclasses.replace(config, parallel=parallel)
 
@@ -222,8 +222,8 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     weights, step = _rank_bytes(deployment)
     machine = _machine(cluster, layout.num_gpus)
     if isinstance(cache.pool, FixedPool):
-        num_blocks = cache.pool.num_blocks - 1
-        room = (num_blocks + 1) * max(block_bytes)
+        num_blocks = cache.pool.num_blocks - cache.context
+        room = cache.pool.num_blocks * max(block_bytes)
         if cluster.host is None:
             why = why or _pool_shortage(room, cache_room(deployment, machine, layout.num_gpus, 1.0))
     else:
@@ -232,9 +232,9 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     length = deployment.max_model_len if cluster.host is not None else demand.max_model_len
-    per_request = blocks_per_request(cache.groups, length, cache.block_size, step_tokens)
-    concurrency = replicas * num_blocks / per_request
-    longest = longest_request(cache.groups, num_blocks, cache.block_size, step_tokens, spec.max_position_embeddings)
+    per_request = blocks_per_request(cache.groups, length, cache.block_size, step_tokens, cache.context)
+    concurrency, most = replicas * num_blocks / per_request, spec.max_position_embeddings
+    longest = longest_request(cache.groups, num_blocks, cache.block_size, step_tokens, most, cache.context)
     is_simple = len(cache.groups) == 1
     tokens = num_blocks * cache.block_size if is_simple else int(concurrency / replicas * length)
     fits = not why

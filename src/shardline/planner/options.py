@@ -14,7 +14,7 @@ from shardline.planner.planned_model import PlannedModel
 
 SEARCHED = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "context_parallel_size",
-    "enable_expert_parallel", "numerics", "quantization", "kv_cache_dtype",
+    "decode_context_parallel_size", "enable_expert_parallel", "numerics", "quantization", "kv_cache_dtype",
 )  # fmt: skip
 """They fix a part of every layout (`search.Fixed`), and the commands are written from the layout."""
 
@@ -114,11 +114,12 @@ def check_options(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--device {given['device']}: a plan is for the GPUs of --gpus; --gpus here plans for this host"
         )
-    if given.get("context_parallel_size", 1) > 1:
-        raise ValueError(
-            f"--context-parallel-size {given['context_parallel_size']}: no engine starts it yet, so a plan cannot "
-            "recommend it; without the flag, --all shows what it would cost"
-        )
+    for name in ("context_parallel_size", "decode_context_parallel_size"):
+        if given.get(name, 1) > 1:
+            raise ValueError(
+                f"{_flag(name, given[name])} {given[name]}: engines start it on CPUs only so far; --gpus here takes "
+                "it, and --compare shows what it would cost"
+            )
 
 
 def check_nodes(given: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
-from shardline.planner.layout import STARTED_AXES, Demand, Layout
+from shardline.planner.layout import HOST_AXES, STARTED_AXES, Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, packed_bytes, stored_weights
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.planned_model import PlannedModel
@@ -87,7 +87,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
+        """Whether an engine starts it. Context parallelism has a speed on GPUs, but no engine starts it there yet."""
         return self.fit.fits
 
     @property
@@ -269,16 +269,17 @@ def evaluate(
     fitted = fit(model, layout, cluster, demand)
     cost = cluster.part(layout.num_gpus).price_per_hour if layout.num_gpus <= cluster.num_gpus else None
     refusal = fitted.why_not
-    if layout.context > 1:
+    is_priced = layout.context > 1 and not cluster.is_shared
+    if is_priced:
         fitted = _spread_context(model, layout, cluster, demand, refusal)
-    if fitted.verdict == "no" and not (layout.context > 1 and fitted.stages):
+    if fitted.verdict == "no" and not (is_priced and fitted.stages):
         return Option(fitted, None, cost, None)
     constants = (timing or shipped_timing())[layout.engine]
     speed = layout_speed(model, layout, cluster, demand, fitted, constants)
     dollars = None
     if cost is not None:
         dollars = per_million(cost[1], speed.output_tok_s.p50)
-    if layout.context > 1:
+    if is_priced:
         return Option(fitted, speed, cost, dollars, refusal)
     return Option(fitted, speed, cost, dollars, *_misses(speed, demand))
 
@@ -328,12 +329,13 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
     caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
     plain = Layout(engine, numerics=numerics)
+    axes = HOST_AXES if cluster.is_shared or fixed.context else STARTED_AXES
     for num_gpus in _counts(cluster, fixed):
-        for sizes in _divide(num_gpus, STARTED_AXES, fixed):
+        for sizes in _divide(num_gpus, axes, fixed):
             if sizes["pipeline"] > len(model.spec.layers):
                 continue
             for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
-                if whole and sizes["tensor"] * sizes["data"] == 1:
+                if whole and sizes["tensor"] * sizes["data"] * sizes.get("context", 1) == 1:
                     continue
                 for label in labels:
                     for kv in caches:

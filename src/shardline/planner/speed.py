@@ -62,13 +62,10 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1)
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
-        attention = attention_work(
-            model.spec, stage, layout.tensor, kv_dtype(layout, model.spec), expands=layout.engine != "shardline"
-        )
+        kv, expands = kv_dtype(layout, model.spec), layout.engine != "shardline"
+        attention = attention_work(model.spec, stage, layout.tensor, kv, expands=expands, context=layout.context)
         work = dataclasses.replace(work, attention=attention)
-    if layout.context == 1:
-        return work
-    return dataclasses.replace(work, attention=tuple(layer.scaled(1 / layout.context) for layer in work.attention))
+    return work
 
 
 def deployment_work(deployment: Deployment) -> StepWork:
@@ -92,7 +89,7 @@ def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -
     """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
     stored = held_weights(model, layout)
     grid = vllm.grid_of(layout)
-    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
+    places = [grid.place(rank) for rank in range(0, grid.replica_size, grid.sharing)]
     place = max(places, key=lambda place: stages[place.pp_rank].size)
     ours = layout.engine == "shardline"
     work = step_work(

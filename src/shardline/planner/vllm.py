@@ -128,7 +128,7 @@ def _weight_bytes(
     model: PlannedModel, stored: StoredWeights, grid: RankGrid, stages: tuple[Span, ...], whole_experts: bool
 ) -> tuple[int, RankPlace]:
     """See `weight_bytes`. Layouts that differ only in their KV cache, or in the number of replicas, share it."""
-    places = [grid.place(rank) for rank in range(0, grid.replica_size, grid.tensor)]
+    places = [grid.place(rank) for rank in range(0, grid.replica_size, grid.sharing)]
     spec = model.spec
     sizes = [
         stored_weight_bytes(spec, place, stages, stored, whole=WHOLE_PARTS, expert_parallel=whole_experts)

@@ -18,6 +18,7 @@ from shardline.models.partition import Span
 from shardline.models.parts import Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
@@ -32,6 +33,11 @@ _ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttent
     GQA: AttentionLayer,
     MLA: LatentAttentionLayer,
 }
+_SHARED_ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttentionLayer]] = {
+    GQA: SharedAttentionLayer,
+    MLA: SharedLatentLayer,
+}
+"""Those whose keys ranks share."""
 _FEED_FORWARD: Mapping[type[FeedForward], Callable[..., DenseFeedForward | MoEFeedForward]] = {
     Dense: DenseFeedForward,
     MoE: MoEFeedForward,
@@ -51,7 +57,8 @@ class DecoderLayer:
         kv_group = next(g for g, group in enumerate(stage.kv_groups) if self.storing in group.layers)
         self._kernels = stage.kernels
         self._narrows = index == last_storing_layer(stage.spec)
-        attention, feed_forward = _ATTENTION[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
+        kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
+        attention, feed_forward = kinds[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
         self.attention = attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
         self.feed_forward = feed_forward(loader, f"{name}.feed_forward", spec.feed_forward)
         self.parallel = spec.parallel

@@ -89,7 +89,7 @@ class Runner:
         self._forward = forward
         self._sizes = sizes
         self._expert_load = expert_load
-        self._sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks)
+        self._sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks, groups["context"].size)
         self._inputs = backend.make_step_inputs(self._sequences, sizes)
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0

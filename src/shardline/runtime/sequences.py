@@ -175,7 +175,9 @@ def num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
 class SequenceTable:
     """All sequences of a worker, with one block table per KV group as rows of a common array."""
 
-    def __init__(self, num_groups: int, max_blocks: int) -> None:
+    def __init__(self, num_groups: int, max_blocks: int, context: int = 1) -> None:
+        """`context`: ranks that share the keys of a request, see `CachePlan`."""
+        self._context = context
         self._sequences: dict[int, WorkerSequence] = {}
         self._free_rows: list[int] = []
         self._tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
@@ -227,6 +229,8 @@ class SequenceTable:
             if blocks:
                 first = self._num_blocks[sequence.row, group]
                 self._tables[group][sequence.row, first : first + len(blocks)] = blocks
+                if self._context > 1:
+                    self._tables[group][sequence.row, first : first + len(blocks)] //= self._context
                 self._num_blocks[sequence.row, group] = first + len(blocks)
         if sequence.num_guessed:
             # This rank does not sample, so only the plan tells it which guesses were right.

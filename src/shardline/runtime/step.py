@@ -32,6 +32,33 @@ class ScoredRows(NamedTuple):
     """[num_sampled] int64: the rows whose logits are sampled."""
 
 
+class SharedRun(NamedTuple):
+    """Consecutive sequences that attend alike to keys that ranks share, see `layers.context_parallel`."""
+
+    first_sequence: int
+    end_sequence: int
+    first_row: int
+    end_row: int
+    first_split: int
+    num_splits: int
+    """Splits that the ranks compute; a multiple of the ranks, if there are more than one for each."""
+    brings_keys: bool
+    """Whether the keys of the one sequence travel, and not the queries."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sequences."""
+        return self.end_row - self.first_row
+
+
+class SharedRows(NamedTuple):
+    """How the rows attend in the layers of a KV group."""
+
+    runs: tuple[SharedRun, ...]
+    query_starts: Tensor
+    """int32: for each run, as in `Rows`; run i begins at its first sequence's number + i."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """A table of tokens, one a row, those of a sequence one after another. Each layer computes the rows of one table.
@@ -63,6 +90,8 @@ class Rows:
     """[num_rows, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
     adapters: Tensor | None = None
     """[num_rows] int32: the slot of each row's adapter; negative: it has none. None: no row has any."""
+    shared: tuple[SharedRows, ...] | None = None
+    """One for each KV group, if ranks share the keys of a request; else None."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -70,7 +99,7 @@ class Rows:
     @property
     def padding(self) -> Tensor | None:
         """[num_rows] int64: negative for rows that only pad a recorded step. None: there are none."""
-        return self.slots[0] if self.slots else None
+        return self.slots[0] if self.slots and self.shared is None else None
 
     def narrow(self) -> Rows:
         """The rows that go on; the same table if it has no others."""

@@ -23,6 +23,7 @@ from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
+from shardline.runtime.layers.context_parallel import share_keys
 from shardline.runtime.loader.adapters import load_adapter
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
@@ -74,6 +75,7 @@ class Worker:
             block_size=deployment.cache.block_size,
             hidden_size=deployment.spec.hidden_size,
             dtype=getattr(torch, deployment.dtype),
+            share=share_keys(deployment, groups["context"]) if groups["context"].size > 1 else None,
         )
 
     def load(self, agree: Agree | None = None) -> RankReport:
@@ -226,6 +228,7 @@ class Worker:
             expert_parallel=deployment.expert_parallel,
             expert_load=self._expert_load.counts if self._expert_load is not None and not is_draft else None,
             adapters=deployment.adapters,
+            context_group=self._groups["context"],
             stream=self._open_stream(deployment),
             moves_experts=deployment.expert_balancing.step_interval > 0,
             redundant_experts=deployment.expert_balancing.num_redundant_experts,
@@ -277,6 +280,8 @@ class Worker:
 
     def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> KVStore:
         """Give the layers a KV pool."""
-        kv_store = KVStore(num_blocks, self._deployment.cache, self._backend.pages_empty)
+        kv_store = KVStore(
+            num_blocks // self._groups["context"].size, self._deployment.cache, self._backend.pages_empty
+        )
         kv_store.bind_layers(stage.layers, self._deployment.stages[self._groups.place.pp_rank], self._groups)
         return kv_store

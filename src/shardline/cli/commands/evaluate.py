@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = engine_config(args)
     parallel = config.parallel
-    if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):
+    if (parallel.sharing, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):
         raise ValueError("evaluate runs on one rank: answers are the same in every layout")
     against = args.against or config.model.model
     reference = dataclasses.replace(config.model, model=against, quantization="none")

@@ -53,7 +53,7 @@ def demand_of(config: EngineConfig, hosts: Sequence[RayHost]) -> Demand:
     parallel = config.parallel
     has_gpus = any(host.total.get("GPU", 0.0) >= 1.0 for host in hosts)
     resource = _RESOURCES.get(parallel.device, "GPU" if has_gpus else "CPU")
-    size = parallel.tensor_parallel_size
+    size = parallel.sharing
     groups = parallel.pipeline_parallel_size * parallel.data_parallel_size
     amounts = {"GPU": size, "CPU": size * (parallel.cpu_threads or 1)}
     return Demand(resource, amounts[resource], groups, size)

@@ -126,7 +126,7 @@ class PlanBuilder:
             return False
         hit = kv.lookup_prefix(sequence)
         sequence.next_lookup = self.step_id + STEPS_BETWEEN_LOOKUPS
-        spare = kv.num_groups * len(queues.running)
+        spare = kv.num_groups * len(queues.running) * kv.pool.num_ranks
         if self._max_prefill_tokens < self._max_tokens:
             spare += sum(kv.blocks_ahead(other, self._max_tokens) for other in queues.running)
         needed = kv.blocks_of_request(len(sequence.tokens), self._max_tokens)
@@ -153,7 +153,7 @@ class PlanBuilder:
     def _make_room(self, needy: LiveSequence) -> bool:
         """Preempt until each group can get one more block; False: that is impossible before further results."""
         queues, kv = self._queues, self._kv
-        while kv.pool.num_free < kv.num_groups:
+        while kv.reach(needy) <= needy.num_scheduled:
             if queues.draining or kv.traffic.is_fetching:
                 return False
             victim = cheapest_victim(queues.running, needy, kv.recompute_cost)

@@ -99,7 +99,12 @@ class Scheduler:
         self._expects = False
         """Whether a request has had `expected_token_ids`."""
         self.kv = KVCache(
-            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
+            cache.groups,
+            num_blocks,
+            cache.block_size,
+            prefix_caching=cache.prefix_caching,
+            namespace=namespace,
+            context=cache.context,
         )
         self.registry = RequestRegistry(self.kv, max_model_len=max_model_len)
         self.queues = SequenceQueues(self.kv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,11 +55,9 @@ class AttentionLayer:
         self._kernels = loader.stage.kernels
         self._reads_only = spec.kv_source is not None
         parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
-        parts = ["q"] if self._reads_only else parts
-        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in parts], spec.projections.qkv_bias)
-        self.num_heads = [width // spec.head_dim for width in self.qkv.widths]
-        if spec.projections.value_is_key and not self._reads_only:
-            self.num_heads.append(self.num_heads[1])
+        self.parts = ["q"] if self._reads_only else parts
+        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
+        self.num_heads = self.count_heads(self.qkv.widths)
         """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.projections.output_bias)
@@ -77,6 +77,11 @@ class AttentionLayer:
         self._sinks = loader.load(f"{name}.sinks.bias") if spec.score.sinks else None
         self.table = tables.of(spec.positions.rope) if spec.positions.rope else None
         self.pages: KVPages | None = None
+
+    def count_heads(self, widths: Sequence[int]) -> list[int]:
+        """Numbers of heads of queries, keys and values, for the columns of their projections on a rank."""
+        num_heads = [width // self.spec.head_dim for width in widths]
+        return [*num_heads, num_heads[1]] if self.spec.projections.value_is_key and not self._reads_only else num_heads
 
     @property
     def input_form(self) -> InputForm:
@@ -100,12 +105,16 @@ class AttentionLayer:
     def store(self, qkv: Tensor, rows: Rows) -> Tensor:
         """Normalise and rotate qkv [T, local columns], and store keys and values. Returns the queries [T, local heads,
         head_dim]."""
-        pages, rope, positions = self.pages, self.spec.positions.rope, rows.positions
-        assert pages is not None
+        assert self.pages is not None
+        return self.store_in(qkv, self.num_heads, self.pages, rows)
+
+    def store_in(self, qkv: Tensor, num_heads: Sequence[int], pages: KVPages, rows: Rows) -> Tensor:
+        """The same for the heads of any rank, `num_heads` of queries, keys and values, and their pages."""
+        rope, positions = self.spec.positions.rope, rows.positions
         if self._reads_only:
-            return self._rotated_queries(qkv, positions)
+            return self._rotated_queries(qkv, num_heads[0], positions)
         slots = rows.slots[self.kv_group]
-        q, k, v = self._normed_heads(qkv)
+        q, k, v = self._normed_heads(qkv, num_heads)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
@@ -133,20 +142,20 @@ class AttentionLayer:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
         return q
 
-    def _rotated_queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """As `store`, for a layer that projects queries only."""
-        q, rope = q.view(len(q), self.num_heads[0], self.spec.head_dim), self.spec.positions.rope
+    def _rotated_queries(self, q: Tensor, num_heads: int, positions: Tensor) -> Tensor:
+        """As `store_in`, for a layer that projects queries only."""
+        q, rope = q.view(len(q), num_heads, self.spec.head_dim), self.spec.positions.rope
         q = q if self.q_norm is None else self.q_norm(q)
         if self.table is not None and rope is not None:
             self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
         return q
 
-    def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values [T, local heads, head_dim] of qkv [T, local columns]; the first two normalised."""
+    def _normed_heads(self, qkv: Tensor, num_heads: Sequence[int]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [T, heads, head_dim] of qkv [T, columns]; the first two normalised."""
         num_tokens, head_dim = len(qkv), self.spec.head_dim
         if not self.spec.norms.norms_all_heads:
-            counts = self.num_heads[: len(self.qkv.widths)]
-            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
+            counts = num_heads[: len(self.parts)]
+            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), list(counts), dim=1)
             v = k if self.spec.projections.value_is_key else values[0]
             if self.spec.norms.value_norm is not None:
                 v = rms_norm(self._kernels, v, self._ones, self.spec.norms.value_norm.eps)

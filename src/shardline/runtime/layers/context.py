@@ -21,7 +21,7 @@ from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.ops.adapters.low_rank import LowRankWeights
-from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.parallel.collectives import Collectives, SingleRank
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
 from shardline.weights.grouped import GroupedWeight
@@ -83,6 +83,8 @@ class StageContext:
     """Whether each expert is held whole, by one rank of `expert_group`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
+    context_group: Collectives = field(default_factory=SingleRank)
+    """The ranks that share the keys of a request; consecutive ones of `group`."""
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
     stream: WeightStream | None = None

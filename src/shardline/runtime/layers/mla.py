@@ -113,17 +113,22 @@ class LatentAttentionLayer:
         """The attention output of `rows`, [Q, local heads * value_head_dim], for their q [Q, ...]."""
         assert self._cache is not None
         nope, kernels = self._linears.nope_head_dim, self._kernels
-        attended = mla_attention(
-            kernels,
-            linear_heads(kernels, q[..., :nope], self._key_up),
-            q[..., nope:],
+        attended = self.attend_latents(linear_heads(kernels, q[..., :nope], self._key_up), q[..., nope:], rows)
+        return linear_heads(kernels, attended, self._value_up).flatten(1)
+
+    def attend_latents(self, query_latent: Tensor, query_rope: Tensor, rows: Rows) -> Tensor:
+        """Attention in the dims of the latents, [Q, local heads, kv_lora_rank]."""
+        assert self._cache is not None
+        return mla_attention(
+            self._kernels,
+            query_latent,
+            query_rope,
             self._cache,
             rows.block_tables[self._kv_group],
             rows.query_starts,
             rows.context_lens,
             self._spec.score.scale,
         )
-        return linear_heads(kernels, attended, self._value_up).flatten(1)
 
     def _absorb(self, loader: LayerLoader, name: str) -> tuple[PackedHeads, PackedHeads]:
         """The two parts of kv_up: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""

@@ -19,6 +19,7 @@ from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
 from shardline.runtime.layers.context import WeightStream
+from shardline.runtime.layers.context_parallel import KeyShare
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -61,6 +62,8 @@ class StepSizes:
     block_size: int
     hidden_size: int
     dtype: torch.dtype
+    share: KeyShare | None = None
+    """Which keys this rank has; None: all of them."""
 
 
 class BlockTables(Protocol):

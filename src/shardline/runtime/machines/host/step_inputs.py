@@ -13,11 +13,12 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
+from shardline.runtime.layers.context_parallel import KeyShare, share_rows
 from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence, num_scored
-from shardline.runtime.step import Rows, ScoredRows, StepInput
+from shardline.runtime.step import Rows, ScoredRows, SharedRows, StepInput
 
 _MAX_SHAPES = 1024
 """Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""
@@ -43,8 +44,10 @@ class StepLayout:
         self._table = table
         self._num_kv_groups = sizes.num_kv_groups
         self._block_size = sizes.block_size
+        self._share = sizes.share
         self._max_seqs = sizes.max_seqs if reuses_memory else 0
         self._decode_memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
+        self._shared_memory = torch.empty(self._num_kv_groups, 2 * self._max_seqs, dtype=torch.int32)
         self._decode_step = lru_cache(_MAX_SHAPES)(self._make_decode_step)
 
     def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
@@ -65,6 +68,9 @@ class StepLayout:
         places = [sequence.row for sequence in sequences]
         for table, tables, slots in zip(self._table.tensors, rows.block_tables, rows.slots, strict=True):
             _cpu.lay_out_blocks(table, places, starts, lengths, self._block_size, tables, slots)
+        if self._share is not None:
+            step = self._shared(step, self._share, lengths)
+            rows = step.rows
         if decodes and count == len(steps):
             step.token_ids.numpy()[:] = [
                 sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)
@@ -79,7 +85,31 @@ class StepLayout:
             return step
         scored = _scored_rows(steps, sequences) if any(entry.score for entry in steps) else None
         narrowed = _narrowed(rows, steps, rank_step.replica_samples, scored)
+        if self._share is not None:
+            counts = [entry.num_samples for entry in steps if entry.num_samples]
+            narrowed = dataclasses.replace(narrowed, shared=self._plan_shared(self._share, counts, narrowed, False))
         return dataclasses.replace(step, rows=dataclasses.replace(rows, narrowed=narrowed))
+
+    def _shared(self, step: StepInput, share: KeyShare, lengths: Sequence[int]) -> StepInput:
+        """The step for ranks that share the keys of each sequence."""
+        rows, reuses = step.rows, step.is_replayable
+        for slots in rows.slots:
+            share.mask_slots(slots, rows.positions)
+        shared = self._plan_shared(share, lengths, rows, reuses)
+        narrowed = rows.narrowed and dataclasses.replace(rows.narrowed, shared=shared)
+        travels = any(run.brings_keys for group in shared for run in group.runs)
+        rows = dataclasses.replace(rows, shared=shared, narrowed=narrowed)
+        return dataclasses.replace(step, rows=rows, is_replayable=reuses and not travels)
+
+    def _plan_shared(
+        self, share: KeyShare, lengths: Sequence[int], rows: Rows, reuses_memory: bool
+    ) -> tuple[SharedRows, ...]:
+        context_lens = rows.context_lens.tolist()
+        plan = [share.plan_rows(lengths, context_lens, group) for group in range(self._num_kv_groups)]
+        memory = self._shared_memory
+        if not reuses_memory:
+            memory = torch.empty(self._num_kv_groups, 2 * len(lengths), dtype=torch.int32)
+        return share_rows(plan, lengths, memory)
 
     def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
         groups = range(self._num_kv_groups)

@@ -1,0 +1,57 @@
+"""What context parallelism needs of a model and of its options; all else is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.layout import Layout
+from shardline.models.attention import GQA, MLA
+from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.spec import DecoderSpec
+
+
+def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSpec, block_size: int) -> None:
+    """Refuse what ranks that share the keys of a request cannot compute yet.
+
+    Raises:
+        ValueError: the message says what would work.
+    """
+    size = layout.grid.context
+    if size == 1:
+        return
+    asked = f"context_parallel_size {size}"
+    instead = f"use tensor_parallel_size {layout.grid.sharing} instead"
+    if layout.device != "cpu" or layout.kernels != "own":
+        raise ValueError(f"{asked} works with the own kernels of CPUs only so far; {instead}, or --device cpu")
+    if config.scheduler.speculation.draft is not None:
+        raise ValueError(f"{asked} does not work with a draft model yet; draft by ngram or suffix, or {instead}")
+    if config.cache.kv_offloading_size:
+        raise ValueError(f"{asked} does not work with kv_offloading_size yet; leave one of them out")
+    for attention in {layer.attention for layer in spec.layers}:
+        if not isinstance(attention, GQA | MLA):
+            raise ValueError(
+                f"{asked} works with grouped-query and latent attention only so far, and {spec.model_type} has other "
+                f"layers; {instead}"
+            )
+        if isinstance(attention, GQA) and attention.norms.norms_all_heads:
+            raise ValueError(
+                f"{asked} does not work with norms over all heads yet, which {spec.model_type} has; {instead}"
+            )
+    if SPLIT_TOKENS % block_size:
+        raise ValueError(
+            f"{asked} shares splits of {SPLIT_TOKENS} tokens, and --block-size {block_size} does not divide them; use "
+            "16, 32 or 64"
+        )
+
+
+def check_splits(config: EngineConfig, max_model_len: int) -> None:
+    """Refuse more ranks than a request of full length has splits.
+
+    Raises:
+        ValueError: some ranks would never have a key.
+    """
+    size, splits = config.parallel.context_parallel_size, -(-max_model_len // SPLIT_TOKENS)
+    if size > splits:
+        raise ValueError(
+            f"context_parallel_size {size} is more than the {splits} split{'s' * (splits > 1)} of {SPLIT_TOKENS} "
+            f"tokens that max_model_len {max_model_len} has, so ranks would have no keys; use {splits} or less"
+        )

@@ -1,0 +1,363 @@
+"""Attention whose keys and values several ranks share: split i of a request's keys is of rank i % C.
+
+The ranks of a context group share the heads of each layer, as tensor-parallel ranks do. Where a sequence attends,
+either its queries travel or its keys do, whichever is less. If queries travel, each rank computes all heads for its
+own splits, and sends each rank what it has computed of that rank's heads: (m, l, o) of each split in float32. If
+keys travel, as in prefill, each rank gets those of its own heads and computes them as if it had stored them. The bits
+are those of one rank either way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardline.deployment.deployment import Deployment
+from shardline.kernels.tensors import LinearInput, QuantizedLatents
+from shardline.models.attention import GQA, MLA, cached_token_bytes
+from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.parts import KVDType, KVPart
+from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
+from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.runtime.layers.kv_pages import KVPages
+from shardline.runtime.layers.mla import LatentAttentionLayer
+from shardline.runtime.ops.attention.paged import Partials
+from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.step import Rows, SharedRows, SharedRun
+
+_ROWS_PER_EXCHANGE = 16
+"""An exchange takes about as long as to send so many rows' results for a split."""
+
+
+class SharedGroup(NamedTuple):
+    """What decides how the layers of a KV group attend."""
+
+    window: int | None
+    most_queries: int
+    """Keys of a split are more than the results of so many queries."""
+
+
+class Tables(NamedTuple):
+    """Of consecutive sequences, as in `Rows`."""
+
+    blocks: Tensor
+    starts: Tensor
+    lens: Tensor
+
+
+class Places(NamedTuple):
+    """The blocks of a sequence whose keys travel."""
+
+    own: Tensor
+    """Those of this rank."""
+    num_sent: npt.NDArray[np.int64]
+    """Numbers of those of each rank."""
+    tables: Tables
+    """The blocks as they arrive."""
+
+
+class KeyShare(NamedTuple):
+    """Which keys a rank has."""
+
+    rank: int
+    num_ranks: int
+    block_size: int
+    groups: tuple[SharedGroup, ...]
+
+    def mask_slots(self, slots: Tensor, positions: Tensor) -> None:
+        """Let only keys of this rank's splits be stored."""
+        slots.masked_fill_(positions // SPLIT_TOKENS % self.num_ranks != self.rank, -1)
+
+    def plan_rows(self, query_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[SharedRun, ...]:
+        """How the sequences of a step attend in the layers of a KV group: consecutive ones together, if that is
+        faster."""
+        runs: list[SharedRun] = []
+        row = 0
+        for index, (num_rows, length) in enumerate(zip(query_lens, context_lens, strict=True)):
+            run = self._run_of(index, row, num_rows, length, self.groups[group])
+            joined = self._join(runs[-1], run) if runs else None
+            if joined is not None:
+                runs[-1] = joined
+            else:
+                runs.append(run)
+            row += num_rows
+        return tuple(runs)
+
+    def _run_of(self, sequence: int, row: int, num_rows: int, length: int, group: SharedGroup) -> SharedRun:
+        first_key = 0 if group.window is None else max(0, length - num_rows - group.window + 1)
+        first = first_key // SPLIT_TOKENS
+        brings_keys = num_rows > group.most_queries
+        if not brings_keys:
+            first -= first % self.num_ranks  # so that the first split is of the first rank
+        num_splits = -(-length // SPLIT_TOKENS) - first
+        return SharedRun(sequence, sequence + 1, row, row + num_rows, first, self._round(num_splits), brings_keys)
+
+    def _round(self, num_splits: int) -> int:
+        """A few more splits, of which no row sees a key, so that there are fewer kinds of runs."""
+        if num_splits <= self.num_ranks:
+            return num_splits
+        each = -(-num_splits // self.num_ranks)
+        unit = 1 << max(0, each.bit_length() - 3)
+        return -(-each // unit) * unit * self.num_ranks
+
+    def _join(self, before: SharedRun, run: SharedRun) -> SharedRun | None:
+        """Two runs as one; None: that would be slower."""
+        if before.brings_keys or run.brings_keys:
+            return None
+        first = min(before.first_split, run.first_split)
+        end = max(before.first_split + before.num_splits, run.first_split + run.num_splits)
+        joined = SharedRun(
+            before.first_sequence,
+            run.end_sequence,
+            before.first_row,
+            run.end_row,
+            first,
+            self._round(end - first),
+            False,
+        )
+        more = joined.num_rows * joined.num_splits - sum(one.num_rows * one.num_splits for one in (before, run))
+        return joined if more <= _ROWS_PER_EXCHANGE * self.num_ranks else None
+
+
+def share_keys(deployment: Deployment, group: Collectives) -> KeyShare:
+    """Which keys a rank of a context group has."""
+    cache, layers = deployment.cache, deployment.spec.layers
+    kinds = []
+    for kv_group in cache.groups:
+        attention = layers[kv_group.layers[0]].attention
+        keys = SPLIT_TOKENS * cached_token_bytes(attention, 1, cache.dtype)
+        # Latents always travel: there is no kernel for parts of them.
+        most = 0 if attention.shares_cache else int(keys / (4 * attention.partial_size))
+        kinds.append(SharedGroup(kv_group.window, most))
+    return KeyShare(group.rank, group.size, cache.block_size, tuple(kinds))
+
+
+def share_rows(
+    plan: Sequence[tuple[SharedRun, ...]], query_lens: Sequence[int], memory: Tensor
+) -> tuple[SharedRows, ...]:
+    """The plan of each KV group with the query starts of each run, which are written to `memory` [num_groups, at least
+    twice the number of sequences] int32."""
+    shared = []
+    for runs, of_group in zip(plan, memory, strict=True):
+        starts = of_group.numpy()
+        for number, run in enumerate(runs):
+            place = run.first_sequence + number
+            starts[place] = 0
+            lens = query_lens[run.first_sequence : run.end_sequence]
+            np.cumsum(lens, out=starts[place + 1 : place + 1 + len(lens)])
+        shared.append(SharedRows(runs, of_group))
+    return tuple(shared)
+
+
+class SharedKeys:
+    """The exchanges of attention over keys that the ranks of a context group share."""
+
+    def __init__(self, stage: StageContext, kv_group: int) -> None:
+        self.group = stage.context_group
+        self.kernels = stage.kernels
+        self._kv_group = kv_group
+        first = stage.group.rank - self.group.rank
+        self.peers = range(first, first + self.group.size)
+        """The ranks of the context group, by their places in the tensor-parallel one."""
+
+    def runs(self, rows: Rows) -> Iterator[tuple[SharedRun, Tables]]:
+        """Each run of a step, with its part of the tables."""
+        assert rows.shared is not None
+        runs, starts = rows.shared[self._kv_group]
+        for number, run in enumerate(runs):
+            sequences = slice(run.first_sequence, run.end_sequence)
+            of_run = starts[run.first_sequence + number : run.end_sequence + number + 1]
+            yield run, Tables(rows.block_tables[self._kv_group][sequences], of_run, rows.context_lens[sequences])
+
+    def attend_in_parts(
+        self,
+        run: SharedRun,
+        heads: Sequence[int],
+        compute: Callable[[int, Partials, int, int], None],
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Compute parts of the heads of each peer, and merge into `out` [R, own heads, dim] what all have of own heads.
+
+        compute(peer, partials, first_split, split_step) computes those of own splits for a peer's heads.
+        """
+        group, dim = self.group, out.shape[2]
+        # Ranks that have none of few splits take no part.
+        num_ranks = min(group.size, run.num_splits)
+        shape = run.num_splits // num_ranks, run.num_rows
+        each = [shape[0] * shape[1] * count for count in heads]
+        # What one rank sends fits into one piece: maxima, sums and outputs, one after another.
+        widths = (2 + dim,) if num_ranks == 1 else (1, 1, dim)
+        num_sent = sum(each) if group.rank < num_ranks else 0
+        pieces = [self.kernels.activation_empty(torch.float32, num_sent, width) for width in widths]
+        at = 0
+        for peer, count in enumerate(each if num_sent else ()):
+            of_peer = _partials([piece[at : at + count] for piece in pieces], (*shape, heads[peer]), dim)
+            compute(peer, of_peer, run.first_split + group.rank, group.size)
+            at += count
+        counts, own = _counts(num_ranks, tuple(each)), heads[group.rank]
+        received = [group.all_to_all_rows(piece, counts, num_ranks * each[group.rank]) for piece in pieces]
+        self.kernels.merge_partials(*_partials(received, (num_ranks, *shape, own), dim), out, sinks)
+
+    def find_places(self, run: SharedRun, tables: Tables, block_size: int) -> Places:
+        """Where the blocks of the one sequence of a run lie, and where they will."""
+        last = -(-int(tables.lens[0]) // block_size)
+        places = np.arange(run.first_split * SPLIT_TOKENS // block_size, last)
+        owners = places * block_size // SPLIT_TOKENS % self.group.size
+        own = torch.from_numpy(tables.blocks[0].numpy()[places[owners == self.group.rank]])
+        arrived = np.zeros((1, last), dtype=np.int32)
+        arrived[0, places[np.argsort(owners, kind="stable")]] = np.arange(len(places), dtype=np.int32)
+        num_sent = np.bincount(owners, minlength=self.group.size)
+        return Places(own, num_sent, Tables(torch.from_numpy(arrived), tables.starts, tables.lens))
+
+    def bring(self, of_peers: Sequence[Tensor], places: Places) -> Tensor:
+        """The blocks of a sequence, [num_blocks, own heads, ...], those of the first rank first; `of_peers` has the
+        pages of each peer's heads, [blocks, heads, ...]."""
+        own = of_peers[self.group.rank]
+        if own.dtype.itemsize == 1:
+            of_peers = [pages.view(torch.int8) for pages in of_peers]
+        row = own[0, 0].numel()
+        sent = torch.cat([torch.index_select(pages, 0, places.own).view(-1, row) for pages in of_peers])
+        counts = torch.from_numpy(np.outer(places.num_sent, [pages.shape[1] for pages in of_peers]))
+        num_blocks = int(places.num_sent.sum())
+        rows = self.group.all_to_all_rows(sent, counts, num_blocks * own.shape[1])
+        return rows.view(own.dtype).view(num_blocks, *own.shape[1:])
+
+
+class SharedAttentionLayer(AttentionLayer):
+    """As `AttentionLayer`, for a rank that has keys and values of its own splits, of all heads of its context group."""
+
+    def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables, kv_group: int) -> None:
+        super().__init__(loader, name, spec, tables, kv_group)
+        stage = loader.stage
+        self._keys = keys = SharedKeys(stage, kv_group)
+        spans = [stage.spans(f"{name}.{part}.weight") for part in self.parts]
+        self._widths = [sum(span[peer].size for span in spans) for peer in keys.peers]
+        self._heads = [self.count_heads([span[peer].size for span in spans]) for peer in keys.peers]
+        """Of each peer, as `num_heads`."""
+        self._held = spec.kv_heads_held(stage.group.size, keys.group.size, stage.group.rank)
+        kv_spans = [spec.kv_spans_of(stage.group.size)[peer] for peer in keys.peers]
+        distinct = list(dict.fromkeys(kv_spans))
+        self._place_of = [distinct.index(span) for span in kv_spans]
+        """Which of the pages have the KV heads of each peer."""
+        self._pages: list[KVPages] = []
+
+    def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
+        """The tensors that `bind_cache` expects: those of each peer's KV heads, one after another."""
+        return tuple(part for heads in self._held for part in self.spec.kv_parts(heads, num_blocks, block_size, dtype))
+
+    def bind_cache(self, *pages: Tensor) -> None:
+        """Give the layer the memory for its keys and values."""
+        each = len(pages) // len(self._held)
+        of_heads = [KVPages(*pages[first : first + each]) for first in range(0, len(pages), each)]
+        self._pages = [of_heads[place] for place in self._place_of]
+
+    def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
+        qkv = self._keys.group.all_gather_columns(self.qkv(x, rows), self._widths)
+        columns = torch.split(qkv, self._widths, dim=1)
+        queries = [self.store_in(*of_peer, rows) for of_peer in zip(columns, self._heads, self._pages, strict=True)]
+        if left is not rows:
+            queries = [left.take(query) for query in queries]
+        return self.output(self._attend_shared(queries, left).flatten(1), left)
+
+    def _attend_shared(self, queries: Sequence[Tensor], rows: Rows) -> Tensor:
+        """The attention output [Q, local heads, head_dim], for the queries of each peer."""
+        keys, spec = self._keys, self.spec
+        own = queries[keys.group.rank]
+        out = self._kernels.activation_empty(own.dtype, *own.shape[:2], spec.value_head_dim)
+        for run, tables in keys.runs(rows):
+            part = slice(run.first_row, run.end_row)
+            if run.brings_keys:
+                self._attend_with_keys(run, tables, own[part], out[part])
+                continue
+
+            def compute(
+                peer: int, to: Partials, first: int, step: int, part: slice = part, tables: Tables = tables
+            ) -> None:
+                pages = self._pages[peer]
+                self._kernels.attention_partials(
+                    queries[peer][part],
+                    pages.keys,
+                    pages.values,
+                    *tables,
+                    *to,
+                    spec.score.scale,
+                    spec.window,
+                    spec.score.softcap,
+                    pages.key_scales,
+                    pages.value_scales,
+                    spec.mask.chunked,
+                    first,
+                    step,
+                )
+
+            keys.attend_in_parts(run, [query.shape[1] for query in queries], compute, out[part], self._sinks)
+        return out
+
+    def _attend_with_keys(self, run: SharedRun, tables: Tables, query: Tensor, out: Tensor) -> None:
+        """Attend with own heads to all keys of a sequence."""
+        places = self._keys.find_places(run, tables, self._pages[0].keys.shape[2])
+        of_peers = [[part for part in pages if part is not None] for pages in self._pages]
+        pages = KVPages(*(self._keys.bring(part, places) for part in zip(*of_peers, strict=True)))
+        self._kernels.paged_attention(
+            query,
+            pages.keys,
+            pages.values,
+            *places.tables,
+            out,
+            self.spec.score.scale,
+            self.spec.window,
+            self.spec.score.softcap,
+            pages.key_scales,
+            pages.value_scales,
+            self._sinks,
+            self.spec.mask.chunked,
+        )
+
+
+class SharedLatentLayer(LatentAttentionLayer):
+    """As `LatentAttentionLayer`, for a rank that has the latents of its own splits."""
+
+    def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables, kv_group: int) -> None:
+        super().__init__(loader, name, spec, tables, kv_group)
+        self._keys = SharedKeys(loader.stage, kv_group)
+
+    def attend_latents(self, query_latent: Tensor, query_rope: Tensor, rows: Rows) -> Tensor:
+        """See `LatentAttentionLayer.attend_latents`."""
+        keys, cache = self._keys, self._cache
+        assert cache is not None
+        out = self._kernels.activation_empty(query_latent.dtype, *query_latent.shape)
+        for run, tables in keys.runs(rows):
+            parts = (cache,) if isinstance(cache, Tensor) else tuple(cache)
+            places = keys.find_places(run, tables, parts[0].shape[1])
+            # A block is one row, which all peers need.
+            brought = [keys.bring([pages[:, None]] * keys.group.size, places)[:, 0] for pages in parts]
+            arrived = brought[0] if len(brought) == 1 else QuantizedLatents(*brought)
+            part = slice(run.first_row, run.end_row)
+            self._kernels.mla_attention(
+                query_latent[part], query_rope[part], arrived, *places.tables, out[part], self._spec.score.scale
+            )
+        return out
+
+
+def _partials(pieces: Sequence[Tensor], shape: tuple[int, ...], dim: int) -> Partials:
+    """Views [*shape] and [*shape, dim] of pieces that have one row for each of the shape's elements."""
+    if len(pieces) == 1:
+        [piece] = pieces
+        pieces = torch.split(piece.view(-1), [len(piece), len(piece), len(piece) * dim])
+    maxima, sums, outputs = pieces
+    return Partials(maxima.view(shape), sums.view(shape), outputs.view(*shape, dim))
+
+
+@functools.cache
+def _counts(num_senders: int, sent: tuple[int, ...]) -> Tensor:
+    """[ranks, ranks] int64: what each of the first ranks sends to every rank. Recorded steps keep it."""
+    counts: npt.NDArray[np.int64] = np.zeros((len(sent), len(sent)), dtype=np.int64)
+    counts[:num_senders] = sent
+    return torch.from_numpy(counts)

@@ -1,0 +1,76 @@
+"""Context parallelism before anything is loaded: what is refused, and how much longer requests may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.deployment.here import resolve_here
+from shardline.models.kv_groups import longest_request
+from tests.models.checkpoints import make_checkpoint
+
+
+def resolved(model: Path | str = "demo", **options: object) -> Deployment:
+    return resolve_here(EngineConfig.from_options(model=str(model), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"context_parallel_size": 5}, "more than the 4 splits of 512 tokens that max_model_len 2048 has"),
+        ({"context_parallel_size": 2, "max_model_len": 512}, "more than the 1 split of 512 tokens"),
+        ({"context_parallel_size": 3, "tensor_parallel_size": 3}, "3 x context_parallel_size 3 = 9 does not work"),
+        ({"context_parallel_size": 2, "kernels": "torch"}, "with the own kernels of CPUs only so far"),
+        ({"context_parallel_size": 2, "kv_offloading_size": 1}, "does not work with kv_offloading_size yet"),
+        ({"context_parallel_size": 2, "block_size": 48}, "--block-size 48 does not divide them"),
+        (
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 3},
+            "must divide tensor_parallel_size, which is 3",
+        ),
+        ({"decode_context_parallel_size": 2}, "must divide tensor_parallel_size, which is 1"),
+        (
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2, "context_parallel_size": 2},
+            "say the same; leave one of them out",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolved(**options)
+
+
+def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint("olmo2", tmp_path / "olmo2", max_position_embeddings=1024)
+    with pytest.raises(
+        ValueError, match="norms over all heads yet, which olmo2 has; use tensor_parallel_size 2 instead"
+    ):
+        resolved(model, context_parallel_size=2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_hold_as_many_times_longer_requests(size: int) -> None:
+    """With the same memory on each rank, whose weights are fewer, too."""
+    memory = {"kv_cache_memory": 8192 * (512 + 2 * 32), "max_model_len": "auto"}
+    alone, shared = resolved(**memory), resolved(context_parallel_size=size, **memory)
+    assert alone.max_model_len == 512 + 32
+    assert 512 * size <= shared.max_model_len <= 512 * size + 32, (
+        "perhaps the first rank has a block of a further split"
+    )
+    assert shared.cache.block_bytes == (-(-alone.cache.block_bytes[0] // size),) * size
+    assert sum(rank.num_bytes for rank in shared.weights) < 1.1 * alone.weights[0].num_bytes
+    pool, cache = shared.cache.pool, shared.cache
+    assert isinstance(pool, FixedPool)
+    assert pool.num_blocks % size == 0
+    usable = pool.num_blocks - size
+    assert longest_request(cache.groups, usable, cache.block_size, 2048, 2048, size) == shared.max_model_len
+
+
+def test_the_flags_of_vllm_mean_what_they_mean_there() -> None:
+    divided = resolved(tensor_parallel_size=4, decode_context_parallel_size=2).grid
+    assert (divided.tensor, divided.context, divided.world_size) == (2, 2, 4)
+    added = resolved(tensor_parallel_size=2, prefill_context_parallel_size=2).grid
+    assert added == divided
