@@ -90,8 +90,7 @@ class Worker:
         started = time.perf_counter()
         deployment, place, backend = self._deployment, self._groups.place, self._backend
         here = deployment.placements[self._engine][place.rank]
-        device = deployment.machine.hosts[here.host].devices[here.device]
-        fallbacks = backend.choose_kernels(deployment, device, self._share)
+        fallbacks = backend.choose_kernels(deployment, here, self._share)
         weight_bytes = self._load_stages()
         stage = self.stage
         replay = self._make_replay(stage)

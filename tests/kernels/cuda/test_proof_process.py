@@ -17,7 +17,7 @@ import torch
 
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kernel_cases import KernelCase, kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, card_identity, prove_cases, verdicts_here
 from shardline.deployment.machine import Device
@@ -69,7 +69,7 @@ class ProvingBackend(InterpretedBackend):
         self._tried = tried
         self._other_ranks = share
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         cases = kernel_cases(deployment)
         tried = [case for case in cases if case.kernel in self._tried]
         verdicts = prove_cases(tried, "cpu", "sm_90", start=Fork, patience=4.0)

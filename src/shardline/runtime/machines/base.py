@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kv_budget import MemoryUse
-from shardline.deployment.machine import Device
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
@@ -147,9 +146,9 @@ class Backend(ComputeDevice, Protocol):
             RuntimeError: they give other bits each time.
         """
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
-        """Called before weights are packed: choose the kernels for a model on `device`. Returns those of its own that
-        it does without, the same ones on all ranks.
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
+        """Called before weights are packed: choose the kernels for a model on the device at `here`. Returns those of
+        its own that it does without, the same ones on all ranks.
 
         Raises:
             ValueError: the configuration forbids such a choice.

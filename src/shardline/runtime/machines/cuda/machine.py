@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kernel_cases import kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, verdicts_here
 from shardline.deployment.kv_budget import MemoryUse
-from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.library import use_library
@@ -58,7 +57,8 @@ class CudaBackend:
     def known_answer(self) -> str:
         return ""  # kernels would be compiled for it
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
+        device = deployment.machine.hosts[here.host].devices[here.device]
         verdicts = verdicts_here(kernel_cases(deployment), device, str(self.device))
         return self.use_kernels(deployment, verdicts, share)
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kv_budget import MemoryUse
-from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.host.known_answers import known_answer
@@ -61,7 +60,7 @@ class HostBackend:
     def known_answer(self) -> str:
         return known_answer()
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         return ()
 
     def finish_loading(self, products: LoadedProducts) -> None:

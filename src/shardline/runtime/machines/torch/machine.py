@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kv_budget import MemoryUse
-from shardline.deployment.machine import Device
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
@@ -87,7 +86,7 @@ class TorchBackend:
     def known_answer(self) -> str:
         return self._answer
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         return ()
 
     def finish_loading(self, products: LoadedProducts) -> None:
