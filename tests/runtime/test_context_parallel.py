@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.runtime.layers.context_parallel import KeyShare, SharedGroup, share_rows
+from shardline.runtime.key_share import KeyShare, SharedGroup, share_rows
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9000)), min_size=1, max_size=12)
 """(new tokens, tokens before them) of each."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.runtime.key_share import SharedRows
 from shardline.runtime.sampling.inputs import SamplingInput
 
 
@@ -30,33 +31,6 @@ class ScoredRows(NamedTuple):
     """[num_scored] int64: the id of the prompt's next token after each of these."""
     sampled: Tensor
     """[num_sampled] int64: the rows whose logits are sampled."""
-
-
-class SharedRun(NamedTuple):
-    """Consecutive sequences that attend alike to keys that ranks share, see `layers.context_parallel`."""
-
-    first_sequence: int
-    end_sequence: int
-    first_row: int
-    end_row: int
-    first_split: int
-    num_splits: int
-    """Splits that the ranks compute; a multiple of the ranks, if there are more than one for each."""
-    brings_keys: bool
-    """Whether the keys of the one sequence travel, and not the queries."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sequences."""
-        return self.end_row - self.first_row
-
-
-class SharedRows(NamedTuple):
-    """How the rows attend in the layers of a KV group."""
-
-    runs: tuple[SharedRun, ...]
-    query_starts: Tensor
-    """int32: for each run, as in `Rows`; run i begins at its first sequence's number + i."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
 from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
+from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
-from shardline.runtime.layers.context_parallel import share_keys
 from shardline.runtime.loader.adapters import load_adapter
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
@@ -68,6 +68,7 @@ class Worker:
         self._kv_store: KVStore | None = None
         self._expert_load: Counters | None = None
         self._finite_checker = FiniteChecker(groups.place.rank) if deployment.check_finite else None
+        context = groups["context"]
         self._sizes = StepSizes(
             max_seqs=deployment.limits.max_samples,
             max_blocks=deployment.cache.max_blocks,
@@ -75,7 +76,7 @@ class Worker:
             block_size=deployment.cache.block_size,
             hidden_size=deployment.spec.hidden_size,
             dtype=getattr(torch, deployment.dtype),
-            share=share_keys(deployment, groups["context"]) if groups["context"].size > 1 else None,
+            share=share_keys(deployment, context.rank, context.size) if context.size > 1 else None,
         )
 
     def load(self, agree: Agree | None = None) -> RankReport:

@@ -17,8 +17,8 @@ from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
 from shardline.runtime.decoder import DecoderStage, FusedLayers
+from shardline.runtime.key_share import KeyShare
 from shardline.runtime.layers.context import WeightStream
-from shardline.runtime.layers.context_parallel import KeyShare
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
-from shardline.runtime.layers.context_parallel import KeyShare, share_rows
+from shardline.runtime.key_share import KeyShare, SharedRows, share_rows
 from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence, num_scored
-from shardline.runtime.step import Rows, ScoredRows, SharedRows, StepInput
+from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 _MAX_SHAPES = 1024
 """Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""

@@ -1,0 +1,144 @@
+"""Which keys a rank has if several share those of a request, and how the rows of a step then attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from shardline.deployment.deployment import Deployment
+from shardline.models.attention import cached_token_bytes
+from shardline.models.kv_groups import SPLIT_TOKENS
+
+_ROWS_PER_EXCHANGE = 16
+"""An exchange takes about as long as to send so many rows' results for a split."""
+
+
+class SharedGroup(NamedTuple):
+    """What decides how the layers of a KV group attend."""
+
+    window: int | None
+    most_queries: int
+    """Keys of a split are more than the results of so many queries."""
+
+
+class SharedRun(NamedTuple):
+    """Consecutive sequences that attend alike to keys that ranks share, see `layers.context_parallel`."""
+
+    first_sequence: int
+    end_sequence: int
+    first_row: int
+    end_row: int
+    first_split: int
+    num_splits: int
+    """Splits that the ranks compute; a multiple of the ranks, if there are more than one for each."""
+    brings_keys: bool
+    """Whether the keys of the one sequence travel, and not the queries."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sequences."""
+        return self.end_row - self.first_row
+
+
+class SharedRows(NamedTuple):
+    """How the rows attend in the layers of a KV group."""
+
+    runs: tuple[SharedRun, ...]
+    query_starts: Tensor
+    """int32: for each run, as in `Rows`; run i begins at its first sequence's number + i."""
+
+
+class KeyShare(NamedTuple):
+    """Which keys a rank has."""
+
+    rank: int
+    num_ranks: int
+    block_size: int
+    groups: tuple[SharedGroup, ...]
+
+    def mask_slots(self, slots: Tensor, positions: Tensor) -> None:
+        """Let only keys of this rank's splits be stored."""
+        slots.masked_fill_(positions // SPLIT_TOKENS % self.num_ranks != self.rank, -1)
+
+    def plan_rows(self, query_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[SharedRun, ...]:
+        """How the sequences of a step attend in the layers of a KV group: consecutive ones together, if that is
+        faster."""
+        runs: list[SharedRun] = []
+        row = 0
+        for index, (num_rows, length) in enumerate(zip(query_lens, context_lens, strict=True)):
+            run = self._run_of(index, row, num_rows, length, self.groups[group])
+            joined = self._join(runs[-1], run) if runs else None
+            if joined is not None:
+                runs[-1] = joined
+            else:
+                runs.append(run)
+            row += num_rows
+        return tuple(runs)
+
+    def _run_of(self, sequence: int, row: int, num_rows: int, length: int, group: SharedGroup) -> SharedRun:
+        first_key = 0 if group.window is None else max(0, length - num_rows - group.window + 1)
+        first = first_key // SPLIT_TOKENS
+        brings_keys = num_rows > group.most_queries
+        if not brings_keys:
+            first -= first % self.num_ranks  # so that the first split is of the first rank
+        num_splits = -(-length // SPLIT_TOKENS) - first
+        return SharedRun(sequence, sequence + 1, row, row + num_rows, first, self._round(num_splits), brings_keys)
+
+    def _round(self, num_splits: int) -> int:
+        """A few more splits, of which no row sees a key, so that there are fewer kinds of runs."""
+        if num_splits <= self.num_ranks:
+            return num_splits
+        each = -(-num_splits // self.num_ranks)
+        unit = 1 << max(0, each.bit_length() - 3)
+        return -(-each // unit) * unit * self.num_ranks
+
+    def _join(self, before: SharedRun, run: SharedRun) -> SharedRun | None:
+        """Two runs as one; None: that would be slower."""
+        if before.brings_keys or run.brings_keys:
+            return None
+        first = min(before.first_split, run.first_split)
+        end = max(before.first_split + before.num_splits, run.first_split + run.num_splits)
+        joined = SharedRun(
+            before.first_sequence,
+            run.end_sequence,
+            before.first_row,
+            run.end_row,
+            first,
+            self._round(end - first),
+            False,
+        )
+        more = joined.num_rows * joined.num_splits - sum(one.num_rows * one.num_splits for one in (before, run))
+        return joined if more <= _ROWS_PER_EXCHANGE * self.num_ranks else None
+
+
+def share_keys(deployment: Deployment, rank: int, num_ranks: int) -> KeyShare:
+    """Which keys one of the ranks of a context group has."""
+    cache, layers = deployment.cache, deployment.spec.layers
+    kinds = []
+    for kv_group in cache.groups:
+        attention = layers[kv_group.layers[0]].attention
+        keys = SPLIT_TOKENS * cached_token_bytes(attention, 1, cache.dtype)
+        # Latents always travel: there is no kernel for parts of them.
+        most = 0 if attention.shares_cache else int(keys / (4 * attention.partial_size))
+        kinds.append(SharedGroup(kv_group.window, most))
+    return KeyShare(rank, num_ranks, cache.block_size, tuple(kinds))
+
+
+def share_rows(
+    plan: Sequence[tuple[SharedRun, ...]], query_lens: Sequence[int], memory: Tensor
+) -> tuple[SharedRows, ...]:
+    """The plan of each KV group with the query starts of each run, which are written to `memory` [num_groups, at least
+    twice the number of sequences] int32."""
+    shared = []
+    for runs, of_group in zip(plan, memory, strict=True):
+        starts = of_group.numpy()
+        for number, run in enumerate(runs):
+            place = run.first_sequence + number
+            starts[place] = 0
+            lens = query_lens[run.first_sequence : run.end_sequence]
+            np.cumsum(lens, out=starts[place + 1 : place + 1 + len(lens)])
+        shared.append(SharedRows(runs, of_group))
+    return tuple(shared)
