@@ -7,23 +7,30 @@ known from a first run, and each is right with a given probability. So the figur
 batch, this prints the tokens/s without drafts, and for each probability how many times as fast drafts are, as the
 median of the rounds with the least and the most.
 
+The same with a draft model of about 6% of the model's bytes, whose passes are computed and whose guesses are replaced.
+
 Then on code that is edited: a prompt is a part of a source file of this repository, and its answer is the same with
 names changed by a rule. The model computes everything, and the tokens of that answer are chosen in place of its own.
+
+At last the demo model with its own draft model on its own questions, with nothing replaced.
 
 Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import torch
 from perf.random_models import RandomModel, asked_models
 from tokenizers import Tokenizer
@@ -34,6 +41,9 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Request
+from shardline.messages.step import SequenceResult
+from shardline.runtime.features.base import RunningStep
+from shardline.runtime.features.draft_model import DraftModel
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
 from shardline.sampling_params import SamplingParams
@@ -46,6 +56,12 @@ METHODS = ({"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 2
 EDITED_LEN = 384
 SOURCE = Path(__file__).parents[1] / "src/shardline"
 FILES = [file for file in sorted((SOURCE / "engine/scheduling").glob("*.py")) if file.stat().st_size]
+DEMO, DEMO_LEN = SOURCE / "demo_model", 64
+DEMO_BEGIN, DEMO_END = 1, 2
+SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768} | dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads"), 4
+)
+"""What the draft model has in place of the model's own sizes."""
 RULE = {"sequence": "stream", "block": "page", "step": "turn", "token": "word"}
 
 
@@ -75,14 +91,16 @@ def start(model: RandomModel, **options: object) -> Engine:
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], output_len: int = OUTPUT_LEN
+    engine: Engine, prompts: list[list[int]], output_len: int = OUTPUT_LEN, ends: tuple[int, ...] = ()
 ) -> tuple[float, dict[tuple[int, ...], list[int]]]:
-    """Seconds for all prompts together, and their answers."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    """Seconds for all prompts together, and their answers, which end at one of `ends`."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=output_len)
     answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+        engine.add_request(
+            Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling, eos_token_ids=ends)
+        )
     while engine.busy:
         for output in engine.step():
             answers[output.request_id] += output.token_ids
@@ -90,11 +108,43 @@ def run(
     return seconds, {tuple(prompt): answers[str(index)] for index, prompt in enumerate(prompts)}
 
 
-def measure(model: RandomModel) -> None:
+@contextmanager
+def guesses_of(oracle: Oracle) -> Iterator[None]:
+    """Have drafts be those of the oracle; a draft model computes its own all the same."""
+    result = DraftModel.result
+
+    def replaced(draft: DraftModel, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
+        texts = {
+            step.seq_id: sequence.tokens[: step.start + 1].tolist()
+            for step, sequence in zip(running.plan.steps, running.stepped, strict=True)
+        }
+        return [
+            msgspec.structs.replace(one, guesses=oracle.guess(texts[one.seq_id] + one.token_ids, len(one.guesses)))
+            if one.guesses
+            else one
+            for one in result(draft, running, results)
+        ]
+
+    with (
+        patch.object(PromptLookup, "find_continuation", lambda lookup, tokens, most: oracle.guess(tokens, most)),
+        patch.object(DraftModel, "result", replaced),
+    ):
+        yield
+
+
+def measure_draft_model(model: RandomModel) -> None:
+    """As `measure`, with a small draft model of the same vocabulary."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((Path(model.options["model"]) / "config.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps({**config, **SMALL}))
+        measure(model, {"model": folder, "num_speculative_tokens": 5}, "a draft model")
+
+
+def measure(model: RandomModel, draft: dict[str, object], by: str) -> None:
     """Print a line for each batch and probability."""
     oracle = Oracle()
-    plain, drafting = start(model), start(model, speculative_config=DRAFT)
-    with patch.object(PromptLookup, "find_continuation", lambda lookup, tokens, most: oracle.guess(tokens, most)):
+    plain, drafting = start(model), start(model, speculative_config=draft)
+    with guesses_of(oracle):
         for batch in BATCHES:
             speeds: list[float] = []
             ratios: dict[float, list[float]] = {probability: [] for probability in PROBABILITIES}
@@ -110,7 +160,8 @@ def measure(model: RandomModel) -> None:
                 if round_:
                     speeds.append(batch * OUTPUT_LEN / without)
             print(
-                f"{model.name}, {batch} sequences: {statistics.median(speeds):.0f} tokens/s without drafts", flush=True
+                f"{model.name}, by {by}, {batch} sequences: {statistics.median(speeds):.0f} tokens/s without drafts",
+                flush=True,
             )
             for probability, found in ratios.items():
                 middle = statistics.median(found)
@@ -179,11 +230,55 @@ def measure_edits(model: RandomModel) -> None:
             )
 
 
+def demo_prompts(count: int) -> list[list[int]]:
+    """Questions to the demo model."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    begin, end = map(tokenizer.id_to_token, (DEMO_BEGIN, DEMO_END))
+    lines = (DEMO / "conversations.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
+    texts = [f"{begin}<|user|>{question}{end}<|assistant|>" for question in questions[:count]]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def measure_demo(rounds: int = 5) -> None:
+    """Print the acceptance of the demo model's draft model, and the gain, for each batch."""
+    options = {"model": "demo", "enable_prefix_caching": False}
+    draft = {"model": "demo-draft", "num_speculative_tokens": 4}
+    model = RandomModel("demo", options, rounds, random.Random(0))
+    plain, drafting = start(model), start(model, speculative_config=draft)
+    for batch in (1, 32):
+        found: list[float] = []
+        prompts = demo_prompts(32)
+        for round_ in range(rounds + 1):
+            parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+            seconds = [0.0, 0.0]
+            for part in parts:
+                for index, engine in enumerate((plain, drafting)):
+                    taken, answers = run(engine, part, DEMO_LEN, (DEMO_END,))
+                    seconds[index] += taken
+                    if index == 0:
+                        expected = answers
+                assert answers == expected, "drafts change an answer"
+            if round_:
+                found.append(seconds[0] / seconds[1])
+        counts = drafting.stats().drafts
+        assert counts is not None
+        middle = statistics.median(found)
+        print(
+            f"demo by its draft model, {batch} sequences: {middle:.2f} [{min(found):.2f}-{max(found):.2f}] x, "
+            f"{counts.num_accepted / max(1, counts.num_tokens):.0%} of {counts.num_tokens} guesses right so far",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measure every model that the user asked for."""
     for model in asked_models(__doc__, rounds=3):
-        measure(model)
+        measure(model, DRAFT, "lookup")
+        if model.name == "dense":
+            measure_draft_model(model)
         measure_edits(model)
+    measure_demo()
 
 
 if __name__ == "__main__":

@@ -87,6 +87,15 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+DRAFT_CONFIG: dict[str, Any] = {
+    **CONFIG,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+"""That of the draft model, which can be split over as many ranks."""
+
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": BEGIN,
     "eos_token_id": END,
@@ -124,10 +133,10 @@ def train_tokenizer(lines: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def new_model() -> LlamaForCausalLM:
+def new_model(config: dict[str, Any] = CONFIG) -> LlamaForCausalLM:
     """The model with its first, random weights in float32. They are the same at every call."""
     torch.manual_seed(SEED)
-    return LlamaForCausalLM(LlamaConfig(**{**CONFIG, "dtype": "float32", "torch_dtype": "float32"}))
+    return LlamaForCausalLM(LlamaConfig(**{**config, "dtype": "float32", "torch_dtype": "float32"}))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -154,6 +163,8 @@ def main() -> None:
     train_tokenizer(texts(load_items(), load_small_talk())).save(str(output / "tokenizer.json"))
     write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
     write_json(output / "config.json", CONFIG)
+    (output / "draft").mkdir(exist_ok=True)
+    write_json(output / "draft" / "config.json", DRAFT_CONFIG)
     write_json(output / "generation_config.json", GENERATION_CONFIG)
     if not (output / "model.safetensors").exists():
         write_weights(new_model(), output / "model.safetensors")

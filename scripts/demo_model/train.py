@@ -18,7 +18,19 @@ from pathlib import Path
 import torch
 from dialogue import PLAIN_TEXT, Item, SmallTalk, load_items, load_small_talk
 from evaluate import exact_match, load_model, report, rounded_to_bfloat16
-from prepare import ASSISTANT, BEGIN, END, MODEL_DIR, PAD, SEED, USER, new_model, write_weights
+from prepare import (
+    ASSISTANT,
+    BEGIN,
+    CONFIG,
+    DRAFT_CONFIG,
+    END,
+    MODEL_DIR,
+    PAD,
+    SEED,
+    USER,
+    new_model,
+    write_weights,
+)
 from tokenizers import Tokenizer
 from torch.nn import functional
 from tqdm import tqdm
@@ -221,17 +233,25 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="weights to go on from, instead of random ones")
     parser.add_argument("--check-every", type=int, default=600)
     parser.add_argument("--checkpoints", type=Path, help="folder for weights at every check")
-    parser.add_argument("--output", type=Path, default=MODEL_DIR / "model.safetensors")
+    parser.add_argument("--draft", action="store_true", help="train the draft model")
+    parser.add_argument("--output", type=Path, help="where the weights go; default: into the package")
     arguments = parser.parse_args()
+    folder = MODEL_DIR / "draft" if arguments.draft else MODEL_DIR
+    output = arguments.output or folder / "model.safetensors"
     torch.set_num_threads(1)
     start = time.perf_counter()
-    model = load_model(arguments.start_from) if arguments.start_from else new_model()
+    model = (
+        load_model(arguments.start_from)
+        if arguments.start_from
+        else new_model(DRAFT_CONFIG if arguments.draft else CONFIG)
+    )
     schedule = Schedule(arguments.steps, arguments.peak_learning_rate)
     mixture = Mixture(arguments.plain_share, arguments.small_talk_repeats)
     train(model, schedule, mixture, arguments.stop_after, arguments.check_every, arguments.checkpoints)
     print(f"trained in {(time.perf_counter() - start) / 60:.1f} minutes")
-    write_weights(model, arguments.output)
-    report(arguments.output)
+    write_weights(model, output)
+    if not arguments.draft:  # perf/speculation.py says how well that one guesses
+        report(output)
 
 
 if __name__ == "__main__":

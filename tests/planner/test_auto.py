@@ -135,6 +135,22 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     assert json.loads(capsys.readouterr().out)["simulation"]["replicas"] == 3
 
 
+def test_a_plan_for_this_host_counts_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--kv-cache-memory", "64MiB", "-tp", "1", "-dp", "1"]
+    words += ["--pipeline-parallel-size", "1", "--max-num-seqs", "16"]
+    assert main(words) == 0
+    [plain] = re.findall(r"KV cache .* ([\d,]+) tokens of", capsys.readouterr().out)
+    drafts = {"model": "demo", "num_speculative_tokens": 3}
+    assert main([*words, "--speculative-config", json.dumps(drafts)]) == 0
+    text = capsys.readouterr().out
+    [half] = re.findall(r"KV cache .* ([\d,]+) tokens of", text)
+    assert int(half.replace(",", "")) == pytest.approx(int(plain.replace(",", "")) / 2, rel=0.03)
+    assert re.search(r"weights +22.0 MiB   11.0 MiB of them the draft model's, and 8.2 kB of each token", text)
+
+
 def test_loads_that_no_layout_can_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.engine.speculative.payoff import Acceptance, Gate
 from shardline.messages.request import Request
 from shardline.messages.stats import DraftStats
@@ -96,8 +99,8 @@ class Noted:
     [
         ("gemma2", 1, 1, 3, {}),  # windows, a softcap
         ("llama", 1, 1, 20, {}),  # further than a block
-        ("qwen3_moe", 2, 1, 5, {"max_num_batched_tokens": 40}),  # prompts are computed in parts
-        ("deepseek_v3", 2, 1, 2, {"kv_cache_dtype": "int8"}),
+        ("qwen3_moe", 2, 1, 5, {"max_num_batched_tokens": 40, "max_num_seqs": 8}),  # prompts are computed in parts
+        ("deepseek_v3", 1, 1, 2, {"kv_cache_dtype": "int8"}),
     ],
 )
 def test_guesses_are_the_greedy_continuation_of_the_draft_model(
@@ -164,6 +167,31 @@ def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> No
     # The third takes blocks of the first, whose content is the draft model's no longer.
     assert found[:3] == [whole, whole - cached, whole]
     assert found[3] in (whole, whole - cached)
+
+
+def test_the_draft_model_of_the_demo_model_guesses_its_answers() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    lines = (DEMO_FOLDER / "conversations.jsonl").read_text().splitlines()[:8]
+    texts = [f"<|begin|><|user|>{json.loads(line)['question']}<|end|><|assistant|>" for line in lines]
+    sampling = SamplingParams(temperature=0.0, max_tokens=64)
+    requests = [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=tokenizer.encode(text, add_special_tokens=False).ids,
+            sampling=sampling,
+            eos_token_ids=(2,),
+        )
+        for number, text in enumerate(texts)
+    ]
+    with drafting_always(MOST):
+        engine, executor = start_engine(Path("demo"), speculative_config=draft_with(Path("demo-draft")))
+        answers = run(engine, requests, "together")
+        drafts = engine.stats().drafts
+        executor.close()
+    known = [tokenizer.encode(json.loads(line)["answer"], add_special_tokens=False).ids for line in lines]
+    assert [answers[str(number)].token_ids[:-1] for number in range(len(lines))] == known
+    assert drafts is not None
+    assert drafts.num_accepted > 0.5 * drafts.num_tokens
 
 
 def test_passes_are_replayed(llama: Path) -> None:

@@ -59,6 +59,7 @@ class Scheduler:
       if no other plan in flight steps the sequence (later steps compute the KV of these).
     * `draft_token_ids` follow the last token, and only if no other plan in flight steps the sequence. The result has
       one token more than it accepts, and the next step begins with that token.
+    * `num_guesses` is only in steps that decode. The result has up to as many `guesses`, and a later plan drafts them.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
     * `copies` come before anything that the plan computes. What they store was computed by earlier plans, and what they
       fetch is read by plans that are scheduled after its result.

@@ -91,6 +91,8 @@ class RowCost:
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
         """Seconds of a step without guesses, by its number of sequences."""
+        self._seen_once: set[int] = set()
+        """Numbers of sequences of which one such step has run. The first one of a shape is slow: it is recorded."""
         self._extra = self._guesses = 0.0
         """Seconds that guesses have taken, and their number."""
 
@@ -100,6 +102,11 @@ class RowCost:
         usual = self.plain_seconds(num_sequences)
         if num_rows == num_sequences:
             known = self._plain.get(num_sequences, seconds)
+            if num_sequences not in self._plain:
+                self._seen_once.add(num_sequences)
+            elif num_sequences in self._seen_once:
+                self._seen_once.remove(num_sequences)
+                known = min(known, seconds)
             self._plain[num_sequences] = _KEPT * known + (1.0 - _KEPT) * min(seconds, _LONGEST_STALL * known)
         elif usual and seconds < _LONGEST_STALL * usual * num_rows / num_sequences:
             self._extra = _KEPT * self._extra + seconds - usual

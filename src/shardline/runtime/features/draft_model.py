@@ -118,7 +118,8 @@ class DraftModel(Feature):
         self._group, self._block_size = draft.group, sizes.block_size
         self._num_blocks = num_blocks
         self._spare_each = sizes.max_blocks - deployment.cache.max_blocks
-        self._max_rows, self._max_short = deployment.limits.max_num_batched_tokens, sizes.max_seqs
+        self._max_short = sizes.max_seqs
+        self._max_rows = max(deployment.limits.max_num_batched_tokens, sizes.max_seqs)
         self._max_model_len = deployment.max_model_len
         self._vocab_size, self._own_vocab_size = deployment.spec.vocab_size, draft.spec.vocab_size
         self._tables = _BlockTables(sizes.max_blocks)
