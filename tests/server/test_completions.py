@@ -284,7 +284,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"temperature": -1}, "temperature", "[0, 100]"),
         ({"temperature": "hot"}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "(0, 1]"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 0}, "n", "greater than or equal to 1 (greater_than_equal)"),
         ({"n": 1000}, "n", "less than or equal to 128"),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"logprobs": -1}, "logprobs", "greater than max allowed: 20"),

@@ -175,9 +175,9 @@ def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
             f"Invalid type for '{name}': expected {expected}, but got {got} instead.", name, "invalid_type"
         )
     message = error["msg"]
-    # Clients of vLLM look for these names of bounds.
-    code = error["type"] if error["type"] in _BOUNDS else "invalid_value"
-    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}.", name, code)
+    # Clients of vLLM look for these names of bounds, also in the message.
+    code, shown = (error["type"], f" ({error['type']})") if error["type"] in _BOUNDS else ("invalid_value", "")
+    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}{shown}.", name, code)
 
 
 def _path(loc: Sequence[str | int], body: Any) -> Path:
