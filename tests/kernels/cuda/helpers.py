@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback
-from shardline.deployment.machine import Device
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.kernels.contract import Kernels, LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.runtime.machines.base import Forward, NoReplay, Replay, Share, StepSizes
@@ -23,7 +22,7 @@ class InterpretedBackend(CudaBackend):
     def __init__(self) -> None:
         super().__init__(CPU, "Triton's interpreter", "interpreter", num_threads=1)
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         return ()
 
     def finish_loading(self, products: LoadedProducts) -> None: ...
