@@ -100,7 +100,7 @@ def test_the_bubble_is_the_time_in_which_ranks_were_not_busy(
             for kind, value in zip(("busy", "waiting"), both, strict=True)
         )
 
-    def slow(index: int, path: str, body: object) -> list[bytes]:
+    def slow(index: int, path: str, body: object) -> Script:
         time.sleep(0.1)
         return stream(2)
 

@@ -258,7 +258,7 @@ def test_keys_are_those_of_the_namespace() -> None:
     cache.publish_blocks(sequence)
     cache.free_blocks(sequence)
     for _ in range(8):
-        cache.pool.take_block()
+        cache.pool.take_block(0)
     assert tier.num_stored == 4
     for namespace, absent in ((ours, 4), (theirs, 0), (None, 0)):
         cache, sequence = cache_and_sequence(namespace, tier)

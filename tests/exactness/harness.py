@@ -287,7 +287,7 @@ def run_case(
             patch.object(Gate, "is_open", True),
         ):
             asked = {"model": str(make_checkpoint("qwen2", Path(folder))), "num_speculative_tokens": 4}
-            return _run_case(model, case, requests, {"speculative_config": asked})
+            return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
     with (
         patch.object(
             PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)

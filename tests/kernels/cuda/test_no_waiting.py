@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment, KernelFallback
+from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.here import resolve_here
-from shardline.deployment.machine import Device
 from shardline.engine.executor.uni import UniExecutor
 from shardline.kernels.contract import LoadedProducts
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
@@ -42,7 +41,7 @@ class ValuelessBackend(CudaBackend):
     def __init__(self) -> None:
         super().__init__(META, "none", "none")
 
-    def choose_kernels(self, deployment: Deployment, device: Device, share: Share) -> tuple[KernelFallback, ...]:
+    def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         return ()
 
     def finish_loading(self, products: LoadedProducts) -> None: ...

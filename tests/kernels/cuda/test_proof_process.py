@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -150,12 +150,15 @@ def test_cases_speak_for_every_kernel_that_a_model_calls(
 ) -> None:
     """What they leave out would be torch's on a GPU, unsaid."""
     make_checkpoint(family, tmp_path, **(CALLED[family] or {"num_hidden_layers": 2}))
-    backend, called = InterpretedBackend(), set()
+    backend, called = InterpretedBackend(), set[str]()
     for name in {op for ops in OPS.values() for op in ops}:
         op = getattr(backend.kernels, name)
-        monkeypatch.setattr(
-            backend.kernels, name, lambda *arguments, op=op, name=name: (called.add(name), op(*arguments))[1]
-        )
+
+        def counted(*arguments: object, op: Callable[..., object] = op, name: str = name) -> object:
+            called.add(name)
+            return op(*arguments)
+
+        monkeypatch.setattr(backend.kernels, name, counted)
     worker = load(tmp_path, {"quantization": "int8_fast"} if family == "gemma" else {}, backend)
     for fused in (worker.stage.fused, None):
         worker.stage.fused = fused
