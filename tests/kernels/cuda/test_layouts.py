@@ -223,7 +223,8 @@ def test_what_is_captured(tmp_path: Path, capturable: bool, layout: dict[str, ob
     """Everything but exchanges over host memory, and those for whose sizes the host waits."""
     setup = setup_of(make_checkpoint("mixtral", tmp_path), **layout)
     group: Any = Group(capturable, setup.grid.tensor)
-    groups = dataclasses.replace(make_single_rank_groups(), collectives={"tensor": group, "expert": group})
+    alone = make_single_rank_groups()
+    groups = dataclasses.replace(alone, collectives={**alone.collectives, "tensor": group, "expert": group})
     worker = Worker(setup, CudaBackend(CPU, "none", "none"), groups)
     replay = worker._make_replay(Stage())  # type: ignore[arg-type]
     assert isinstance(replay, GraphReplay if is_replayed else NoReplay)
