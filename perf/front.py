@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from shardline.channel import Channel, encode_message
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import (
     AbortRequests,
     AddRequests,
@@ -58,7 +59,7 @@ class StubClient:
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """The stub is ready at once."""
-        return EngineReady(MAX_MODEL_LEN, 100_000, 16, "stub", [])
+        return EngineReady(MAX_MODEL_LEN, 100_000, 16, NumericContract("stub"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         """Hand over requests."""
