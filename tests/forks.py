@@ -65,10 +65,10 @@ class ForkedProcess:
             self.wait(0.0)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a forked process", timeout)
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
             self.returncode = int.from_bytes(self._status.recv(4, socket.MSG_PEEK), "little", signed=True)
         return self.returncode
 
