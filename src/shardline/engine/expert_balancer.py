@@ -52,12 +52,14 @@ class ExpertBalancer:
         self._window: dict[int, Load] = {}
         """The load of each layer that may want a move, in the last window that is over."""
         self._whole_window: dict[int, Load] = {}
+        """That of all layers."""
         self._move: Move | None = None
         """The move that ranks read experts for."""
         self._is_asked = False
         self._next_time = 0.0
         self._num_moves = 0
         self._attributed: Counts | None = None
+        """The load that `_rank_load` has already."""
         self._rank_load: dict[int, Load] = {}
 
     def note_step(self) -> None:

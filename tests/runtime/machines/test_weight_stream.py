@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"no file can be made in .*file: "):
         start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path / "file"))
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=5)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"of weights cannot be written to .*: No space left on device"):
+        start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path))
 
 
 @pytest.mark.parametrize(
