@@ -226,11 +226,12 @@ class Site:
         for backend in self.backends:
             if backend.server is not None:
                 backend.server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.02)  # connections end in the next turns of the loop
+        this = asyncio.current_task()
+        while tasks := [task for task in asyncio.all_tasks() if task is not this]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.02)  # connections end, and such as were just accepted begin, in the next turns
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -123,29 +124,30 @@ class Cutter:
         return await asyncio.start_server(self._connect, "127.0.0.1", 0)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream, sink = await asyncio.open_connection("127.0.0.1", self._port)
+        with contextlib.closing(writer.transport), contextlib.suppress(ConnectionError):
+            upstream, sink = await asyncio.open_connection("127.0.0.1", self._port)
+            with contextlib.closing(sink):
+                sending = asyncio.create_task(self._pass_on(reader, sink))
+                try:
+                    await self._answer(upstream, writer)
+                finally:
+                    sending.cancel()
 
-        async def pass_on() -> None:
+    @staticmethod
+    async def _pass_on(reader: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.closing(sink):
             while data := await reader.read(65536):
                 sink.write(data)
-            sink.close()
 
-        sending = asyncio.create_task(pass_on())
+    async def _answer(self, upstream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         left: int | None = None
-        try:
-            while data := await upstream.read(65536):
-                if left is None and self._places and b"text/event-stream" in data:
-                    left = self._places.pop() + data.index(b"\r\n\r\n") + 4
-                writer.write(data if left is None else data[:left])
-                if left is not None and (left := left - len(data)) <= 0:
-                    await writer.drain()
-                    return
-        except ConnectionError:
-            pass
-        finally:
-            sending.cancel()
-            sink.close()
-            writer.transport.close()
+        while data := await upstream.read(65536):
+            if left is None and self._places and b"text/event-stream" in data:
+                left = self._places.pop() + data.index(b"\r\n\r\n") + 4
+            writer.write(data if left is None else data[:left])
+            if left is not None and (left := left - len(data)) <= 0:
+                await writer.drain()
+                return
 
 
 @pytest.fixture(scope="module")
