@@ -92,6 +92,8 @@ class Backend:
     calls: list[Call] = field(default_factory=list)
     left: int = 0
     """Connections that have ended before their answer."""
+    num_connections: int = 0
+    """That were ever made to it."""
     url: str = ""
     server: asyncio.Server | None = None
 
@@ -102,6 +104,7 @@ class Backend:
         self.url = f"{scheme}://{name}:{self.server.sockets[0].getsockname()[1]}"
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while await self._answer_next(reader, writer):
                 pass

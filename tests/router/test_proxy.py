@@ -17,7 +17,7 @@ from shardline.router.fleet import Fleet
 from shardline.router.prompts import Prompt
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
-from tests.router.backends import Backend, Call, Site, open_site, say_name, stream_words
+from tests.router.backends import Backend, Behaviour, Call, Site, open_site, say_name, stream_words
 
 
 @pytest.fixture
@@ -75,6 +75,16 @@ def test_a_request_and_its_answer_go_through(site: Site) -> None:
     assert call.headers["authorization"] == "Bearer key"
     assert call.headers["x-request-id"] == "r1"
     assert call.headers["x-other"] == "o"
+
+
+@pytest.mark.parametrize("behave", [say_name, stream_words])
+def test_connections_to_backends_are_used_again(site: Site, behave: Behaviour) -> None:
+    backend = site.add_backend(behave)
+    site.start_router(health_interval=5.0)
+    before = backend.num_connections
+    for _ in range(6):
+        assert site.ask().status_code == 200
+    assert backend.num_connections - before <= 1
 
 
 def test_a_stream_goes_through_as_it_comes(site: Site) -> None:

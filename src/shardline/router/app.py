@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
@@ -92,12 +92,19 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
         Route("/router/{action}", change_fleet, methods=["POST"]),
     ]
     own = Starlette(routes=routes, exception_handlers={ApiError: answer_error})
-    own.router.default = InFlightMiddleware(proxy, in_flight)
     own.router.redirect_slashes = False
-    app: ASGIApp = own
+    proxied = InFlightMiddleware(proxy, in_flight)
+    own_paths = frozenset(route.path for route in routes)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """The framework looks at one route after another: only what is not proxied pays for that."""
+        is_own = scope["type"] != "http" or scope["path"] in own_paths or scope["path"].startswith("/router/")
+        await (own if is_own else proxied)(scope, receive, send)
+
+    outermost: ASGIApp = app
     for middleware in reversed(_middleware(server, keys)):
-        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    return app
+        outermost = middleware.cls(outermost, *middleware.args, **middleware.kwargs)
+    return outermost
 
 
 def _middleware(server: ServerConfig, keys: ApiKeys) -> list[Middleware]:

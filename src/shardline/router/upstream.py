@@ -63,6 +63,10 @@ class Answer:
         """Give the connection back if the answer was read to its end, else cut it, so that the backend stops."""
         self._connection.release()
 
+    def cut(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
 
 class Upstream:
     """The connections to one backend. Its methods belong to one event loop."""
@@ -84,9 +88,16 @@ class Upstream:
         self._idle: deque[_Connection] = deque()
 
     async def send(
-        self, method: bytes, target: bytes, headers: Sequence[Header], body: bytes, timeout: float
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Sequence[Header],
+        body: bytes,
+        timeout: float,
+        *,
+        is_probe: bool = False,
     ) -> Answer:
-        """Send a request, and wait up to `timeout` seconds for the head of the answer.
+        """Send a request, and wait up to `timeout` seconds for the head of the answer. `is_probe`: on a new connection.
 
         Raises:
             UpstreamError: there is no answer.
@@ -95,28 +106,27 @@ class Upstream:
         lines += [name + b": " + value for name, value in headers]
         if body or method not in (b"GET", b"HEAD", b"DELETE"):
             lines.append(b"content-length: %d" % len(body))
-        data = b"\r\n".join([*lines, b"\r\n"]) + body
-        while True:
-            connection, is_kept = self._take(), True
-            if connection is None:
-                connection, is_kept = await self._connect(), False
+        data, has_body = b"\r\n".join([*lines, b"\r\n"]) + body, method != b"HEAD"
+        kept = None if is_probe else self._take()
+        if kept is not None:
             try:
-                return await connection.ask(data, timeout, has_body=method != b"HEAD", is_kept=is_kept)
+                return await kept.ask(data, timeout, has_body=has_body, is_kept=True)
             except UpstreamError as error:
-                connection.release()
                 if not error.stale:
                     raise
-            except BaseException:
-                connection.release()
-                raise
+        connection = await self._connect()
+        return await connection.ask(data, timeout, has_body=has_body, is_kept=False)
 
     async def get(self, path: bytes, headers: Sequence[Header], timeout: float, limit: int) -> tuple[int, bytes]:
-        """The status and the body of GET; see `Answer.read_all` and `send`."""
-        answer = await self.send(b"GET", path, headers, b"", timeout)
+        """The status and the body of GET; see `Answer.read_all` and `send`.
+
+        It has a connection of its own, which shows whether the backend still takes new ones.
+        """
+        answer = await self.send(b"GET", path, [*headers, (b"connection", b"close")], b"", timeout, is_probe=True)
         try:
             return answer.status, await answer.read_all(timeout, limit)
         finally:
-            answer.close()
+            answer.cut()
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -170,7 +180,7 @@ class _Connection(asyncio.Protocol):
         self._parts: deque[bytes] = deque()
         self._size = 0
         self._is_paused = False
-        self._has_head = self._is_whole = False
+        self._has_head = self._is_whole = self._may_stay_open = False
         self._is_fresh = True
         """Nothing of the answer has come."""
         self._problem = ""
@@ -225,19 +235,23 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._has_head:
             self._is_whole = True
+            self._may_stay_open = self._parser.should_keep_alive()  # the parser forgets it after this call
 
     # What the pool and the answer call.
 
     async def ask(self, data: bytes, timeout: float, *, has_body: bool, is_kept: bool) -> Answer:
-        """Send a request, and wait for the head of the answer."""
+        """Send a request, and wait for the head of the answer. The connection is closed if none comes."""
         self._reset(has_body=has_body)
         self._transport.write(data)
         deadline = self._loop.time() + timeout
-        while not self._has_head:
-            if self.is_lost:
-                stale = is_kept and self._is_fresh
-                raise UpstreamError(self._problem, stale=stale)
-            await self._wait(deadline, timeout)
+        try:
+            while not self._has_head:
+                if self.is_lost:
+                    raise UpstreamError(self._problem, stale=is_kept and self._is_fresh)
+                await self._wait(deadline, timeout)
+        except BaseException:
+            self.close()
+            raise
         return Answer(self)
 
     async def read(self, timeout: float) -> bytes:
@@ -284,7 +298,7 @@ class _Connection(asyncio.Protocol):
     @property
     def _is_reusable(self) -> bool:
         is_read = self._is_whole and self._has_body and not self._parts
-        return is_read and not self.is_lost and self._parser.should_keep_alive()
+        return is_read and not self.is_lost and self._may_stay_open
 
     def close(self) -> None:
         """Cut the connection."""
