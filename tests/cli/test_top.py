@@ -22,7 +22,7 @@ RATES = {
 
 def rank(number: int, busy: float, waiting: float, host: int = 0) -> dict[str, Any]:
     return {
-        "rank": number, "host": host, "device": "CPU", "pid": 1, "threads": 1, "dp": 0, "pp": 0, "tp": number,
+        "rank": number, "host": host, "device": "CPU", "pid": 1, "threads": 1, "dp": 0, "pp": 0, "tp": number, "cp": 0,
         "layers": [0, 3], "weight_bytes": 1 << 20, "kv_bytes": 2 << 20, "busy": busy, "waiting": waiting,
         "step_seconds": busy / 10,
     }  # fmt: skip

@@ -189,8 +189,8 @@ class Watch:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("replica", "rank", "host", "device", "pp", "tp", "busy", "", "waits", "step", "KV use", "memory"):
-            table.add_column(name, justify="right" if name in ("replica", "rank", "pp", "tp", "step") else "left")
+        for name in ("replica", "rank", "host", "device", "pp", "tp", "cp", "busy", "", "waits", "step", "KV use", "memory"):
+            table.add_column(name, justify="right" if name in ("replica", "rank", "pp", "tp", "cp", "step") else "left")
         for row in self.rows():
             dim = "" if row["alive"] and not self._problem else "dim"
             busy, waits = round(_BAR * row["busy"]), round(_BAR * row["waiting"])
@@ -201,6 +201,7 @@ class Watch:
             cells = (str(row[name]) for name in ("replica", "rank", "where", "device", "pp", "tp"))
             table.add_row(
                 *cells,
+                str(row.get("cp", "")),
                 bar,
                 f"{row['busy']:4.0%}",
                 f"{row['waiting']:4.0%}",

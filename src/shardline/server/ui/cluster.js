@@ -82,7 +82,8 @@ function rankCell(now, replica, place, rank) {
   const busy = make("i", { class: "busy" }), wait = make("i", { class: "wait" });
   const share = make("span", { class: "num" }), step = make("dd"), kv = make("dd");
   const plot = new Plot(26);
-  const where = [`pp ${rank.pp}`, `tp ${rank.tp}`, rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
+  const hasContextRanks = now.replicas.some((one) => one.ranks.some((other) => other.cp > 0));
+  const where = [`pp ${rank.pp}`, `tp ${rank.tp}`, hasContextRanks ? `cp ${rank.cp}` : "", rank.layers ? `layers ${rank.layers[0]}–${rank.layers[1]}` : ""];
   const cell = make("div", { class: "rank" },
     make("header", {}, make("h2", {}, now.replicas.length > 1 ? `Replica ${replica}, rank ${rank.rank}` : `Rank ${rank.rank}`), share),
     make("div", { class: "place" }, where.filter(Boolean).join(" · ")),

@@ -29,6 +29,7 @@ class RankView(msgspec.Struct, frozen=True):
     """Share of the time in which it waited for other ranks."""
     step_seconds: float | None = None
     """Mean; null: it has run no step."""
+    cp: int = 0
 
 
 class HostView(msgspec.Struct, frozen=True):

@@ -161,6 +161,7 @@ class Window:
                     dp=place.dp_rank,
                     pp=place.pp_rank,
                     tp=place.tp_rank,
+                    cp=place.cp_rank,
                     layers=[stage.start, stage.stop - 1],
                     weight_bytes=report.weight_bytes,
                     kv_bytes=report.kv_bytes,
