@@ -70,6 +70,9 @@ class StubClient:
         """Hand over aborts."""
         self._channel.send(AbortRequests(list(request_ids)))
 
+    def reset_prefix_cache(self) -> None:
+        """It has none."""
+
     def close(self, timeout: float = 10.0) -> None:
         """End the stub."""
         with contextlib.suppress(OSError):

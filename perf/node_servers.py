@@ -16,6 +16,7 @@ import httpx
 from shardline.api.engines import Client, EngineEvent
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
+from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineOutputs, EngineReady
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
@@ -139,12 +140,15 @@ class _NoEngine:
     """The client of an engine that takes all requests."""
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        return EngineReady(1024, 1024, 16, "", [])
+        return EngineReady(1024, 1024, 16, NumericContract("stub"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         pass
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> None:
         pass
 
     def close(self, timeout: float = 10.0) -> None:

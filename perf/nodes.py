@@ -147,10 +147,10 @@ def run_ranks(case: str) -> list[list[object]]:
             output = subprocess.PIPE if rank == 0 else None
             namespace = ["ip", "netns", "exec", name]
             ranks.append(subprocess.Popen([*namespace, *command], pass_fds=[segment], stdout=output))
-        output, _ = ranks[0].communicate()
+        measured, _ = ranks[0].communicate()
         if ranks[0].returncode or ranks[1].wait():
             raise SystemExit(f"{case}: a rank failed")
-        rows: list[list[object]] = json.loads(output)
+        rows: list[list[object]] = json.loads(measured)
         return rows
 
 

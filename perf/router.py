@@ -226,8 +226,8 @@ async def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
             except FileNotFoundError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
-            added = [_percentile(through, share) - _percentile(straight, share) for share in (0.5, 0.99)]
-            found.setdefault(name, []).append(Round(*added, cpu))
+            p50, p99 = (_percentile(through, share) - _percentile(straight, share) for share in (0.5, 0.99))
+            found.setdefault(name, []).append(Round(p50, p99, cpu))
     for mock in mocks:
         mock.close()
     return found

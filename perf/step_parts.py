@@ -108,7 +108,7 @@ class Stopwatch:
     ) -> tuple[str, float, float]:
         counts = starts.diff()
         seen = int((counts * (lengths - counts) + counts * (counts + 1) // 2).sum())
-        _, heads, dim = query.shape
+        heads, dim = query.shape[1:]
         return "attention", 4.0 * seen * heads * dim, 4.0 * int(lengths.sum()) * keys.shape[1] * dim
 
 
