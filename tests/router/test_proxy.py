@@ -157,7 +157,7 @@ def test_refusals_of_the_request_are_the_clients(site: Site) -> None:
 def test_full_backends_are_named_and_left_alone(site: Site) -> None:
     site.add_backend(full)
     site.add_backend(full)
-    site.start_router()
+    site.start_router(max_queue=0)
     answer = site.ask()
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "7"

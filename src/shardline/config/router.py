@@ -57,11 +57,13 @@ class RouterConfig:
     answer_timeout: float = option(600.0, "seconds without a byte after which a backend's answer has failed")
     retries: int = option(2, "further backends that a request may try before its first token")
     max_backend_requests: int = option(256, "requests that a backend runs at once; further ones wait there")
+    max_queue: int = option(256, "requests that wait here while all backends say that they are full; others get 429")
+    queue_timeout: float = option(10.0, "seconds that a request waits here at most")
 
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
             raise ValueError("backend must be a sequence of URLs, not one string")
-        for name in ("health_interval", "connect_timeout", "answer_timeout"):
+        for name in ("health_interval", "connect_timeout", "answer_timeout", "queue_timeout"):
             value = getattr(self, name)
             if not 0.0 < value < 1e6:
                 raise ValueError(f"{name} must be seconds above 0, got {value}")
@@ -84,6 +86,8 @@ class RouterConfig:
             check_backend_url(self.kubernetes_api)
         if not 0 <= self.retries <= 10:
             raise ValueError(f"retries must be in [0, 10], got {self.retries}")
+        if not 0 <= self.max_queue <= 100_000:
+            raise ValueError(f"max_queue must be in [0, 100000], got {self.max_queue}")
         if self.max_backend_requests < 1:
             raise ValueError(f"max_backend_requests must be at least 1, got {self.max_backend_requests}")
         urls = [check_backend_url(url) for url in self.backend]

@@ -198,6 +198,11 @@ class Fleet:
         ]
         return [backend for backend in able if backend.busy_until <= now] or able
 
+    def busy_seconds(self, model: str) -> float:
+        """How long all backends that have a model are left alone; 0: there is none, or one that is not."""
+        now = time.monotonic()
+        return max(0.0, min((backend.busy_until for backend in self.candidates(model, ())), default=0.0) - now)
+
     def choose(self, prompt: Prompt, candidates: Sequence[Backend]) -> Choice:
         """The backend that takes a request, by the policy."""
         most = self._config.max_backend_requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
@@ -37,6 +37,11 @@ class RouterMetrics:
         )
         self.unrouted = Counter(
             "shardline_router:unrouted", "Requests that no backend could take.", registry=self.registry
+        )
+        self.waiting = Gauge(
+            "shardline_router:requests_waiting",
+            "Requests that wait here while all backends are full.",
+            registry=self.registry,
         )
         self.chunks = Counter(
             "shardline_router:prompt_chunks",

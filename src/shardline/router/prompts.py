@@ -34,6 +34,8 @@ class Prompt:
     """The prompt, if the client sends it so."""
     asks_for_stream: bool = False
     """The body asks for a stream, and does not say itself with what it goes on."""
+    priority: int = 0
+    """Requests with the least one go first."""
 
 
 def read_prompt(body: bytes, session: str = "") -> Prompt:
@@ -62,6 +64,7 @@ def read_prompt(body: bytes, session: str = "") -> Prompt:
         next(filter(None, hints), ""),
         token_ids if are_ids else None,
         fields.get("stream") is True and "resume" not in fields,
+        priority if type(priority := fields.get("priority")) is int else 0,
     )
 
 

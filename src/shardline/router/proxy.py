@@ -21,6 +21,7 @@ from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Choice, Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, cached_share, read_prompt
+from shardline.router.queue import Queue
 from shardline.router.rendering import rendered_tokens
 from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
@@ -112,6 +113,11 @@ class Refusal:
     retry_after: float | None = None
     """Seconds, if the backend is full."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the backend only has no room."""
+        return self.retry_after is not None
+
 
 class Proxy:
     """An ASGI application. Its client's departure cancels it."""
@@ -121,6 +127,8 @@ class Proxy:
         self._config = config
         self._metrics = metrics
         self._budget = RetryBudget()
+        self._queue = Queue(config.max_queue)
+        metrics.waiting.set_function(lambda: len(self._queue))
         key = config.backend_api_key
         self._key = None if key is None else b"Bearer " + key.encode()
 
@@ -155,7 +163,7 @@ class Proxy:
         return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume=can_resume)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
-        """Give the request to one backend after another, until one answers."""
+        """Offer the request to backends until one takes it, or the time to wait for one is over."""
         began = time.monotonic()
         model = job.prompt.model
         if not self._fleet.serves(model):
@@ -163,6 +171,26 @@ class Proxy:
             message = f"The model `{model}` does not exist. The backends serve: {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         self._budget.earn()
+        place = self._queue.place(job.prompt.priority, lambda: not self._fleet.busy_seconds(model))
+
+        async def wait() -> bool:
+            left = began + self._config.queue_timeout - time.monotonic()
+            return await self._queue.wait(place, left, self._fleet.busy_seconds(model))
+
+        if self._fleet.busy_seconds(model):
+            await wait()
+        refusals = await self._offer(job, scope, send, began)
+        while refusals and not job.has_begun and all(refusal.is_full for refusal in refusals) and await wait():
+            refusals = await self._offer(job, scope, send, began)
+        if refusals is None:
+            return
+        if not job.has_begun:
+            self._metrics.unrouted.inc()
+        await self._refuse(job, refusals, scope, send)
+
+    async def _offer(self, job: Job, scope: Scope, send: Send, began: float) -> list[Refusal] | None:
+        """Give the request to one backend after another. None: one has answered."""
+        model = job.prompt.model
         refusals: list[Refusal] = []
         while len(refusals) <= self._config.retries:
             tried = [refusal.backend for refusal in refusals]
@@ -183,13 +211,11 @@ class Proxy:
             had_begun = job.has_begun
             refusal = await self._try(choice.backend, job, scope, send, len(refusals) + 1)
             if refusal is None:
-                return
+                return None
             if job.has_begun and not had_begun:
                 refusals.clear()  # those that were full when it began may go on with it
             refusals.append(refusal)
-        if not job.has_begun:
-            self._metrics.unrouted.inc()
-        await self._refuse(job, refusals, scope, send)
+        return refusals
 
     async def _look_up(self, job: Job, scope: Scope, send: Send) -> None:
         """Ask all backends for what one of them may have, such as a stored response; the first that has it answers."""
@@ -296,6 +322,9 @@ class Proxy:
         if is_stream and job.choice is not None and not went_on:
             self._fleet.note_pace(job.choice, num_parts)
         self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
+        if self._queue:
+            backend.busy_until = 0.0
+            self._queue.let_next_try()
         return None
 
     def _note_cached(self, choice: Choice | None, tail: bytes) -> None:

@@ -189,8 +189,9 @@ class Watch:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("replica", "rank", "host", "device", "pp", "tp", "cp", "busy", "", "waits", "step", "KV use", "memory"):
-            table.add_column(name, justify="right" if name in ("replica", "rank", "pp", "tp", "cp", "step") else "left")
+        right = ("replica", "rank", "pp", "tp", "cp", "step")
+        for name in (*right[:2], "host", "device", *right[2:5], "busy", "", "waits", "step", "KV use", "memory"):
+            table.add_column(name, justify="right" if name in right else "left")
         for row in self.rows():
             dim = "" if row["alive"] and not self._problem else "dim"
             busy, waits = round(_BAR * row["busy"]), round(_BAR * row["waiting"])
