@@ -7,7 +7,6 @@ A BLAS library would tell less: it has other kernels, and threads of its own.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardline import _cpu, env
+from shardline.kernels.memory import map_memory
 
 _DEPTH = 1024
 _ROWS = 256
@@ -92,7 +92,7 @@ def _read_seconds(name: str) -> float:
     def read(first: int, direct: int) -> None:
         descriptor = os.open(name, os.O_RDONLY | direct)
         try:
-            with mmap.mmap(-1, _CHUNK) as memory:
+            with map_memory(_CHUNK) as memory:
                 for offset in range(first * _CHUNK, _STORED_BYTES, _READERS * _CHUNK):
                     os.preadv(descriptor, [memory], offset)
         finally:
