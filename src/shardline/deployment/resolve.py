@@ -40,7 +40,7 @@ from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
 from shardline.models.sizes import (
     OwnFormats,
-    decode_weights,
+    decode_elements,
     largest_weight_bytes,
     layer_bytes,
     stage_spans,
@@ -83,7 +83,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_balancing(parallel, layout)
     check_numerics(config, held, devices)
     draft = _plan_draft(sized, layout, model, spec, dtype, kv_dtype, devices)
-    drafted = 0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_weights(draft.spec)
+    drafted = (
+        0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_elements(draft.spec)
+    )
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages, drafted)
     own_weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     own_formats = _own_formats(model, spec, layout.device, held)
