@@ -2,7 +2,8 @@
 
 An engine with all cores decodes 32 sequences, once with all weights in memory, and once with all layers read from a
 file in every step. The ceiling is what the bytes of the file take if they are read in order, past the page cache, with
-nothing to compute; it is measured in the same turns. Printed are medians with the least and the most.
+nothing to compute; it is measured in the same turns, and so is what `plan --gpus here` predicts. Printed are medians
+with the least and the most.
 
 The file lies in the folder in which this runs. Run nothing else on the machine meanwhile.
 """
@@ -16,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from perf.adapters import run
+from perf.adapters import OUTPUT_LEN, run
 from perf.random_models import RandomModel, asked_models
 
 from shardline.config.engine import EngineConfig
@@ -24,6 +25,8 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.kernels.memory import map_memory
+from shardline.planner.auto import HostLoad, plan_here
+from shardline.planner.layout import HOST_AXES
 
 BATCH, PROMPT_LEN, CHUNK = 32, 64, 8 << 20
 
@@ -56,24 +59,37 @@ def read_seconds(folder: Path, num_bytes: int) -> float:
     return seconds * num_bytes / (count * CHUNK)
 
 
+def predict(options: dict[str, object]) -> float:
+    """The tokens a second of one rank, as the planner has them."""
+    sizes = {f"{axis}_parallel_size": 1 for axis in HOST_AXES}
+    load = HostLoad(BATCH, PROMPT_LEN, OUTPUT_LEN)
+    best = plan_here(EngineConfig.from_options(**options), given=sizes, load=load).best
+    assert best is not None
+    assert best.speed is not None
+    return BATCH / best.speed.tpot.p50
+
+
 def measure(model: RandomModel, folder: Path) -> None:
     """Print a line."""
     kept, _ = start(**model.options)
-    read, num_bytes = start(**model.options, cpu_offload_gb=1000.0, offload_to=str(folder))
-    floors, shares, slower = [], [], []
+    options = {**model.options, "cpu_offload_gb": 1000.0, "offload_to": str(folder)}
+    read, num_bytes = start(**options)
+    floors, shares, slower, predicted = [], [], [], []
     for round_ in range(model.rounds + 1):
         prompts = [prompt["prompt_token_ids"] for prompt in model.prompts(BATCH, PROMPT_LEN)]
-        floor = read_seconds(folder, num_bytes)
+        floor, expected = read_seconds(folder, num_bytes), predict(options)
         in_memory, streamed = run(kept, prompts, [None] * BATCH), run(read, prompts, [None] * BATCH)
         if round_:  # the first one warms up
             floors.append(num_bytes / floor / 1e9)
             shares.append(floor * streamed / BATCH)
             slower.append(in_memory / streamed)
+            predicted.append(expected / streamed)
     print(
         f"{model.name}: {num_bytes / 1e9:.2f} GB a step at {statistics.median(floors):.2f} "
         f"[{min(floors):.2f}-{max(floors):.2f}] GB/s; {statistics.median(shares):.2f} "
         f"[{min(shares):.2f}-{max(shares):.2f}] x what reading permits; {statistics.median(slower):.1f} x slower than "
-        "in memory",
+        f"in memory; predicted / measured {statistics.median(predicted):.2f} "
+        f"[{min(predicted):.2f}-{max(predicted):.2f}]",
         flush=True,
     )
 

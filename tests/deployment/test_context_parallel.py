@@ -24,7 +24,6 @@ def resolved(model: Path | str = "demo", **options: object) -> Deployment:
         ({"context_parallel_size": 2, "max_model_len": 512}, "more than the 1 split of 512 tokens"),
         ({"context_parallel_size": 3, "tensor_parallel_size": 3}, "3 x context_parallel_size 3 = 9 does not work"),
         ({"context_parallel_size": 2, "kernels": "torch"}, "with the own kernels of CPUs only so far"),
-        ({"context_parallel_size": 2, "kv_offloading_size": 1}, "does not work with kv_offloading_size yet"),
         ({"context_parallel_size": 2, "block_size": 48}, "--block-size 48 does not divide them"),
         (
             {"decode_context_parallel_size": 2, "tensor_parallel_size": 3},
@@ -43,12 +42,18 @@ def test_what_cannot_be_is_refused(options: dict[str, object], says: str) -> Non
         resolved(**options)
 
 
-def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
-    model = make_checkpoint("olmo2", tmp_path / "olmo2", max_position_embeddings=1024)
-    with pytest.raises(
-        ValueError, match="norms over all heads yet, which olmo2 has; use tensor_parallel_size 2 instead"
-    ):
-        resolved(model, context_parallel_size=2)
+def test_a_draft_model_divides_its_heads_over_the_ranks(tmp_path: Path) -> None:
+    """Each has its keys of all tokens, in blocks as many as all ranks have of the model."""
+    shape = {"max_position_embeddings": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
+    draft = make_checkpoint("qwen2", tmp_path / "draft", **shape)
+    model = make_checkpoint("llama", tmp_path / "model", **shape)
+    options: dict[str, object] = {"max_model_len": "auto"}
+    options["speculative_config"] = {"model": str(draft), "num_speculative_tokens": 3}
+    alone, shared = resolved(model, **options).draft, resolved(model, context_parallel_size=4, **options).draft
+    assert alone is not None
+    assert shared is not None
+    assert shared.block_bytes == (alone.block_bytes[0] // 4,) * 4
+    assert sum(rank.num_bytes for rank in shared.weights) < 1.2 * alone.weights[0].num_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -62,7 +62,7 @@ def test_memory_counts_its_weights_and_keys(models: tuple[Path, Path]) -> None:
     assert both.draft is not None
     own, more = both.cache.block_bytes[0], both.draft.block_bytes[0]
     assert both.cache.pool.num_blocks == (1 << 20) // (own + more) < plain.cache.pool.num_blocks  # type: ignore[union-attr]
-    spare = both.draft.rank_bytes(0) - both.draft.weights[0].num_bytes
+    spare = both.draft.spare_bytes[0]
     assert spare == 16 * more  # a block for each sequence
     needed = plain.weights[0].num_bytes + both.draft.weights[0].num_bytes
     with pytest.raises(ValueError, match="the weights need"):

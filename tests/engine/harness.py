@@ -59,7 +59,7 @@ class Engine:
         """`loses`: whether a worker's next fetch finds nothing."""
         self.shape = shape
         files: set[bytes] | None = set() if shape.tier_files else None
-        self.tier = CountingTier(shape.tier_slots, files) if shape.tier_slots else None
+        self.tier = CountingTier(shape.tier_slots, files, shape.context) if shape.tier_slots else None
         self.scheduler = Scheduler(
             StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching, context=shape.context),

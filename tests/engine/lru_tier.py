@@ -8,8 +8,8 @@ from shardline.engine.tiers import Tier
 class CountingTier(Tier):
     """See `Tier`."""
 
-    def __init__(self, num_slots: int, files: set[bytes] | None = None) -> None:
-        super().__init__(num_slots, files)
+    def __init__(self, num_slots: int, files: set[bytes] | None = None, num_ranks: int = 1) -> None:
+        super().__init__(num_slots, files, num_ranks)
         self.num_stored = self.num_fetched = self.num_lost = 0
 
     @property
@@ -22,8 +22,8 @@ class CountingTier(Tier):
         """What keeps its slot."""
         return self._fetching
 
-    def store(self, key: bytes) -> int | None:
-        slot = super().store(key)
+    def store(self, key: bytes, rank: int = 0) -> int | None:
+        slot = super().store(key, rank)
         self.num_stored += slot is not None
         return slot
 

@@ -33,6 +33,9 @@ def check_ranks(engine: Engine, of_split: int) -> None:
                         assert block % engine.shape.context == place // of_split % engine.shape.context
                         assert block >= engine.shape.context, "the first block of each rank is never handed out"
             lengths[step.seq_id] += len(step.new_blocks[0])
+        if plan.copies is not None:
+            for copy in (*plan.copies.stores, *plan.copies.fetches):
+                assert copy.block % engine.shape.context == copy.slot % engine.shape.context
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,7 +47,8 @@ def test_any_schedule_gives_the_reference_and_every_block_its_rank(
     with patch.object(kv_groups, "SPLIT_TOKENS", split), patch.object(kv_cache, "SPLIT_TOKENS", split):
         needed = blocks_per_request(shape.groups, shape.max_model_len, shape.block_size, 1, context)
         num_blocks = needed + spare * context
-        shape = dataclasses.replace(shape, context=context, num_blocks=num_blocks, tier_slots=0)
+        slots = shape.tier_slots * context
+        shape = dataclasses.replace(shape, context=context, num_blocks=num_blocks, tier_slots=slots)
         engine = drive(shape, random.Random(seed), 8, 0.05, growing_request if growing else random_request)
     check_ranks(engine, of_split)
 

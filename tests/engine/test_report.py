@@ -15,7 +15,7 @@ from shardline.engine.executor import make_executor
 from shardline.engine.report import check_known_answers, startup_report
 from shardline.kernels.host import known_answers
 from shardline.messages.worker import RankReport
-from shardline.models.sizes import kv_bytes_per_token, weight_bytes
+from shardline.models.sizes import kv_bytes_per_token, stage_bubbles, weight_bytes
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -98,6 +98,9 @@ def test_a_draft_model_has_a_line_of_its_own(tmp_path: Path) -> None:
     weights = format_bytes(setup.draft.weights[1].num_bytes)
     expected = f"qwen3, 2 layers, quantization int8, up to 3 tokens; of the above rank 1: weights {weights}, KV "
     assert any(line.startswith(f"draft model {draft}: ") and expected + format_bytes(taken) in line for line in lines)
+    decode, prompts = stage_bubbles(setup.spec, setup.stages)
+    bubble = f"pipeline bubble of unequal stages: {decode:.0%} while requests decode, {prompts:.0%} while prompts are"
+    assert any(line.startswith(bubble) for line in lines)
 
 
 def test_replicas_have_their_own_numbers() -> None:

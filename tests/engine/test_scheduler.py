@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from itertools import pairwise
 
 import pytest
 
@@ -98,15 +100,47 @@ def test_a_pipeline_shares_its_decodes_out() -> None:
 
 
 def test_a_pipeline_cuts_a_long_prompt_for_all_its_stages() -> None:
+    """Into four parts for each stage, of what is left each time, and none that is tiny."""
     engine = Engine(
-        Shape(num_blocks=600, max_model_len=2000, max_num_batched_tokens=2000, max_in_flight=4, pipeline=True)
+        Shape(num_blocks=1200, max_model_len=4800, max_num_batched_tokens=2000, max_in_flight=2, pipeline=True)
     )
-    engine.add(make_request("a", long_prompt(1000), 2))
-    while engine.submit():
-        pass
-    assert [plan.num_tokens for plan in engine.plans] == [250] * 4
+    engine.add(make_request("a", long_prompt(4000), 2))
     engine.run()
     engine.check_done()
+    parts = [plan.num_tokens for plan in engine.plans[:-1]]
+    assert parts[:3] == [500, 438, 383]
+    assert all(before >= after for before, after in pairwise(parts))
+    assert min(parts[:-1]) == 128
+
+
+def test_stages_of_a_pipeline_rarely_wait_for_each_other() -> None:
+    """64 requests at a time, each with 64 tokens of a prompt and 24 of an answer, and as many that follow. Both stages
+    take a second for a token, in virtual time."""
+    shape = Shape(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=2048, max_in_flight=2, pipeline=True)
+    engine = Engine(shape)
+    following = iter(range(64, 128))
+
+    def add(number: int) -> None:
+        engine.add(make_request(str(number), [1, 1 + number, *long_prompt(62)], 24, ignore_eos=True))
+
+    for number in range(64):
+        add(number)
+    free, busy, ends, now, finished = [0, 0], 0, deque[int](), 0, 0
+    while engine.scheduler.has_unfinished:
+        while (plan := engine.submit()) is not None:
+            end, busy = now, busy + plan.num_tokens
+            for stage in range(2):
+                free[stage] = end = max(end, free[stage]) + plan.num_tokens
+            ends.append(end)
+        now = ends.popleft()
+        engine.collect()
+        while finished < sum(outputs[-1].finish_reason is not None for outputs in engine.outputs.values()):
+            finished += 1
+            if (number := next(following, None)) is not None:
+                add(number)
+    engine.check_done()
+    bubble = 1 - busy / now
+    assert bubble < 0.1
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,17 @@ def test_its_thread_ends_with_it(tmp_path: Path) -> None:
     index.close()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_it_has_what_any_of_several_ranks_has(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    write(folders[0], KEYS[0])
+    index = FileIndex(*folders)
+    index.add(KEYS[1])
+    write(folders[1], KEYS[1])
+    index.update()
+    assert [key in index for key in KEYS] == [True, True, False]
+    for key in KEYS:
+        index.discard(key)
+    assert not any(key in index for key in KEYS)
+    index.close()

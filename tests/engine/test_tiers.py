@@ -80,7 +80,7 @@ class TrafficMachine(RuleBasedStateMachine):
         absent = [key for key in keys if self.pool.find_block(key) is None]
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in found)
         if absent and len(absent) <= free and all(map(self.traffic.can_fetch, absent)):
-            ticket = self.traffic.fetch(found, absent)
+            ticket = self.traffic.fetch(found, dict.fromkeys(absent, 0))
             assert ticket not in self.tickets
             if ticket is None:
                 assert len(self.tier.fetching) == NUM_SLOTS

@@ -86,8 +86,9 @@ def _meet(a: Any, b: Any) -> bool:
 SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
 """Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
 
-CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "deepseek_v3")
-"""Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, and with latents."""
+CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "olmo2", "deepseek_v3")
+"""Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, with norms over all heads,
+and with latents."""
 
 KV_TYPES = ("kv-auto", INT8_KV, FP8_KV)
 """Types of the KV cache. Samples do without fp8, which has the code of int8: `latent_layouts` and
@@ -188,6 +189,7 @@ def context_layouts(*, full: bool) -> list[Case]:
         ("together", "chunked", "off", "tight", "int8", "split-experts", "kv-auto", "two-hosts", NO_DRAFTS, NO_MARK),
         ("together", "whole", "cold", "roomy", "none", "split-experts", INT8_KV, "in-turns", NO_DRAFTS, NO_MARK),
         ("staggered", "whole", "warm", "roomy", "none", WHOLE_EXPERTS, FP8_KV, "one-host", NO_DRAFTS, NO_MARK),
+        ("together", "chunked", "warm", "roomy", "none", "split-experts", INT8_KV, "one-host", MODEL_DRAFTS, NO_MARK),
     ]
     if full:
         sizes = itertools.product(("float32", "bfloat16"), (1, 2), (1, 2), (1, 2), rests, (1, 2, 3))
@@ -204,6 +206,7 @@ def context_layouts(*, full: bool) -> list[Case]:
         Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], 2),
         Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], 2),
         Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], 2),
+        Case("olmo2", "bfloat16", 1, 1, 1, *rests[4], 3),
     ]
 
 

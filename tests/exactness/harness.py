@@ -286,7 +286,8 @@ def run_case(
             patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
             patch.object(Gate, "is_open", True),
         ):
-            asked = {"model": str(make_checkpoint("qwen2", Path(folder))), "num_speculative_tokens": 4}
+            drafting = make_checkpoint("qwen2", Path(folder), max_position_embeddings=2048, num_attention_heads=8)
+            asked = {"model": str(drafting), "num_speculative_tokens": 4}
             return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
     with (
         patch.object(

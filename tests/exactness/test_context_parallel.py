@@ -9,7 +9,7 @@ import pytest
 
 from shardline.messages.request import Request
 from tests.exactness.cases import Case, context_layouts
-from tests.exactness.harness import Answer, golden, make_long_requests, marked
+from tests.exactness.harness import Answer, golden, make_long_requests, marked, run, start_engine
 from tests.exactness.test_matrix import check_case
 from tests.models.checkpoints import make_checkpoint
 
@@ -72,3 +72,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_one_answer_of_ranks_that_share_keys(case: Case, long_goldens: LongGoldens) -> None:
     requests = long_goldens.requests_of(case)
     check_case(long_goldens.model(case.family), case, requests, long_goldens.answers(case), chunk=600)
+
+
+def test_blocks_of_all_ranks_come_back_from_a_tier_and_from_its_files(
+    long_goldens: LongGoldens, tmp_path: Path
+) -> None:
+    """In a pool that has room for one request; the second engine finds all in files."""
+    case = context_layouts(full=False)[0]
+    model, longest, expected = long_goldens.model(case.family), long_goldens.requests_of(case)[-1], {}
+    requests = [msgspec.structs.replace(longest, request_id=salt, cache_salt=salt) for salt in "abc"]
+    for request in requests:
+        expected[request.request_id] = long_goldens.answers(case)[longest.request_id]
+    for run_number in range(2):
+        engine, executor = start_engine(
+            model,
+            context=2,
+            namespace=b"namespace of a folder",
+            dtype=case.dtype,
+            mark=case.mark,
+            num_gpu_blocks_override=128,  # of each rank, two splits
+            kv_offloading_size=2 / 1024,
+            kv_offloading_dir=str(tmp_path),
+        )
+        for _ in range(2 - run_number):
+            assert run(engine, requests, "alone") == expected
+        tier = engine.stats().tier
+        engine.close()
+        executor.close()
+        assert tier is not None
+        assert tier.hits > 3 * 1024, "blocks of both ranks"
+        assert (tier.lost_blocks, tier.copies.corrupt_blocks, tier.copies.file_errors) == (0, 0, 0)
+        assert (tier.copies.written_bytes > 0) == (run_number == 0)
+        assert (tier.copies.read_bytes > 0) == (run_number == 1)

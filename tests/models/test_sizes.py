@@ -23,6 +23,7 @@ from shardline.models.sizes import (
     kv_block_bytes,
     kv_bytes_per_token,
     num_parameters,
+    stage_bubbles,
     stage_spans,
     weight_bytes,
 )
@@ -192,7 +193,7 @@ def test_quantized_weight_bytes_of_a_known_model() -> None:
 def test_stages_weigh_the_lm_head() -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8}
     light = decoder_spec({"model_type": "llama", **small, "vocab_size": 16})
-    heavy = decoder_spec({"model_type": "llama", **small, "vocab_size": 2048})
+    heavy = decoder_spec({"model_type": "llama", **small, "vocab_size": 1 << 17})
     assert [span.size for span in stage_spans(light, 2)] == [4, 4]
     first, last = stage_spans(heavy, 2)
     assert first.size > last.size
@@ -200,11 +201,32 @@ def test_stages_weigh_the_lm_head() -> None:
 
 
 def test_stages_weigh_the_experts_that_a_batch_chooses() -> None:
-    """A token meets one of eight experts, a batch of 32 nearly all: by a token alone, the stages would be 6 and 2."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8}
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 4, "vocab_size": 2048}
+    """A token meets one of eight experts, a batch of 32 nearly all: by a token alone, the stages would be 7 and 1."""
+    small = {"hidden_size": 64, "intermediate_size": 4096, "num_attention_heads": 4, "num_hidden_layers": 8}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 1, "vocab_size": 1 << 18}
     first, last = stage_spans(decoder_spec({"model_type": "mixtral", **small, **experts}), 2)
     assert (first.size, last.size) == (5, 3)
+
+
+def test_stages_weigh_keys_and_values() -> None:
+    """Of 32 sequences of 512 tokens, with 8 heads of 64 each; layers with a window of 32 tokens read a sixteenth: so
+    32 to 40 sixteenths, which no other split has."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 16}
+    kinds = ["full_attention"] * 4 + ["sliding_attention"] * 8
+    windows = {"layer_types": kinds, "sliding_window": 32, "num_key_value_heads": 8, "num_hidden_layers": 12}
+    spec = decoder_spec({"model_type": "gemma3_text", **small, **windows})
+    assert stage_spans(spec, 2)[0].size == 2
+
+
+def test_the_bubble_of_unequal_stages() -> None:
+    """A layer reads 4 x 64 x 64 weights of attention, 3 x 64 x 64 of the block, two norms, and keys and values."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    spec = decoder_spec({"model_type": "llama", **small, "vocab_size": 30000})
+    layer, head = 7 * 64 * 64 + 2 * 64 + 32 * 512 * 2 * 64, 64 * 30000
+    decode, prompts = stage_bubbles(spec, (Span(0, 3), Span(3, 4)))
+    assert prompts == pytest.approx(1 - 4 / 2 / 3)
+    assert decode == pytest.approx(1 - (4 * layer + head) / 2 / max(3 * layer, layer + head))
+    assert stage_bubbles(spec, (Span(0, 2), Span(2, 4)))[1] == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,6 +11,8 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
+from shardline.deployment import cpu_rates
+from shardline.deployment.here import resolve_here
 from shardline.deployment.machine import Device, Host, Machine
 from shardline.planner import auto
 from shardline.planner.auto import chosen_config, measure_host, path_here, plan_here
@@ -21,6 +23,7 @@ from shardline.planner.layout import Demand
 from shardline.planner.search import Plan
 from shardline.planner.simulation.simulate import replica_setup, simulate_plan
 from shardline.planner.simulation.workload import Workload
+from tests.models.checkpoints import make_checkpoint
 
 
 def host(name: str, count: int, gib: float) -> Machine:
@@ -140,7 +143,7 @@ def test_a_plan_for_this_host_counts_a_draft_model(
 ) -> None:
     monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
     words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "--kv-cache-memory", "64MiB", "-tp", "1", "-dp", "1"]
-    words += ["--pipeline-parallel-size", "1", "--max-num-seqs", "16"]
+    words += ["--pipeline-parallel-size", "1", "-cp", "1", "--max-num-seqs", "16"]
     assert main(words) == 0
     [plain] = re.findall(r"KV cache .* ([\d,]+) tokens of", capsys.readouterr().out)
     drafts = {"model": "demo", "num_speculative_tokens": 3}
@@ -184,3 +187,46 @@ def test_gpus_of_this_host_are_simulated() -> None:
     found = simulate_plan(choice, Workload(num_prompts=64), demand)
     assert (found.num_requests, found.num_replicas) == (64, 2)
     assert found.output_tokens_per_second > 1000
+
+
+def test_a_plan_for_this_host_counts_weights_from_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    monkeypatch.setattr(cpu_rates, "_STORED_BYTES", 16 << 20)
+    words = ["plan", "demo", "--gpus", "here", "--device", "cpu", "-tp", "1", "-dp", "1", "-pp", "1", "-cp", "1"]
+    read = [*words, "--cpu-offload-gb", "1", "--offload-to", str(tmp_path)]
+    assert main([*words, "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert main([*read, "--storage-gbs", "0.01", "--json"]) == 0
+    streamed = json.loads(capsys.readouterr().out)["layouts"][0]
+    config = EngineConfig.from_options(model="demo", cpu_offload_gb=1.0, offload_to=str(tmp_path))
+    [rank] = resolve_here(config).weights
+    assert streamed["weight_bytes"] == rank.num_bytes < kept["weight_bytes"]
+    assert streamed["bound_by"] == "storage"
+    seconds = rank.read_bytes / 0.01e9
+    assert streamed["tpot_ms"]["p50"] == pytest.approx(1e3 * seconds, rel=1e-3)
+    assert main(read) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"read in every step: [\d.]+ GiB more of weights: at [\d.]+ GB/s, a step takes", text)
+    assert not list(tmp_path.iterdir())
+    for wrong, says in (
+        ([*words, "--storage-gbs", "1"], "needs --cpu-offload-gb"),
+        ([*read[:-1], "/proc/nowhere"], "cannot be written to /proc/nowhere"),
+    ):
+        assert main(wrong) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_plan_for_this_host_counts_copies_of_experts(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mixtral", tmp_path))
+    sizes = {"tensor": 3, "pipeline": 1, "data": 1, "context": 1}
+    options: dict[str, object] = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
+    options |= {"enable_expert_parallel": True, "device": "cpu"}
+    copies = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 3}}
+    kept, more = (
+        choose(model, host("", 0, 0), *options, **options, **other).options[0].fit.weight_bytes
+        for other in ({}, copies)
+    )
+    layers, linears, elements, element_bytes = 4, 3, 56 * 64, 4
+    assert more - kept == layers * linears * elements * element_bytes, "each rank has one more"

@@ -171,7 +171,7 @@ def test_more_than_the_fewest_gpus_has_a_reason(capsys: pytest.CaptureFixture[st
     plan = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100-80GB-PCIe")
     assert plan["layouts"][plan["recommended"]]["pp"] == 2
     answer = plan["path"][0]["answer"]
-    assert re.fullmatch(r"2 GPUs: int4 fits 1, but costs \$2\.\d\d a million output tokens, not \$1\.98", answer)
+    assert re.fullmatch(r"2 GPUs: int4 fits 1, but costs \$2\.\d\d a million output tokens, not \$1\.94", answer)
 
 
 def test_the_demo_model_has_no_command_of_others(capsys: pytest.CaptureFixture[str]) -> None:

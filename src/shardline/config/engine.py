@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -151,6 +152,11 @@ class ModelConfig:
         return HubAccess(self.hf_token or None, self.download_dir)
 
     @property
+    def weight_folder(self) -> str | None:
+        """Where weights lie that are read in every step; None: all stay in memory, or it is not said where."""
+        return self.offload_to
+
+    @property
     def watermark(self) -> WatermarkConfig | None:
         """`watermark_config` as fields; None: answers have no mark.
 
@@ -268,6 +274,16 @@ class ParallelConfig:
         if not self.enable_expert_parallel:
             raise ValueError("enable_eplb moves whole experts between ranks, and needs enable_expert_parallel")
         return parse_balancing(self.eplb_config)
+
+    @property
+    def needs_whole_experts(self) -> bool:
+        """Whether no other placement of experts does what is asked."""
+        return self.enable_eplb
+
+    def divided(self, sizes: Mapping[str, int], *, whole_experts: bool) -> ParallelConfig:
+        """The same with these sizes, by the names of the options. Only whole experts move."""
+        moving = {} if whole_experts else {"enable_eplb": False, "eplb_config": None}
+        return dataclasses.replace(self, enable_expert_parallel=whole_experts, **sizes, **moving)  # type: ignore[arg-type]
 
     @property
     def sharing(self) -> int:

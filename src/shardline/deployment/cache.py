@@ -110,7 +110,7 @@ def plan_cache(
     wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
     length = choose_length(config, groups, wanted, num_blocks(wanted), grid.context)
     estimated = num_blocks(length)
-    tier = plan_tier(asked, of_replica)
+    tier = plan_tier(asked, of_replica, grid.context)
     check_host_memory(layout, machine, weights, whole_bytes, estimated, block_bytes, tier.num_slots)
     plan = CachePlan(
         dtype=dtype,
@@ -131,13 +131,14 @@ def plan_cache(
     return plan, length
 
 
-def plan_tier(asked: CacheConfig, block_bytes: Sequence[int]) -> TierPlan:
-    """The second tier that the user wants. `block_bytes`: of a block on each rank of a replica.
+def plan_tier(asked: CacheConfig, block_bytes: Sequence[int], context: int = 1) -> TierPlan:
+    """The second tier that the user wants. `block_bytes`: of a block on each rank of a replica. `context` ranks that
+    share the keys of a request have equally many.
 
     Raises:
         ValueError: it would hold no block.
     """
-    num_bytes, block = asked.offloading_bytes, sum(block_bytes)
+    num_bytes, block = asked.offloading_bytes, context * sum(block_bytes)
     if not num_bytes:
         return NO_TIER
     if num_bytes < block:
@@ -148,4 +149,5 @@ def plan_tier(asked: CacheConfig, block_bytes: Sequence[int]) -> TierPlan:
     folder = os.path.abspath(os.path.expanduser(asked.kv_offloading_dir)) if asked.kv_offloading_dir else ""
     files = asked.kv_offloading_dir_size
     folder_bytes = _FOLDER_SHARE * num_bytes if files is None else int(files * (1 << 30))
-    return TierPlan(num_bytes // block, num_bytes // block * block, folder, folder_bytes if folder else 0)
+    slots = num_bytes // block * context
+    return TierPlan(slots, num_bytes // block * block, folder, folder_bytes if folder else 0)

@@ -22,19 +22,11 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
     instead = f"use tensor_parallel_size {layout.grid.sharing} instead"
     if layout.device != "cpu" or layout.kernels != "own":
         raise ValueError(f"{asked} works with the own kernels of CPUs only so far; {instead}, or --device cpu")
-    if config.scheduler.speculation.draft is not None:
-        raise ValueError(f"{asked} does not work with a draft model yet; draft by ngram or suffix, or {instead}")
-    if config.cache.kv_offloading_size:
-        raise ValueError(f"{asked} does not work with kv_offloading_size yet; leave one of them out")
     for attention in {layer.attention for layer in spec.layers}:
         if not isinstance(attention, GQA | MLA):
             raise ValueError(
                 f"{asked} works with grouped-query and latent attention only so far, and {spec.model_type} has other "
                 f"layers; {instead}"
-            )
-        if isinstance(attention, GQA) and attention.norms.norms_all_heads:
-            raise ValueError(
-                f"{asked} does not work with norms over all heads yet, which {spec.model_type} has; {instead}"
             )
     if SPLIT_TOKENS % block_size:
         raise ValueError(

@@ -57,6 +57,11 @@ class RankPlacement(msgspec.Struct, frozen=True):
     """CPU threads."""
 
 
+LAYER_SLOTS = 2
+"""Layers whose weights are read in every step and that have memory at a time: the layer that computes, and the one that
+is read."""
+
+
 class RankWeights(msgspec.Struct, frozen=True):
     """The weights of one rank."""
 
@@ -69,12 +74,21 @@ class RankWeights(msgspec.Struct, frozen=True):
     read_bytes: int = 0
     """Bytes that are read in every step. They are not part of `num_bytes`."""
     slot_bytes: int = 0
-    """The most of them that a layer has. `num_bytes` includes memory for two layers."""
+    """The most of them that a layer has. `num_bytes` includes memory for LAYER_SLOTS layers."""
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of all weights, in memory or not."""
-        return self.num_bytes + self.read_bytes - 2 * self.slot_bytes
+        return self.num_bytes + self.read_bytes - LAYER_SLOTS * self.slot_bytes
+
+    def __add__(self, more: RankWeights) -> RankWeights:
+        """The memory of both."""
+        return RankWeights(
+            self.num_bytes + more.num_bytes,
+            self.touched_bytes + more.touched_bytes,
+            self.read_bytes + more.read_bytes,
+            max(self.slot_bytes, more.slot_bytes),
+        )
 
 
 class OffloadPlan(msgspec.Struct, frozen=True):
@@ -174,9 +188,10 @@ class DraftPlan(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...]
     """Bytes of its part of a block on each rank of an engine; `CachePlan.block_bytes` does not count it."""
 
-    def rank_bytes(self, rank: int) -> int:
-        """What a rank needs for it beside the pool."""
-        return self.weights[rank].num_bytes + self.num_spare_blocks * self.block_bytes[rank]
+    @property
+    def spare_bytes(self) -> tuple[int, ...]:
+        """Of the spare blocks of each rank of an engine."""
+        return tuple(self.num_spare_blocks * num_bytes for num_bytes in self.block_bytes)
 
 
 class StepLimits(msgspec.Struct, frozen=True):

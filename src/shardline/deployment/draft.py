@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardline.config.engine import EngineConfig
+from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import DraftPlan, ModelSource, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.models.kv_groups import kv_groups
@@ -34,12 +35,12 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
     Raises:
         ValueError: the message says what would work.
     """
-    asked, size = config.scheduler.speculation.draft, layout.grid.tensor
+    asked, grid = config.scheduler.speculation.draft, layout.grid
     assert asked is not None
-    if asked.tensor_parallel_size not in (None, size):
+    if asked.tensor_parallel_size not in (None, grid.tensor):
         raise ValueError(
             f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: the draft model runs on "
-            f"the ranks of the model, so only its tensor_parallel_size {size} works; leave it out"
+            f"the ranks of the model, so only its tensor_parallel_size {grid.tensor} works; leave it out"
         )
     if drafting.num_labels is not None:
         raise ValueError(
@@ -57,7 +58,7 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             '"ngram" or "suffix" of speculative_config'
         )
     try:
-        check_tensor_parallel(drafting, size)
+        check_tensor_parallel(drafting, grid.tensor, grid.context)
     except ValueError as error:
         raise ValueError(f"the draft model {asked.model!r}: {error}") from None
 
@@ -91,7 +92,9 @@ def plan_draft(
     as if each stage had the whole draft model."""
     limits, block_size, grid = config.scheduler, config.cache.block_size, layout.grid
     assert block_size is not None, "it is chosen before"
-    places = [grid.place(rank) for rank in range(grid.world_size)]
+    # Ranks that share the keys of a request divide the heads of the draft model, which has few keys.
+    apart = RankGrid(grid.sharing, grid.pipeline, data=grid.data)
+    places = [apart.place(rank) for rank in range(grid.world_size)]
     stages = whole_stages(drafting, grid.pipeline)
     has_it = [place.pp_rank == grid.pipeline - 1 for place in places]
     return DraftPlan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import operator
 from dataclasses import replace
 from typing import cast
 
@@ -40,7 +40,7 @@ from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
 from shardline.models.sizes import (
     OwnFormats,
-    decode_weights,
+    decode_elements,
     largest_weight_bytes,
     layer_bytes,
     stage_spans,
@@ -83,7 +83,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_balancing(parallel, layout)
     check_numerics(config, held, devices)
     draft = _plan_draft(sized, layout, model, spec, dtype, kv_dtype, devices)
-    drafted = 0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_weights(draft.spec)
+    drafted = (
+        0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_elements(draft.spec)
+    )
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages, drafted)
     own_weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     own_formats = _own_formats(model, spec, layout.device, held)
@@ -93,12 +95,11 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats)
 
     offload, own_weights = plan_offload(config, layout, stages, own_weights, bytes_of)
-    weights = own_weights if draft is None else _with_draft(own_weights, draft)
+    weights = own_weights if draft is None else tuple(map(operator.add, own_weights, draft.weights))
     adapters = plan_adapters(config, layout, spec, stages, dtype)
-    needed = _with_bytes(weights, adapters.num_bytes)
-    if draft is not None:
-        needed = _with_bytes(own_weights, [draft.rank_bytes(rank) for rank in range(len(weights))])
-        needed = _with_bytes(needed, adapters.num_bytes)
+    needed = weights
+    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes)):
+        needed = tuple(rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(needed, more, strict=True))
     room = rank_room(config, layout, machine, spec, dtype, needed)
     beside = () if draft is None else draft.block_bytes
     cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room, beside)
@@ -168,28 +169,6 @@ def _plan_draft(
     stages = whole_stages(drafting, layout.grid.pipeline)
     weights = _rank_weights(own, layout, drafts, drafting, stages, dtype, held)
     return plan_draft(config, layout, model_source(own, drafts), spec, drafting, held, weights, kv_dtype)
-
-
-def _with_draft(weights: tuple[RankWeights, ...], draft: DraftPlan) -> tuple[RankWeights, ...]:
-    """The weights of both models on each rank."""
-    return tuple(
-        replace_struct(
-            rank,
-            num_bytes=rank.num_bytes + more.num_bytes,
-            touched_bytes=rank.touched_bytes + more.touched_bytes,
-        )
-        for rank, more in zip(weights, draft.weights, strict=True)
-    )
-
-
-def _with_bytes(weights: tuple[RankWeights, ...], more: Sequence[int]) -> tuple[RankWeights, ...]:
-    """The memory of each rank with what comes later, if anything does."""
-    if not more:
-        return weights
-    return tuple(
-        replace_struct(rank, num_bytes=rank.num_bytes + num_bytes)
-        for rank, num_bytes in zip(weights, more, strict=True)
-    )
 
 
 def _embeds(config: EngineConfig, spec: DecoderSpec) -> bool:

@@ -9,12 +9,9 @@ import msgspec
 from shardline.config.engine import EngineConfig
 from shardline.config.fields import format_bytes
 from shardline.config.topology import RankPlace
-from shardline.deployment.deployment import NO_OFFLOAD, OffloadPlan, RankWeights
+from shardline.deployment.deployment import LAYER_SLOTS, NO_OFFLOAD, OffloadPlan, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.models.partition import Span
-
-SLOTS = 2
-"""Layers of a rank that have memory at a time: the one that computes, and the one that is read."""
 
 LayerBytes = Callable[[RankPlace, int], int]
 """The bytes of a layer's weights on the rank at a place."""
@@ -43,11 +40,11 @@ def plan_offload(
         sizes = [max(layer_bytes(place, layer) for place in places) for layer in range(span.start, span.stop)]
         count = next((count for count in range(1, span.size) if sum(sorted(sizes)[:count]) >= wanted), span.size)
         if count < span.size:
-            count += count % SLOTS  # the first layer of a step is read while the last of the one before computes
-        if count <= SLOTS:
+            count += count % LAYER_SLOTS  # the first layer of a step is read while the last of the one before computes
+        if count <= LAYER_SLOTS:
             raise ValueError(
                 f"cpu_offload_gb {model.cpu_offload_gb:g} is {count} of the {span.size} layers of a stage, and "
-                f"{SLOTS} of those that are read always have memory, so nothing would be saved: a layer has "
+                f"{LAYER_SLOTS} of those that are read always have memory, so nothing would be saved: a layer has "
                 f"{format_bytes(max(sizes))}"
             )
         # Evenly between those that stay, which compute while the next one is read.
@@ -64,7 +61,7 @@ def plan_offload(
         left.append(
             msgspec.structs.replace(
                 held,
-                num_bytes=held.num_bytes - sum(read) + SLOTS * max(read),
+                num_bytes=held.num_bytes - sum(read) + LAYER_SLOTS * max(read),
                 touched_bytes=0,
                 read_bytes=sum(read),
                 slot_bytes=max(read),

@@ -60,12 +60,12 @@ class BlockPool:
         """How many holders the block has."""
         return self._references[block]
 
-    def reserve_blocks(self, count: int) -> None:
-        """Promise free blocks, which keep their content until `take_reserved` hands them out."""
-        assert count <= self.num_free, "more blocks were promised than there are"
-        self._num_reserved += count
+    def reserve_block(self, rank: int = 0) -> None:
+        """Promise a free block of a rank, which keeps its content until `take_reserved` hands it out."""
+        assert self.num_free, "more blocks were promised than there are"
+        self._num_reserved += 1
 
-    def take_reserved(self) -> int:
+    def take_reserved(self, rank: int = 0) -> int:
         """Hand out a block that was promised, as `take_block` does."""
         self._num_reserved -= 1
         return self.take_block()

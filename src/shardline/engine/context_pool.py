@@ -22,14 +22,16 @@ class ContextPool:
         self._of_split = of_split
         self._pools = [BlockPool(num_blocks // num_ranks) for _ in range(num_ranks)]
         self.num_usable = sum(pool.num_usable for pool in self._pools)
+        self._keep: Callable[[bytes, int], None] | None = None
 
     @property
     def on_evict(self) -> Callable[[bytes, int], None] | None:
         """See `BlockPool.on_evict`."""
-        return self._pools[0].on_evict
+        return self._keep
 
     @on_evict.setter
     def on_evict(self, keep: Callable[[bytes, int], None] | None) -> None:
+        self._keep = keep
         for rank, pool in enumerate(self._pools):
             pool.on_evict = None if keep is None else partial(self._evict, keep, rank)
 
@@ -74,6 +76,14 @@ class ContextPool:
             length += taken
             if length % self._of_split or taken == 0:
                 return length
+
+    def reserve_block(self, rank: int) -> None:
+        """See `BlockPool.reserve_block`."""
+        self._pools[rank].reserve_block()
+
+    def take_reserved(self, rank: int) -> int:
+        """See `BlockPool.take_reserved`."""
+        return self._pools[rank].take_reserved() * self.num_ranks + rank
 
     def take_block(self, place: int) -> int:
         """See `BlockPool.take_block`."""

@@ -93,8 +93,9 @@ class Engine:
         """Give each replica its tier. All know the same files."""
         deployment, files = self._deployment, ""
         if plan.folder:
-            place = deployment.grid.place(0)  # an engine is on the host of its first rank
-            index = FileIndex(rank_folder(Path(plan.folder), layout_digest(deployment), place))
+            # An engine is on the host of its first rank. Ranks that share keys have unlike files.
+            places, layout = map(deployment.grid.place, range(deployment.cache.context)), layout_digest(deployment)
+            index = FileIndex(*(rank_folder(Path(plan.folder), layout, place) for place in places))
             self._files.append(index)
             size = format_bytes(plan.folder_bytes)
             files = f", and files of up to {size} a host in {plan.folder}, which has {len(index):,} for this layout"
@@ -103,7 +104,8 @@ class Engine:
         _log.info("KV offloading: %s blocks in %s of host memory%s%s", f"{plan.num_slots:,}", memory, each, files)
         most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
         for scheduler in self._schedulers:
-            scheduler.kv.add_tier(Tier(plan.num_slots, *self._files), most)
+            known = self._files[0] if self._files else None
+            scheduler.kv.add_tier(Tier(plan.num_slots, known, deployment.cache.context), most)
 
     def _open_balancer(self) -> ExpertBalancer | None:
         deployment = self._deployment

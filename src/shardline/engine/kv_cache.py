@@ -107,8 +107,8 @@ class PrefixHit:
     """Blocks in the tables that are not null."""
     num_free: int
     """How many of these blocks nobody holds."""
-    absent: list[bytes]
-    """The keys of what must be fetched from the tier before a sequence can start with this."""
+    absent: dict[bytes, int]
+    """The keys of what must be fetched from the tier before a sequence can start with this, and the rank of each."""
     pool_tokens: int
     """Tokens that could be skipped with what the pool has."""
 
@@ -135,11 +135,10 @@ class KVCache:
     ) -> None:
         """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone. `context`: ranks that
         share the keys of a request."""
-        of_one_rank = BlockPool(num_blocks)
-        self.pool: BlockPool | ContextPool = of_one_rank
-        if context > 1:
-            self.pool = ContextPool(num_blocks, context, SPLIT_TOKENS // block_size)
-        self.traffic = BlockTraffic(of_one_rank, None)
+        is_shared = context > 1
+        of_split = SPLIT_TOKENS // block_size
+        self.pool = ContextPool(num_blocks, context, of_split) if is_shared else BlockPool(num_blocks)
+        self.traffic = BlockTraffic(self.pool, None)
         self.events: KVEventLog | None = None
         self.tier_queries = self.tier_hits = 0
         """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
@@ -155,7 +154,6 @@ class KVCache:
     def add_tier(self, tier: Tier, most_fetches: int) -> None:
         """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached.
         `most_fetches`: see `BlockTraffic`."""
-        assert isinstance(self.pool, BlockPool), "a tier of ranks that share keys is refused"
         self.traffic = BlockTraffic(self.pool, tier, most_fetches)
 
     def tier_stats(self) -> TierStats | None:
@@ -200,7 +198,7 @@ class KVCache:
         fetch starts with what the pool has, so that it need not wait again.
         """
         if self._hasher is None:
-            return PrefixHit(self.no_blocks, 0, 0, 0, [], 0)
+            return PrefixHit(self.no_blocks, 0, 0, 0, {}, 0)
         most = self._most_hits(sequence)
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
@@ -215,21 +213,24 @@ class KVCache:
         length = longest_hit(self._groups, self._block_size, most, cached)
         tables: list[list[int]] = []
         held: list[int] = []
-        absent: list[bytes] = []
+        absent: dict[bytes, int] = {}
         for group, suffix in zip(self._groups, suffixes, strict=True):
             needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
             first = max(0, length - needed)
             blocks = [find(content + suffix) or NULL_BLOCK for content in hashes[first:length]]
             tables.append([NULL_BLOCK] * first + blocks)
             if NULL_BLOCK in blocks:
-                contents = zip(hashes[first:length], blocks, strict=True)
-                absent += [content + suffix for content, block in contents if block == NULL_BLOCK]
+                places = [place for place, block in enumerate(blocks, first) if block == NULL_BLOCK]
+                absent |= {hashes[place] + suffix: self._rank_at(place) for place in places}
                 blocks = [block for block in blocks if block != NULL_BLOCK]
             held += blocks
         num_free = self.pool.most([block for block in held if self.pool.num_references(block) == 0])
         in_pool_length = longest_hit(self._groups, self._block_size, most, in_pool) if absent else length
         pool_tokens = in_pool_length * self._block_size
         return PrefixHit(tables, length * self._block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
+
+    def _rank_at(self, place: int) -> int:
+        return place * self._block_size // SPLIT_TOKENS % self.pool.num_ranks
 
     def _most_hits(self, sequence: LiveSequence) -> int:
         """The most blocks of a sequence that may be skipped."""

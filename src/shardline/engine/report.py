@@ -10,7 +10,7 @@ from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPo
 from shardline.deployment.kv_budget import explain, max_concurrency
 from shardline.messages.worker import RankReport
 from shardline.models.partition import split_dim
-from shardline.models.sizes import kv_bytes_per_token
+from shardline.models.sizes import kv_bytes_per_token, stage_bubbles
 from shardline.weights.base import PLAIN
 
 
@@ -53,6 +53,7 @@ def startup_report(
         ]
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")
+    lines += _pipeline_lines(deployment)
     lines += _draft_lines(deployment, allocation)
     concurrency = max_concurrency(deployment, allocation)
     # A token lies in one replica only, and each replica has a pool of its own.
@@ -71,6 +72,17 @@ def startup_report(
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _pipeline_lines(deployment: Deployment) -> list[str]:
+    """What unequal stages cost, if there are several."""
+    if deployment.grid.pipeline == 1:
+        return []
+    decode, prompts = stage_bubbles(deployment.spec, deployment.stages)
+    return [
+        f"pipeline bubble of unequal stages: {decode:.0%} while requests decode, {prompts:.0%} while prompts are "
+        "computed; --pipeline-stages sets their layers"
+    ]
 
 
 def _draft_lines(deployment: Deployment, allocation: KVAllocation) -> list[str]:

@@ -7,11 +7,12 @@ The engine decides here what a tier holds, and in which of its slots. The ranks 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardline.engine.block_pool import BlockPool
+from shardline.engine.context_pool import ContextPool
 from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
 
 _GROUP_BYTES = 2
@@ -41,13 +42,14 @@ class KnownFiles(Protocol):
 class Tier:
     """What a tier holds, by `content_key`. What is longest unused makes room; what is being fetched keeps its slot."""
 
-    def __init__(self, num_slots: int, files: KnownFiles | None = None) -> None:
-        """`files`: what ranks read into a slot where the slot has something else; None: they have no files."""
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, files: KnownFiles | None = None, num_ranks: int = 1) -> None:
+        """`files`: what ranks read into a slot where the slot has something else; None: they have no files. `num_ranks`
+        that share the keys of a request have a slot in turns, as in `ContextPool`."""
+        self.num_slots, self._num_ranks = num_slots, num_ranks
         self._slots: dict[bytes, int] = {}
         """In the order of use."""
         self._fetching: set[bytes] = set()
-        self._free = list(range(num_slots))
+        self._free = [list(range(rank, num_slots, num_ranks)) for rank in range(num_ranks)]
         self._files = files
 
     @property
@@ -59,37 +61,38 @@ class Tier:
         """Whether it holds the content, as far as is known: ranks may still find that they have lost it."""
         return key in self._slots or (self._files is not None and key in self._files)
 
-    def store(self, key: bytes) -> int | None:
-        """The slot to which the content must be copied now; None: it is held already, or there is no room for it."""
+    def store(self, key: bytes, rank: int = 0) -> int | None:
+        """The slot of a rank to which its content must be copied now; None: it is held already, or there is no room."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._slots[key] = slot
             return None
-        slot = self._take_slot(key)
+        slot = self._take_slot(key, rank)
         if slot is not None and self._files is not None:
             self._files.add(key)
         return slot
 
-    def fetch(self, key: bytes) -> int | None:
-        """The slot of content that `find` has found, which keeps it until `release` or `drop`; None: it must be read
-        from a file, and all slots are in use."""
+    def fetch(self, key: bytes, rank: int = 0) -> int | None:
+        """The slot of a rank's content that `find` has found, which keeps it until `release` or `drop`; None: it must
+        be read from a file, and all slots are in use."""
         assert key not in self._fetching
         slot = self._slots.pop(key, None)
         if slot is None:
-            slot = self._take_slot(key)
+            slot = self._take_slot(key, rank)
         else:
             self._slots[key] = slot
         if slot is not None:
             self._fetching.add(key)
         return slot
 
-    def _take_slot(self, key: bytes) -> int | None:
-        if not self._free:
-            victim = next((other for other in self._slots if other not in self._fetching), None)
+    def _take_slot(self, key: bytes, rank: int) -> int | None:
+        if not self._free[rank]:
+            own = (other for other, slot in self._slots.items() if slot % self._num_ranks == rank)
+            victim = next((other for other in own if other not in self._fetching), None)
             if victim is None:
                 return None
-            self._free.append(self._slots.pop(victim))
-        self._slots[key] = slot = self._free.pop()
+            self._free[rank].append(self._slots.pop(victim))
+        self._slots[key] = slot = self._free[rank].pop()
         return slot
 
     def release(self, key: bytes) -> None:
@@ -99,7 +102,8 @@ class Tier:
     def drop(self, key: bytes) -> None:
         """Content could not be fetched: forget it."""
         self._fetching.remove(key)
-        self._free.append(self._slots.pop(key))
+        slot = self._slots.pop(key)
+        self._free[slot % self._num_ranks].append(slot)
         if self._files is not None:
             self._files.discard(key)
 
@@ -124,7 +128,7 @@ class BlockTraffic:
     whoever gives up waiting for them.
     """
 
-    def __init__(self, pool: BlockPool, tier: Tier | None, most_fetches: int = 1) -> None:
+    def __init__(self, pool: BlockPool | ContextPool, tier: Tier | None, most_fetches: int = 1) -> None:
         """Without a tier, there is nothing to copy. `most_fetches`: blocks that may be on their way at a time, so that
         no plan waits for many."""
         self._pool = pool
@@ -161,8 +165,8 @@ class BlockTraffic:
         assert self.tier is not None
         return key in self._waiting or self.tier.find(key)
 
-    def fetch(self, shared: list[int], keys: Sequence[bytes]) -> int | None:
-        """Begin to fetch the keys of a prefix that are not on their way.
+    def fetch(self, shared: list[int], keys: Mapping[bytes, int]) -> int | None:
+        """Begin to fetch the keys of a prefix that are not on their way. Each is of one rank, see `PrefixHit.absent`.
 
         `shared`: the blocks of the prefix that the pool has. There must be free blocks for the others. Returns the
         ticket that `finish_plan` gives back once nothing is missing; None: the tier has no room to fetch anything.
@@ -171,12 +175,12 @@ class BlockTraffic:
         for block in shared:
             self._pool.share_block(block)
         arriving: set[bytes] = set()
-        for key in keys:
+        for key, rank in keys.items():
             if key not in self._waiting:
-                slot = self.tier.fetch(key)
+                slot = self.tier.fetch(key, rank)
                 if slot is None:
                     break
-                self._pool.reserve_blocks(1)
+                self._pool.reserve_block(rank)
                 self._wanted.append((key, slot))
             arriving.add(key)
         if not arriving:
@@ -202,7 +206,8 @@ class BlockTraffic:
         while self._wanted and self._num_flying + len(fetches) < self._most_fetches:
             key, slot = self._wanted.popleft()
             # The block may evict content, which becomes a store of this plan.
-            fetches.append(BlockCopy(split_key(key)[1], self._pool.take_reserved(), slot, key))
+            block = self._pool.take_reserved(slot % self._pool.num_ranks)
+            fetches.append(BlockCopy(split_key(key)[1], block, slot, key))
         self._flying[step_id] = fetches
         self._num_flying += len(fetches)
         stores, self._stores = self._stores, []
@@ -249,6 +254,6 @@ class BlockTraffic:
 
     def _store(self, key: bytes, block: int) -> None:
         assert self.tier is not None
-        slot = self.tier.store(key)
+        slot = self.tier.store(key, block % self._pool.num_ranks)
         if slot is not None:
             self._stores.append(BlockCopy(split_key(key)[1], block, slot, key))

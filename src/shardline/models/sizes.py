@@ -30,6 +30,10 @@ from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
 
 _STAGE_BATCH = 32
 """Sequences of the decode step by which stages are balanced."""
+_STAGE_CONTEXT = 512
+"""Tokens of each of them."""
+_SAMPLED = 0.5
+"""Share of all tokens that need the lm_head: those of prompts do not."""
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -46,30 +50,49 @@ def stage_spans(
 ) -> tuple[Span, ...]:
     """The layers of each pipeline stage: those in `pipeline_stages` ("10,12,10") if it is set, else balanced.
 
-    The cost of a layer is the number of weights that a decode step of 32 sequences reads. Of the experts, only the
-    expected number of chosen ones counts. The embedding costs a row per sequence, and the lm_head all of its rows.
-    `beside`: the weights that a second model reads on the last stage, see `decode_weights`.
+    The cost of a layer is the number of weights, keys and values that a decode step of 32 sequences of 512 tokens
+    reads. Of the experts, only the expected number of chosen ones counts. The embedding costs a row per sequence, and
+    the lm_head half of its rows. `beside`: what a second model reads on the last stage, see `decode_elements`.
 
     Raises:
         ValueError: there are too many stages, or `pipeline_stages` does not fit.
     """
     if pipeline_stages is not None:
         return parse_stages(pipeline_stages, len(spec.layers), num_stages, joined_layers(spec))
-    costs = _layer_costs(spec)
     embedding = _STAGE_BATCH * spec.hidden_size * (1 if spec.learned_positions is None else 2)
-    head = spec.vocab_size * spec.hidden_size
-    return balance_stages(costs, num_stages, embedding, head + beside, joined_layers(spec))
+    last = _SAMPLED * spec.vocab_size * spec.hidden_size + beside
+    return balance_stages(_layer_costs(spec), num_stages, embedding, last, joined_layers(spec))
 
 
-def decode_weights(spec: DecoderSpec) -> float:
-    """The number of weights that a decode step of 32 sequences reads, see `stage_spans`."""
+def stage_bubbles(spec: DecoderSpec, stages: Sequence[Span]) -> tuple[float, float]:
+    """The share of their time in which stages wait for the slowest one, if they wait for nothing else: in steps that
+    decode, and in those of prompts."""
+    costs = _layer_costs(spec)
+    layers = [sum(costs[stage.start : stage.stop]) for stage in stages]
+    decoding = [*layers[:-1], layers[-1] + spec.vocab_size * spec.hidden_size]
+    decode, prompts = (1 - sum(work) / len(work) / max(work) for work in (decoding, layers))
+    return decode, prompts
+
+
+def decode_elements(spec: DecoderSpec) -> float:
+    """The number of weights, keys and values that a decode step of 32 sequences reads, see `stage_spans`."""
     return sum(_layer_costs(spec)) + spec.vocab_size * spec.hidden_size
 
 
 def _layer_costs(spec: DecoderSpec) -> list[float]:
     distinct = {id(layer): layer for layer in spec.layers}
-    met = {key: _num_met(layer, spec.hidden_size, _STAGE_BATCH) for key, layer in distinct.items()}
-    return [met[id(layer)] for layer in spec.layers]
+    read = {
+        key: _num_met(layer, spec.hidden_size, _STAGE_BATCH) + _STAGE_BATCH * _num_cached(layer.attention)
+        for key, layer in distinct.items()
+    }
+    return [read[id(layer)] for layer in spec.layers]
+
+
+def _num_cached(attention: Attention) -> float:
+    """Elements of the cache that a token reads in a layer."""
+    seen = ((one.bytes_per_token, one.window) for one in attention.work(1, "bfloat16"))
+    num_bytes = sum(each * min(_STAGE_CONTEXT, window or _STAGE_CONTEXT) for each, window in seen)
+    return num_bytes / DTYPE_BYTES["bfloat16"]
 
 
 class OwnFormats(NamedTuple):

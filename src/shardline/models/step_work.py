@@ -64,6 +64,8 @@ class StepWork:
     """(traffic for one token, ranks that take part) of each axis within a stage."""
     hand_off: Traffic
     """Traffic of one token at one stage boundary."""
+    streamed_bytes: float = 0.0
+    """Weights that every step reads from a disk, while others compute."""
 
     def weight_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that a step with `num_tokens` tokens of each replica reads."""

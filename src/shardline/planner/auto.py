@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from shardline.config.engine import EngineConfig
-from shardline.deployment.cpu_rates import measure_rates
+from shardline.deployment.cpu_rates import measure_rates, storage_rate
 from shardline.deployment.here import probe_here
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
-from shardline.planner.hardware import GIB, Gpu, GpuLink, find_gpu, known_gpus
+from shardline.planner.hardware import GB, GIB, Gpu, GpuLink, find_gpu, known_gpus
 from shardline.planner.layout import HOST_AXES, HOST_CHOICES, Demand, Layout
 from shardline.planner.memory import bits_label, sized
 from shardline.planner.planned_model import PlannedModel
@@ -71,15 +74,19 @@ def plan_here(
     machine: Machine | None = None,
     given: Mapping[str, Any] = _NOTHING_GIVEN,
     load: HostLoad = _USUAL_LOAD,
+    storage_gbs: float | None = None,
 ) -> Plan:
     """The layouts of a configuration on this host; the first makes most tokens per second.
 
     `given` are the options that the user has set; those of `HOST_CHOICES` stay as they are. Without a `model` or a
-    `machine`, they are those of the configuration.
+    `machine`, they are those of the configuration. `storage_gbs`: at which weights come from a disk, if any do; None:
+    it is measured.
 
     Raises:
         ValueError: no layout works, requests are too long, or a GPU of this host is unknown. The message says why.
     """
+    if storage_gbs is not None and not (storage_gbs > 0 and config.model.weight_folder):
+        raise ValueError("--storage-gbs must be above zero, and needs --cpu-offload-gb with --offload-to")
     model = model or find_model(config.model.model, config.model.revision)
     input_len, output_len = _lengths(load, config, model)
     machine = machine or probe_here(config)
@@ -89,13 +96,16 @@ def plan_here(
     if devices[0].cores:
         cluster = cpu_cluster(machine, min(devices[0].cores, _MOST_RANKS))
         timing = {"shardline": HOST_TIMING}
+        if (folder := config.model.weight_folder) is not None:
+            rate = storage_rate(Path(folder)) / GB if storage_gbs is None else storage_gbs
+            cpus = tuple(replace(cpu, storage_gbs=rate) for cpu in cluster.gpus)
+            cluster = dataclasses.replace(cluster, gpus=cpus)
     else:
         cluster, timing = dataclasses.replace(_known_cluster(devices), host=machine), dict(shipped_timing())
     sizes = {axis: given.get(f"{axis}_parallel_size") for axis in HOST_AXES}
     label, kv = config.model.quantization or bits_label(model), config.cache.kv_cache_dtype
-    choices = Fixed(
-        **sizes, whole_experts=given.get(HOST_CHOICES[-1]), weights=label, kv=kv, numerics=config.parallel.numerics
-    )
+    whole_experts = given.get(HOST_CHOICES[-1], config.parallel.needs_whole_experts or None)
+    choices = Fixed(**sizes, whole_experts=whole_experts, weights=label, kv=kv, numerics=config.parallel.numerics)
     demand = Demand(0, input_len, output_len, running=load.running, options=given, config=config)
     plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
     if plan.best is None:

@@ -93,7 +93,8 @@ class Cluster:
             return f"{self.name}, {self.link.kind}"
         whole = self.gpus[0]
         rates = f"{whole.bandwidth_gbs:.0f} GB/s, {whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
-        return f"{self.cores} cores, measured: {rates}"
+        storage = f"; {whole.storage_gbs:.2f} GB/s of weights on a disk" if whole.storage_gbs else ""
+        return f"{self.cores} cores, measured: {rates}{storage}"
 
     def machine(self, reserved: int) -> Machine:
         """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
@@ -112,13 +113,14 @@ class Cluster:
 
 
 def share_device(device: Gpu, ranks: int) -> Gpu:
-    """The part of a device that each of `ranks` has: its arithmetic, its bandwidth and its memory are divided."""
+    """The part of a device that each of `ranks` has: its arithmetic, its bandwidths and its memory are divided."""
     return replace_struct(
         device,
         bandwidth_gbs=device.bandwidth_gbs / ranks,
         tflops={name: rate / ranks for name, rate in device.tflops.items()},
         memory_gb=device.memory_gb / ranks,
         usable_gib=device.usable_gib / ranks,
+        storage_gbs=device.storage_gbs / ranks,
     )
 
 

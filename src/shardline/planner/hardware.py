@@ -69,6 +69,8 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
     network: str = ""
     name: str = ""
+    storage_gbs: float = 0.0
+    """What it reads of weights that are on a disk; 0: unknown."""
 
     @property
     def usable_bytes(self) -> int:

@@ -26,7 +26,7 @@ from shardline.models.stored_weights import StoredRules, StoredWeights
 from shardline.planner import vllm
 from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
-from shardline.planner.hardware import GIB
+from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import HOST_AXES, Demand, Layout
 from shardline.planner.models.parts.compressed import is_compressed
 from shardline.planner.options import decisive_options
@@ -183,8 +183,7 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
 def sized(config: EngineConfig, layout: Layout) -> EngineConfig:
     """The configuration with the sizes of a layout."""
     sizes = {f"{axis}_parallel_size": getattr(layout, axis) for axis in HOST_AXES}
-    parallel = dataclasses.replace(config.parallel, enable_expert_parallel=layout.whole_experts, **sizes)
-    return dataclasses.replace(config, parallel=parallel)
+    return dataclasses.replace(config, parallel=config.parallel.divided(sizes, whole_experts=layout.whole_experts))
 
 
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
@@ -271,6 +270,15 @@ def weights_note(fitted: Fit) -> str:
     weights = max(rank.num_bytes for rank in draft.weights) / (1 << 20)
     share = max(draft.block_bytes) / deployment.cache.block_size
     return f"   {weights:,.1f} MiB of them the draft model's, and {share / 1e3:,.1f} kB of each token"
+
+
+def storage_note(fitted: Fit, storage_gbs: float) -> str:
+    """What a rank reads of its weights in every step, and how long that takes at a rate; empty: nothing."""
+    read = max((rank.read_bytes for rank in fitted.deployment.weights), default=0) if fitted.deployment else 0
+    if not read:
+        return ""
+    seconds = read / (storage_gbs * GB)
+    return f"{read / GIB:.2f} GiB more of weights: at {storage_gbs:.2f} GB/s, a step takes {seconds:.2f} s or more"
 
 
 def cache_room(deployment: Deployment, machine: Machine, num_ranks: int, share: float) -> int:

@@ -20,7 +20,7 @@ from shardline.planner.cost import (
     recommended_costs,
 )
 from shardline.planner.hardware import GB, GIB
-from shardline.planner.memory import weights_note
+from shardline.planner.memory import storage_note, weights_note
 from shardline.planner.path import explain_path
 from shardline.planner.report import axis_traffic, frontier, link_rates, missing_weights, plan_memory
 from shardline.planner.search import Option, Plan
@@ -223,6 +223,9 @@ def _memory_lines(plan: Plan, option: Option) -> list[Text]:
         *_wrap(f"with {option.layout}, {memory['gpu_bytes'] / GIB:.1f} GiB:", f"memory of a {device} "),
         *(Text(f"  {name:20}{_size(num_bytes):>12}{note}") for name, num_bytes, note in rows),
         *(_wrap(aside, "host memory set aside: ") if host else ()),
+        *_wrap(
+            storage_note(fitted, plan.cluster.part(fitted.layout.num_gpus).slowest.storage_gbs), "read in every step: "
+        ),
         *_wrap(f"{fitted.max_context:,} tokens{limit}", "longest context: "),
     ]
 

@@ -72,8 +72,8 @@ def deployment_work(deployment: Deployment) -> StepWork:
     """The work of the rank with the most weights."""
     label, _, _ = deployment.weight_format.name.partition("_")  # int8_fast has the bytes of int8
     rules = usual_rules().get(label, StoredRules())
-    sizes = [rank.num_bytes for rank in deployment.weights]
-    return step_work(
+    sizes = [rank.loaded_bytes for rank in deployment.weights]
+    work = step_work(
         deployment.spec,
         deployment.grid.place(max(range(len(sizes)), key=sizes.__getitem__)),
         deployment.stages,
@@ -82,6 +82,7 @@ def deployment_work(deployment: Deployment) -> StepWork:
         "exact" if deployment.numerics == "exact" else "fast",
         whole_experts=deployment.expert_parallel,
     )
+    return dataclasses.replace(work, streamed_bytes=max(rank.read_bytes for rank in deployment.weights))
 
 
 @functools.lru_cache(maxsize=512)

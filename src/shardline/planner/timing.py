@@ -132,12 +132,13 @@ class StepLoad(NamedTuple):
     messages: float
     launches: float
     requests: float
+    storage: float = 0.0
+    """Seconds to read weights from a disk, while the rest of the step goes on."""
 
     def seconds(self, constants: Constants) -> float:
         reads, computes = self.weights / constants.memory, self.computing(constants)
-        # The larger of both, for numbers and for arrays.
-        products = (reads + computes + abs(reads - computes)) / 2
-        return products + self.cache / constants.cache + self.overhead(constants)
+        products = _larger(reads, computes)
+        return _larger(products + self.cache / constants.cache + self.overhead(constants), self.storage)
 
     def computing(self, constants: Constants) -> float:
         """Time to compute products, and the attention of prompts."""
@@ -155,6 +156,8 @@ class StepLoad(NamedTuple):
         )
 
     def bound_by(self, constants: Constants) -> str:
+        if self.seconds(constants) == self.storage:
+            return "storage"
         reads, computes = self.weights / constants.memory, self.computing(constants)
         parts = {
             "weights" if reads >= computes else "arithmetic": max(reads, computes),
@@ -202,6 +205,7 @@ def step_load(
         messages=sum(traffic.num_messages for traffic, _ in work.exchanges) + work.hand_off.num_messages,
         launches=work.num_launches,
         requests=num_seqs,
+        storage=work.streamed_bytes / (gpu.storage_gbs * 1e9) if work.streamed_bytes else 0.0,
     )
 
 
@@ -340,6 +344,10 @@ class FirstToken(NamedTuple):
 def _smaller(first: Any, second: Any) -> Any:
     """The smaller of two numbers, or of two arrays element by element."""
     return (first + second - abs(first - second)) / 2
+
+
+def _larger(first: float, second: float) -> float:
+    return (first + second + abs(first - second)) / 2
 
 
 def loop_first_token(loop: LoopSteps, constants: Constants) -> FirstToken:

@@ -30,6 +30,7 @@ from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.machines.base import Backend, Counters, Replay, Share, StepSizes
 from shardline.runtime.memory_profile import largest_step
+from shardline.runtime.parallel.collectives import SingleRank
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
 from shardline.runtime.sequences import SequenceTable
@@ -228,7 +229,7 @@ class Worker:
             expert_parallel=deployment.expert_parallel,
             expert_load=self._expert_load.counts if self._expert_load is not None and not is_draft else None,
             adapters=deployment.adapters,
-            context_group=self._groups["context"],
+            context_group=SingleRank() if is_draft else self._groups["context"],
             stream=self._open_stream(deployment),
             moves_experts=deployment.expert_balancing.step_interval > 0,
             redundant_experts=deployment.expert_balancing.num_redundant_experts,
@@ -262,7 +263,7 @@ class Worker:
             self._backend,
             self._draft_stage,
             self._groups["tensor"],
-            self.kv_store.num_blocks,
+            self.kv_store.num_blocks * self._deployment.cache.context,
             sequences,
         )
         return self._draft

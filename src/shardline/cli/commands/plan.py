@@ -87,7 +87,7 @@ def _plan_here(args: argparse.Namespace) -> Plan:
     check_nodes(options)
     running = auto.RUNNING if args.running is None else args.running
     load = auto.HostLoad(running, args.input_len, args.output_len)
-    return auto.plan_here(engine_config(args), model, None, options, load)
+    return auto.plan_here(engine_config(args), model, None, options, load, args.storage_gbs)
 
 
 def _show(args: argparse.Namespace, plan: Plan, workload: Workload | None) -> None:
@@ -155,7 +155,7 @@ def _validate(args: argparse.Namespace) -> None:
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _OF_SIMULATIONS = ("num_prompts", "trace", "prefix_len", "num_prefixes", "replicas", "report_interval")
 _NOT_WITH_TRACE = ("prefix_len", "num_prefixes")
-_FOR_HERE = ("gpus", "json", "all", "compare", "html", "input_len", "output_len", "running", "simulate")
+_FOR_HERE = ("gpus", "json", "all", "compare", "html", "input_len", "output_len", "running", "simulate", "storage_gbs")
 _FOR_SIMULATIONS_HERE = (*_OF_SIMULATIONS, "rate", "ttft", "tpot")
 _FOR_VALIDATION = ("validate", "hardware", "json")
 
@@ -198,6 +198,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
     group.add_argument("--calibrate", type=Path, metavar="FILE",
                        help="a benchmark's result (JSON), or a start-up log, of the layout that the flags name: "
                        "predictions follow it")  # fmt: skip
+    group.add_argument("--storage-gbs", type=float, metavar="N",
+                       help="GB/s at which weights of --cpu-offload-gb are read (default: measured)")  # fmt: skip
     group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
     actions = (*group._group_actions, *_add_simulation_flags(parser)._group_actions)
     return {action.dest: action.default for action in actions}

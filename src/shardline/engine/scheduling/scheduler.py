@@ -23,6 +23,8 @@ from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, Step
 
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
+_PARTS = 4
+"""Steps of each stage over which it spreads what it has to prefill. All other stages wait for a step that is longer."""
 
 
 class PlanInFlight(NamedTuple):
@@ -305,7 +307,7 @@ class Scheduler:
         builder, queues, waiting = self._builder, self.queues, self.queues.waiting
         if self.last_token_known and (prefills or waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + waiting.num_tokens
-            share = -(-unscheduled // (self.max_in_flight - len(self.in_flight)))
+            share = -(-unscheduled // (_PARTS * self.max_in_flight))
             builder.budget = min(builder.budget, max(share, MIN_PREFILL_TOKENS))
         for sequence in prefills:
             if builder.budget == 0:

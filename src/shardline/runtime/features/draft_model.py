@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
 from shardline.messages.step import RankStep, SequenceResult, SequenceStart, SequenceStep, StepPlan
+from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.machines.base import Backend, StepSizes
@@ -117,6 +118,7 @@ class DraftModel(Feature):
         self._stage, self._kernels, self._sequences = stage, backend.kernels, sequences
         self._group, self._block_size = draft.group, sizes.block_size
         self._num_blocks = num_blocks
+        self._context, self._of_split = deployment.cache.context, SPLIT_TOKENS // sizes.block_size
         self._spare_each = sizes.max_blocks - deployment.cache.max_blocks
         self._max_short = sizes.max_seqs
         self._max_rows = max(deployment.limits.max_num_batched_tokens, sizes.max_seqs)
@@ -227,8 +229,12 @@ class DraftModel(Feature):
         return [tokens[end - 1] for end in np.cumsum(lengths).tolist()]
 
     def _blocks(self, one: _Asked) -> npt.NDArray[np.int32]:
-        """The blocks of a sequence that its plans have named."""
-        return self._sequences.blocks_of(one.sequence.row, self._group)
+        """The blocks of a sequence that its plans have named. Ranks that share its keys know each by its number on the
+        rank that has it, see `CachePlan`, and all have the draft model's keys of it."""
+        blocks = self._sequences.blocks_of(one.sequence.row, self._group)
+        if self._context == 1:
+            return blocks
+        return blocks * self._context + np.arange(len(blocks), dtype=np.int32) // self._of_split % self._context
 
     def _find_computed(self, one: _Asked) -> None:
         """Find out which keys and values are there; at least those of the last token are computed again."""

@@ -110,11 +110,14 @@ class AttentionLayer:
 
     def store_in(self, qkv: Tensor, num_heads: Sequence[int], pages: KVPages, rows: Rows) -> Tensor:
         """The same for the heads of any rank, `num_heads` of queries, keys and values, and their pages."""
-        rope, positions = self.spec.positions.rope, rows.positions
         if self._reads_only:
-            return self._rotated_queries(qkv, num_heads[0], positions)
-        slots = rows.slots[self.kv_group]
-        q, k, v = self._normed_heads(qkv, num_heads)
+            return self._rotated_queries(qkv, num_heads[0], rows.positions)
+        q, k, v = self.normed_heads(qkv, num_heads)
+        return self.store_heads(q, k, v, pages, rows)
+
+    def store_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, rows: Rows) -> Tensor:
+        """The same for normalised queries, keys and values [T, heads, head_dim]."""
+        rope, positions, slots = self.spec.positions.rope, rows.positions, rows.slots[self.kv_group]
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
@@ -150,7 +153,7 @@ class AttentionLayer:
             self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
         return q
 
-    def _normed_heads(self, qkv: Tensor, num_heads: Sequence[int]) -> tuple[Tensor, ...]:
+    def normed_heads(self, qkv: Tensor, num_heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of qkv [T, columns]; the first two normalised."""
         num_tokens, head_dim = len(qkv), self.spec.head_dim
         if not self.spec.norms.norms_all_heads:
@@ -163,7 +166,8 @@ class AttentionLayer:
         assert self.q_norm is not None
         assert self.k_norm is not None
         q, k, v = torch.split(qkv, list(self.qkv.widths), dim=1)
-        return tuple(x.view(num_tokens, -1, head_dim) for x in (self.q_norm(q), self.k_norm(k), v))
+        q, k, v = (x.view(num_tokens, -1, head_dim) for x in (self.q_norm(q), self.k_norm(k), v))
+        return q, k, v
 
     def attend(self, query: Tensor, rows: Rows) -> Tensor:
         """The attention output of `rows`, [Q, local heads * head_dim], for their query [Q, ...]."""

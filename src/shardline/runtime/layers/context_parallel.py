@@ -28,6 +28,7 @@ from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.ops.attention.paged import Partials
+from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
 
 
@@ -142,6 +143,7 @@ class SharedAttentionLayer(AttentionLayer):
         self._place_of = [distinct.index(span) for span in kv_spans]
         """Which of the pages have the KV heads of each peer."""
         self._pages: list[KVPages] = []
+        self._one = torch.ones(1, device=stage.device)
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
         """The tensors that `bind_cache` expects: those of each peer's KV heads, one after another."""
@@ -154,12 +156,27 @@ class SharedAttentionLayer(AttentionLayer):
         self._pages = [of_heads[place] for place in self._place_of]
 
     def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
-        qkv = self._keys.group.all_gather_columns(self.qkv(x, rows), self._widths)
-        columns = torch.split(qkv, self._widths, dim=1)
-        queries = [self.store_in(*of_peer, rows) for of_peer in zip(columns, self._heads, self._pages, strict=True)]
+        qkv = self.qkv(x, rows)
+        if self.spec.norms.norms_all_heads:
+            each = zip(self._gather_normed(qkv), self._pages, strict=True)
+            queries = [self.store_heads(*heads, pages, rows) for heads, pages in each]
+        else:
+            columns = torch.split(self._keys.group.all_gather_columns(qkv, self._widths), self._widths, dim=1)
+            queries = [self.store_in(*of_peer, rows) for of_peer in zip(columns, self._heads, self._pages, strict=True)]
         if left is not rows:
             queries = [left.take(query) for query in queries]
         return self.output(self._attend_shared(queries, left).flatten(1), left)
+
+    def _gather_normed(self, qkv: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values [T, heads, head_dim] of each peer. Norms over all heads need whole rows, so each
+        rank normalises its own part of them before."""
+        gathered = []
+        for part, heads in zip(self.normed_heads(qkv, self.num_heads), zip(*self._heads, strict=True), strict=True):
+            widths = [count * self.spec.head_dim for count in heads]
+            dense = scale_rows(self._kernels, part.flatten(1), self._one)  # a gather needs dense rows
+            columns = torch.split(self._keys.group.all_gather_columns(dense, widths), widths, dim=1)
+            gathered.append([of_peer.view(len(qkv), -1, self.spec.head_dim) for of_peer in columns])
+        return list(zip(*gathered, strict=True))
 
     def _attend_shared(self, queries: Sequence[Tensor], rows: Rows) -> Tensor:
         """The attention output [Q, local heads, head_dim], for the queries of each peer."""

@@ -1,5 +1,5 @@
-"""Weights that are read from a file in every step: each layer into one of two places in memory, while the layer before
-it computes."""
+"""Weights that are read from a file in every step: each layer into one of a few places in memory, while the layer
+before it computes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 
 from shardline import _cpu
 from shardline.config.fields import format_bytes
+from shardline.deployment.deployment import LAYER_SLOTS
 from shardline.kernels.host.memory import Region, taking_from
 from shardline.kernels.memory import map_memory
 
@@ -50,7 +51,7 @@ class WeightStream:
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._layers = list(layers)
         most = 2 * layer_bytes + (64 << 20)  # pages that are not touched take no memory
-        self._regions = [Region(map_memory(most)) for _ in range(2)]
+        self._regions = [Region(map_memory(most)) for _ in range(LAYER_SLOTS)]
         self._extents: list[tuple[int, int]] = []
         """Where each layer lies in the file: offset and length."""
         self._sums: list[list[int]] = []
@@ -81,7 +82,7 @@ class WeightStream:
         if place is None:
             yield
             return
-        region = self._regions[place % 2]
+        region = self._regions[place % LAYER_SLOTS]
         region.used = 0
         with taking_from(region):
             yield
@@ -111,7 +112,8 @@ class WeightStream:
         if place is None:
             return
         self._ready[place].clear()
-        self._want(place + 2 if place + 2 < len(self._layers) else place % 2)
+        following = place + LAYER_SLOTS
+        self._want(following if following < len(self._layers) else place % LAYER_SLOTS)
         if place == len(self._layers) - 1:
             self._num_steps += 1
             if self._num_steps in _TOLD_STEPS:
@@ -153,11 +155,11 @@ class WeightStream:
             reading.start()
         weakref.finalize(self, os.close, self._reader)
         started = time.perf_counter()
-        for place in range(2):
+        for place in range(LAYER_SLOTS):
             self._want(place)
-        for place in range(2):
+        for place in range(LAYER_SLOTS):
             self._ready[place].wait()
-        rate = sum(length for _, length in self._extents[:2]) / (time.perf_counter() - started)
+        rate = sum(length for _, length in self._extents[:LAYER_SLOTS]) / (time.perf_counter() - started)
         _log.info(
             "%d layers are read in every step, %s in all, from %s: at %.2f GB/s, as the first two came, a step takes "
             "%.2f s or more",
@@ -192,7 +194,7 @@ class WeightStream:
 
     def _read(self, place: int, reader: int) -> None:
         offset, length = self._extents[place]
-        region = self._regions[place % 2]
+        region = self._regions[place % LAYER_SLOTS]
         view = memoryview(region.memory)
         for number, start in list(enumerate(range(0, length, _CHUNK)))[reader::_READERS]:
             end = min(start + _CHUNK, length)
