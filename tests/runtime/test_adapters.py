@@ -12,6 +12,7 @@ from tests.models.adapters import load_oracle, make_adapter, merge
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.test_against_transformers import generate
 
+WHOLE = ("embed_tokens", "lm_head")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all linears": ("llama", {}),
     "some, with patterns": (
@@ -28,6 +29,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention": (
         "deepseek_v3",
         {"targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "layers.0.mlp.up_proj")},
+    ),
+    "embedding and head": ("llama", {"targets": ("embed_tokens", "lm_head", "q_proj")}),
+    "tied embedding": ("gemma3_text", {"targets": ("embed_tokens",)}),
+    "tied head in bf16": ("gemma2", {"targets": ("lm_head",), "dtype": torch.bfloat16}),
+    "whole embedding and head": (
+        "llama",
+        {"targets": ("down_proj",), "whole": WHOLE, "modules_to_save": WHOLE},
     ),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }

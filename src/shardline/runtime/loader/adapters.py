@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from shardline.checkpoints.adapters import LinearChange, read_adapter
+from shardline.checkpoints.adapters import read_adapter
+from shardline.models.adapters import LinearChange
+from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import mapped_tensor
 
-if TYPE_CHECKING:
-    from shardline.models.partition import Span
-    from shardline.runtime.layers.context import AdaptedLinear
+
+class AdaptedLinear(Protocol):
+    """Stacked linears that adapters can change, or an embedding."""
+
+    names: tuple[str, ...]
+    """Their canonical names, without `.weight`."""
+    spans: tuple[Span, ...]
+    """The outputs of each that this rank owns."""
+    own_whole: Span
+    """The rows of a whole weight that this rank holds."""
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+        """See `LowRankWeights.put`."""
+
+    def put_whole(self, slot: int, rows: Tensor) -> None:
+        """Give a slot a whole weight, in place of the base one."""
 
 
 def load_adapter(
@@ -26,24 +45,29 @@ def load_adapter(
         ValueError: it cannot be used, or its content is not that of the digest. The slot is empty.
     """
     for linear in linears:
-        linear.weights.clear(slot)
+        linear.clear(slot)
     adapter = read_adapter(folder, spec, max_rank)
     if adapter.digest() != digest:
         raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}
+    wholes = {one.name.removesuffix(".weight"): one for one in adapter.wholes}
     try:
         for linear in linears:
             for part, (name, span) in enumerate(zip(linear.names, linear.spans, strict=True)):
                 if (own := found.get(name)) is not None:
                     down, up = _read(own, span)
-                    linear.weights.put(slot, part, down, up, own.scale)
+                    linear.put(slot, part, down, up, own.scale)
+                if (whole := wholes.get(name)) is not None:
+                    own_rows = mapped_tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
+                    _check_finite(name, own_rows)
+                    linear.put_whole(slot, own_rows)
     except ValueError:
         for linear in linears:
-            linear.weights.clear(slot)
+            linear.clear(slot)
         raise
 
 
-def _read(linear: LinearChange, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     """down [rank, in] and the rows `span` of up [out, rank], in float32.
 
     Raises:
@@ -52,6 +76,10 @@ def _read(linear: LinearChange, span: Span) -> tuple[torch.Tensor, torch.Tensor]
     down = mapped_tensor(linear.down).float()
     up = mapped_tensor(linear.up)[linear.rows][span.start : span.stop].float()
     for tensor in (down, up):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"the adapter has NaN or Inf in {linear.name.removesuffix('.weight')}")
+        _check_finite(linear.name.removesuffix(".weight"), tensor)
     return down, up
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"the adapter has NaN or Inf in {name}")
