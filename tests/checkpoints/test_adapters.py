@@ -14,11 +14,11 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
-from shardline.checkpoints.adapters import find_adapter, read_adapter
+from shardline.checkpoints.adapters import find_adapter, read_adapter, state_of
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import HubAccess, ModelConfig
 from shardline.models.spec import DecoderSpec
-from tests.models.adapters import make_adapter
+from tests.models.adapters import make_adapter, write_gguf_adapter
 from tests.models.checkpoints import make_checkpoint
 
 EMBED = "base_model.model.model.embed_tokens.weight"
@@ -200,6 +200,41 @@ def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> Non
     (adapter / "adapter_config.json").write_text(" " * ((1 << 20) + 1))
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         read_adapter(adapter, spec, 64)
+
+
+def test_gguf_files(model: Path, spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:
+    file = write_gguf_adapter(adapter, tmp_path / "own.gguf", "llama", model=model, dtype="F16")
+    found = {one.name: (one.rank, one.scale) for one in read_adapter(file, spec, 4).linears}
+    assert found == {one.name: (one.rank, one.scale) for one in read_adapter(adapter, spec, 4).linears}
+    same = tmp_path / "same.gguf"
+    same.write_bytes(file.read_bytes())
+    assert read_adapter(same, spec, 4).digest() == read_adapter(file, spec, 4).digest()
+    assert state_of(file) == state_of(file) != state_of(same)
+    other = make_checkpoint("qwen2", tmp_path / "other", hidden_size=96)
+    with pytest.raises(ValueError, match="the adapter is of another model"):
+        read_adapter(file, read_model(ModelConfig(model=str(other))).spec(), 4)
+    with pytest.raises(ValueError, match="its rank is 4, and at most 3"):
+        read_adapter(file, spec, 3)
+    rounded = write_gguf_adapter(
+        make_adapter(model, tmp_path / "wide", targets=["q_proj"], rank=32), same, "llama", model=model, dtype="Q8_0"
+    )
+    with pytest.raises(ValueError, match="has type Q8_0; supported: F32, F16, BF16"):
+        read_adapter(rounded, spec, 64)
+    for change, message in (
+        (lambda data: data.replace(b"adapter.type", b"adapter.tipe"), "do not say that it is a LoRA adapter"),
+        (lambda data: data.replace(b"adapter.lora.alpha", b"adapter.lora.alpho"), "adapter.lora.alpha is None"),
+        (lambda data: data.replace(b"blk.3.ffn_down", b"blk.4.ffn_down"), "it changes blk.4.ffn_down"),
+        (lambda data: data.replace(b"blk.3.ffn_down.weight.lora_a", b"blk.3.ffn_down.weight.lora_c"), "only one of"),
+        (lambda data: data[:-9], "own.gguf"),
+    ):
+        broken = tmp_path / "broken" / "own.gguf"
+        broken.parent.mkdir(exist_ok=True)
+        broken.write_bytes(change(file.read_bytes()))
+        with pytest.raises(ValueError, match="cannot be used") as error:
+            read_adapter(broken, spec, 64)
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match="cannot be"):
+        read_adapter(tmp_path / "nowhere.gguf", spec, 64)
 
 
 def test_an_adapter_may_be_a_repository_of_the_hub(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -98,3 +99,34 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             change = scale * up @ down.float()
             module.weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
     return model
+
+
+def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtype: str = "F32") -> Path:
+    """Convert an adapter in PEFT's layout, as llama.cpp's converter does; `model`: the checkpoint it is for."""
+    config = json.loads((model / "config.json").read_text())
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    kind = gguf.GGMLQuantizationType[dtype]
+    writer = gguf.GGUFWriter(file, arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter["lora_alpha"]))
+    (number,) = (n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key)
+        assert found is not None, key
+        values, is_up = tensor.float().numpy(), found[2] == "B"
+        name = names.get_name(f"{found[1]}.weight", (".weight",))
+        assert name is not None, key
+        if is_up and arch == "llama" and (which := re.search(r"\.([qk])_proj$", found[1])):
+            heads = config["num_attention_heads" if which[1] == "q" else "num_key_value_heads"]
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if not is_up and name.startswith("token_embd"):
+            values = values.T.copy()
+        stored = gguf.quantize(values, kind)
+        writer.add_tensor(f"{name}.lora_{'b' if is_up else 'a'}", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.adapters import load_oracle, make_adapter, merge
+from tests.models.adapters import LINEARS, load_oracle, make_adapter, merge, write_gguf_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.test_against_transformers import generate
 
@@ -54,3 +54,23 @@ def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
         expected = merge(oracle, adapter)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert (base - expected).abs().mean() > 0.05
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "targets"),
+    [
+        ("llama", "llama", (*LINEARS, "embed_tokens", "lm_head")),
+        ("qwen2", "qwen2", LINEARS),
+        ("phi3", "phi3", ("qkv_proj", "gate_up_proj")),
+    ],
+)
+def test_gguf_adapters_are_those_that_were_converted(
+    family: str, arch: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", targets=targets)
+    converted = write_gguf_adapter(adapter, tmp_path / "adapter.gguf", arch, model=model)
+    tokens, logits = generate(model, [3, 5, 7, 9], num_tokens=3, chunk=2, adapter=adapter)
+    again, of_gguf = generate(model, [3, 5, 7, 9], num_tokens=3, chunk=2, adapter=converted)
+    assert again == tokens
+    assert torch.equal(of_gguf, logits)

@@ -1,4 +1,5 @@
-"""LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, checked without torch.
+"""LoRA adapters as PEFT stores them, adapter_config.json and adapter_model.safetensors, or in GGUF; checked without
+torch.
 
 An adapter adds scale * up (down x) to linears: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021).
 PEFT calls `down` lora_A, [rank, in], and `up` lora_B, [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank)
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from shardline.checkpoints.checkpoint import read_header
+from shardline.checkpoints.gguf.adapter import read_changes
 from shardline.checkpoints.hub import fetch_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
@@ -28,7 +30,7 @@ from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, GGUF_SUFFIX = "adapter_config.json", "adapter_model.safetensors", ".gguf"
 _MAX_CONFIG_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 22
 _DTYPES = ("F32", "F16", "BF16")
@@ -74,6 +76,7 @@ class Adapter:
     """An adapter that fits a model."""
 
     folder: Path
+    """It may also be a GGUF file."""
     linears: tuple[LinearChange, ...]
     wholes: tuple[WholeWeight, ...] = ()
 
@@ -90,9 +93,9 @@ class Adapter:
         """
         found = blake2b(digest_size=16)
         try:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                with (self.folder / name).open("rb") as stream:
-                    found.update(name.encode())
+            for file in _files(self.folder):
+                with file.open("rb") as stream:
+                    found.update((GGUF_SUFFIX if file.suffix == GGUF_SUFFIX else file.name).encode())
                     while chunk := stream.read(_CHUNK_BYTES):
                         found.update(chunk)
         except OSError as error:
@@ -113,7 +116,8 @@ def find_adapter(name: str, hub: HubAccess) -> Path:
 
 
 def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
-    """Read and check an adapter for the model `spec`. Only headers are read.
+    """Read and check an adapter for the model `spec`: a folder that PEFT has written, or a GGUF file. Only headers are
+    read.
 
     Raises:
         ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
@@ -129,9 +133,9 @@ def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
 def state_of(folder: Path) -> object:
     """What is equal as long as nobody has written an adapter's files again."""
     found: list[tuple[int, int, int] | None] = []
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    for file in _files(folder):
         try:
-            stat = (folder / name).stat()
+            stat = file.stat()
         except OSError:
             found.append(None)
         else:
@@ -139,7 +143,16 @@ def state_of(folder: Path) -> object:
     return tuple(found)
 
 
+def _files(folder: Path) -> tuple[Path, ...]:
+    """The files of the adapter that `folder` names."""
+    if folder.suffix == GGUF_SUFFIX:
+        return (folder,)
+    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+
+
 def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+    if folder.suffix == GGUF_SUFFIX:
+        return _checked(Adapter(folder, read_changes(folder, spec)), spec, max_rank)
     config = _read_config(folder)
     file = folder / WEIGHTS_FILE
     if not file.is_file():

@@ -36,6 +36,10 @@ class LinearChange:
     """The rows of `up` that belong to this linear."""
     rank: int
     scale: float
+    transposed: bool = False
+    """Whether `down` is [in, rank]."""
+    interleaved_heads: int = 0
+    """Rows of a head of `up`, if they are in GGUF's order, see `gguf.checkpoint.FoundPlace`; 0: in the model's."""
 
 
 @dataclass(frozen=True)

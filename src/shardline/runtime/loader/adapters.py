@@ -13,6 +13,7 @@ from shardline.checkpoints.adapters import read_adapter
 from shardline.models.adapters import LinearChange
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.gguf import original_rows
 from shardline.runtime.loader.weights import mapped_tensor
 
 
@@ -73,8 +74,11 @@ def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: they are not finite.
     """
-    down = mapped_tensor(linear.down).float()
-    up = mapped_tensor(linear.up)[linear.rows][span.start : span.stop].float()
+    down, up = mapped_tensor(linear.down).float(), mapped_tensor(linear.up)[linear.rows]
+    if linear.transposed:
+        down = down.T
+    rows = slice(span.start, span.stop)
+    up = up[original_rows(span, linear.interleaved_heads) if linear.interleaved_heads else rows].float()
     for tensor in (down, up):
         _check_finite(linear.name.removesuffix(".weight"), tensor)
     return down, up
