@@ -5,7 +5,7 @@ itself beside that of answers without a mark, whether p-values of answers withou
 marked token in a vocabulary of usual size.
 
 Answers go on for 200 tokens at temperature 1, whatever they say, from prompts of a few words. Those for the test of
-uniform p-values are shorter, since there are more of them; all of it takes about two minutes on two cores.
+uniform p-values are shorter, since there are more of them; a scheme takes about two minutes on two cores.
 """
 
 from __future__ import annotations
