@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
+from shardline.messages.request import AdapterRef
+from shardline.runtime.loader.adapters import AdapterLoader
 from tests.models.adapters import LINEARS, load_oracle, make_adapter, merge, write_gguf_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.test_against_transformers import generate
@@ -74,3 +79,26 @@ def test_gguf_adapters_are_those_that_were_converted(
     again, of_gguf = generate(model, [3, 5, 7, 9], num_tokens=3, chunk=2, adapter=converted)
     assert again == tokens
     assert torch.equal(of_gguf, logits)
+
+
+def test_loads_run_beside_steps_one_after_another() -> None:
+    loader, done, go = AdapterLoader([Mock()], Mock(), 1), list[int](), threading.Event()
+
+    def load(command: LoadAdapter) -> None:
+        assert go.wait(60)
+        done.append(command.slot)
+        if command.adapter.digest == "bad":
+            raise ValueError("no adapter")
+
+    with patch.object(loader, "load", load):
+        for slot, digest in enumerate(("good", "bad", "good")):
+            loader.begin(LoadAdapter(slot, AdapterRef(digest, "")))
+        assert [loader.look(LookAtAdapter(slot)) for slot in range(3)] == [False] * 3
+        go.set()
+        while not loader.look(LookAtAdapter(2)):
+            pass
+    assert done == [0, 1, 2]
+    assert loader.look(LookAtAdapter(0))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no adapter"):
+            loader.look(LookAtAdapter(1))

@@ -24,7 +24,7 @@ class RowAdapters(Feature):
 
     def begin(self, running: RunningStep) -> RowAdapters | None:
         slots = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
-        if self._head is not None and not slots.isdisjoint(self._head.slots):
+        if self._head is not None and any(self._head.changes[slot] for slot in slots):
             running.greedy = False  # the search for the best token adds nothing to logits
         return self if slots else None
 
@@ -34,6 +34,7 @@ class RowAdapters(Feature):
         column = torch.from_numpy(slots).to(self._device)
         if step.is_replayable:
             column = self._memory[: len(slots)].copy_(column)
-            if self._head is not None and not self._head.wholes.keys().isdisjoint(slots.tolist()):
+            own = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
+            if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
                 step = replace(step, is_replayable=False)
         return replace(step, rows=step.rows.with_adapters(column))

@@ -40,15 +40,14 @@ class EmbeddingAdapters:
         self._inner = torch.empty(num_slots, spec.vocab_size, max_rank, dtype=stage.dtype)
         """The columns of `down`; memory that no adapter needs is not touched."""
         self._outer = LowRankWeights.empty(num_slots, max_rank, max_rank, (spec.hidden_size,), stage.dtype)
-        self._slots: set[int] = set()
-        """Those with a low-rank change."""
-        self._wholes: dict[int, Tensor] = {}
+        self._changes = [False] * num_slots
+        """Whether each slot has a low-rank change. Other slots are loaded while steps run."""
+        self._wholes: list[Tensor | None] = [None] * num_slots
         loader.adapted.append(self)
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
-        self._slots.discard(slot)
-        self._wholes.pop(slot, None)
+        self._changes[slot], self._wholes[slot] = False, None
         self._outer.clear(slot)
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
@@ -57,7 +56,7 @@ class EmbeddingAdapters:
         inner[:, :rank] = down.T
         inner[:, rank:] = 0
         self._outer.put(slot, part, torch.eye(rank, inner.shape[1]), up, scale)
-        self._slots.add(slot)
+        self._changes[slot] = True
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot its own table: the rows [own range, hidden]."""
@@ -66,14 +65,15 @@ class EmbeddingAdapters:
     def look_up(self, base: Callable[[Tensor], Tensor], adapters: Tensor, own_ids: Tensor) -> Tensor:
         """Rows of this rank's range by their indices in it, each from the table of its adapter."""
         rows = base(own_ids)
-        for slot in self._wholes.keys() & set(adapters.tolist()):
-            places = (adapters == slot).nonzero()[:, 0]
-            rows[places] = self._wholes[slot][own_ids[places]]
+        for slot in set(adapters.tolist()):
+            if slot >= 0 and (whole := self._wholes[slot]) is not None:
+                places = (adapters == slot).nonzero()[:, 0]
+                rows[places] = whole[own_ids[places]]
         return rows
 
     def add(self, rows: Tensor, token_ids: Tensor, adapters: Tensor) -> Tensor:
         """Rows [T, hidden] of tokens with what their adapters add, rounded once."""
-        if self._slots.isdisjoint(adapters.tolist()):
+        if not any(self._changes[slot] for slot in adapters.tolist() if slot >= 0):
             return rows
         vocab_size, max_rank = self._inner.shape[1:]
         places = adapters.long().clamp(min=0) * vocab_size + token_ids
@@ -87,33 +87,32 @@ class HeadAdapters(LinearAdapters):
     def __init__(self, loader: LayerLoader, own: Span) -> None:
         """`own`: the part of the vocabulary whose logits this rank computes."""
         super().__init__(loader, [LM_HEAD.removesuffix(".weight")], [own], loader.stage.spec.hidden_size)
-        self.slots: set[int] = set()
-        """Those whose adapters change the lm_head."""
-        self.wholes: dict[int, PackedLinear] = {}
-        """By slot: what stands in place of the base weight. Steps with such rows are not replayed."""
+        num_slots = loader.stage.adapters.num_slots
+        self.changes = [False] * num_slots
+        """Whether each slot changes the lm_head. Other slots are loaded while steps run."""
+        self.wholes: list[PackedLinear | None] = [None] * num_slots
+        """What stands in place of the base weight. Steps with such rows are not replayed."""
         self._plain_kernels, self._dtype = loader.stage.kernels, loader.stage.dtype
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
-        self.slots.discard(slot)
-        self.wholes.pop(slot, None)
+        self.changes[slot], self.wholes[slot] = False, None
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
         super().put(slot, part, down, up, scale)
-        self.slots.add(slot)
+        self.changes[slot] = True
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot its own weight: the rows [own range, hidden]."""
         self.wholes[slot] = plain.Format().pack_lm_head(self._plain_kernels, rows.to(self._dtype))
-        self.slots.add(slot)
+        self.changes[slot] = True
 
     def put_whole_products(self, logits: Tensor, hidden: LinearInput, adapters: Tensor, bias: Tensor | None) -> None:
         """Write the logits [R, own range] of rows whose adapters have a weight of their own."""
-        if not self.wholes:
-            return
-        for slot in self.wholes.keys() & set(adapters.tolist()):
-            places = (adapters == slot).nonzero()[:, 0]
-            logits[places] = self.wholes[slot](as_tensor(hidden)[places], bias, out_dtype=torch.float32)
+        for slot in set(adapters.tolist()):
+            if slot >= 0 and (whole := self.wholes[slot]) is not None:
+                places = (adapters == slot).nonzero()[:, 0]
+                logits[places] = whole(as_tensor(hidden)[places], bias, out_dtype=torch.float32)
 
 
 class AdaptedEmbedding(TokenEmbedding):

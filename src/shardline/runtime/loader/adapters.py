@@ -1,8 +1,10 @@
-"""Brings an adapter from its files into a slot of the linears that it changes."""
+"""Brings adapters from their files into slots of the linears that they change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -10,11 +12,14 @@ import torch
 from torch import Tensor
 
 from shardline.checkpoints.adapters import read_adapter
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.models.adapters import LinearChange
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.gguf import original_rows
 from shardline.runtime.loader.weights import mapped_tensor
+
+_LOOK_SECONDS = 0.001
 
 
 class AdaptedLinear(Protocol):
@@ -35,6 +40,68 @@ class AdaptedLinear(Protocol):
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot a whole weight, in place of the base one."""
+
+
+class AdapterLoader:
+    """Loads adapters into the slots of a rank, beside its steps: none of them reads a slot before its load is over.
+
+    One adapter loads at a time, in the order of the commands, so that steps are slowed down little.
+    """
+
+    def __init__(self, linears: Sequence[AdaptedLinear], spec: DecoderSpec, max_rank: int) -> None:
+        self._linears = linears
+        self._spec = spec
+        self._max_rank = max_rank
+        self._loads: dict[int, _Load] = {}
+        """The last one of each slot."""
+        self._last: _Load | None = None
+
+    def load(self, command: LoadAdapter) -> None:
+        """Put an adapter into a slot.
+
+        Raises:
+            ValueError: it cannot be used, or is another one by now. The slot is empty.
+        """
+        folder, digest = Path(command.adapter.folder), command.adapter.digest
+        load_adapter(self._linears, command.slot, folder, digest, self._spec, self._max_rank)
+
+    def begin(self, command: LoadAdapter) -> None:
+        """See `LoadAdapter`."""
+        assert self._linears, "the deployment takes no adapters"
+        self._last = self._loads[command.slot] = _Load(partial(self.load, command), self._last)
+        self._last.start()
+
+    def look(self, command: LookAtAdapter) -> bool:
+        """See `LookAtAdapter`. This waits a little, so that an engine without steps does not ask all the time.
+
+        Raises:
+            ValueError: the rank refuses the adapter.
+        """
+        load = self._loads[command.slot]
+        load.join(_LOOK_SECONDS)
+        if load.is_alive():
+            return False
+        if load.error is not None:
+            raise load.error
+        return True
+
+
+class _Load(threading.Thread):
+    """A load that begins when the one before it is over."""
+
+    def __init__(self, work: Callable[[], None], before: _Load | None) -> None:
+        super().__init__(name="load-adapter", daemon=True)
+        self.error: BaseException | None = None
+        self._work, self._before = work, before
+
+    def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        try:
+            self._work()
+        except BaseException as error:  # the rank answers with it
+            self.error = error
 
 
 def load_adapter(
