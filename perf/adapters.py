@@ -36,20 +36,22 @@ SHAPES = ((1, 0), (1, 1), (8, 1), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))
 RANK, PROMPT_LEN, OUTPUT_LEN = 16, 64, 48
 
 
-def write_adapter(folder: Path, spec: DecoderSpec, seed: int) -> AdapterRef:
-    """A random adapter of all linears of a model with Llama's names."""
+def write_adapter(
+    folder: Path, spec: DecoderSpec, seed: int, rank: int = RANK, targets: tuple[str, ...] = ("",)
+) -> AdapterRef:
+    """A random adapter of the linears of a model with Llama's names whose canonical names contain one of `targets`."""
     from shardline.checkpoints.lookup import family
 
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in parameters(spec):
-        if name.endswith(".weight") and is_adaptable(name):
+        if name.endswith(".weight") and is_adaptable(name) and any(target in name for target in targets):
             key = family(spec.model_type).tensor_source(name, spec).key.removesuffix(".weight")
-            tensors[f"base_model.model.{key}.lora_A.weight"] = torch.randn(RANK, shape[1], generator=generator) * 0.02
-            tensors[f"base_model.model.{key}.lora_B.weight"] = torch.randn(shape[0], RANK, generator=generator) * 0.02
+            tensors[f"base_model.model.{key}.lora_A.weight"] = torch.randn(rank, shape[1], generator=generator) * 0.02
+            tensors[f"base_model.model.{key}.lora_B.weight"] = torch.randn(shape[0], rank, generator=generator) * 0.02
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}))
-    return AdapterRef(read_adapter(folder, spec, RANK).digest(), str(folder))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return AdapterRef(read_adapter(folder, spec, rank).digest(), str(folder))
 
 
 def start(model: RandomModel, **options: object) -> tuple[Engine, DecoderSpec]:

@@ -4,7 +4,8 @@ For each scheme, with its usual parameters and random keys: p-values of marked a
 itself beside that of answers without a mark, whether p-values of answers without a mark are uniform, and the time of a
 marked token in a vocabulary of usual size.
 
-Answers go on for 200 tokens at temperature 1, whatever they say, from prompts of a few words.
+Answers go on for 200 tokens at temperature 1, whatever they say, from prompts of a few words. Those for the test of
+uniform p-values are shorter, since there are more of them; a scheme takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardline.watermark import SCHEMES, Scheme
 from shardline.watermark.detector import Detection, binomial_tail, detect
 from shardline.watermark.keys import KGWKey, SynthIDKey, WatermarkKey, new_key, read_key, write_key
 
-LENGTH = 200
+LENGTH, PLAIN_LENGTH = 200, 64
 PROMPTS = (
     "Tell me about the sea.",
     "Once upon a time",
@@ -45,15 +46,15 @@ Answers = list[tuple[list[int], float]]
 """The tokens of each, and their mean log probability."""
 
 
-def generate(llm: LLM, count: int) -> Answers:
-    """So many answers; the engine's key marks them, if it has one."""
+def generate(llm: LLM, count: int, length: int = LENGTH) -> Answers:
+    """So many answers of a length; the engine's key marks them, if it has one."""
     params = [
-        SamplingParams(temperature=1.0, max_tokens=LENGTH, ignore_eos=True, seed=seed, logprobs=0)
+        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, seed=seed, logprobs=0)
         for seed in range(count)
     ]
     outputs = llm.generate([PROMPTS[index % len(PROMPTS)] for index in range(count)], params)
     answers = [output.outputs[0] for output in outputs]
-    return [(list(answer.token_ids), (answer.cumulative_logprob or 0.0) / LENGTH) for answer in answers]
+    return [(list(answer.token_ids), (answer.cumulative_logprob or 0.0) / length) for answer in answers]
 
 
 def uniform_p(found: Detection, ratio: float, dice: random.Random) -> float:
@@ -94,21 +95,22 @@ def time_of_token(mark: Mark, vocab_size: int, sampling: SamplingParams, *, agai
     return min(times[1:])
 
 
-def report(model: str, scheme: Scheme, num_marked: int, plain: Answers) -> None:
-    """Print all figures of a scheme; `plain`: answers without a mark."""
+def report(model: str, scheme: Scheme, unmarked: Answers, plain: Answers) -> None:
+    """Print all figures of a scheme. `unmarked`: answers without a mark, to compare as many marked ones with; `plain`:
+    those whose p-values should be uniform."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "key.json"
         write_key(new_key(scheme), path)
         key = read_key(path)
         with LLM(model, watermark_config={"scheme": scheme, "key_file": str(path)}, max_model_len=512) as llm:
-            marked = generate(llm, num_marked)
+            marked = generate(llm, len(unmarked))
     vocab_size = load_model_text(EngineConfig.from_options(model=model)).vocab_size
     values = sorted(detect(ids, key, vocab_size).p_value for ids, _ in marked)
     found = sum(value < 1e-6 for value in values) / len(values)
     print(
         f"{scheme}: p of {len(values)} marked answers: median {values[len(values) // 2]:.1e}, below 1e-6: {found:.1%}"
     )
-    print(f"{scheme}: perplexity {perplexity(marked)} marked, {perplexity(plain)} not")
+    print(f"{scheme}: perplexity {perplexity(marked)} marked, {perplexity(unmarked)} not", flush=True)
     dice = random.Random(0)
     keys: list[WatermarkKey] = [new_key(scheme) for _ in plain]
     ratio = key.greenlist_ratio if isinstance(key, KGWKey) else 0.0
@@ -143,14 +145,16 @@ def report_times() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--marked", type=int, default=200, help="marked answers")
-    parser.add_argument("--plain", type=int, default=1000, help="answers without a mark")
+    parser.add_argument("--scheme", choices=SCHEMES, help="default: all")
+    parser.add_argument("--marked", type=int, default=100, help="marked answers")
+    parser.add_argument("--plain", type=int, default=1000, help="answers whose p-values should be uniform")
+    parser.add_argument("--plain-length", type=int, default=PLAIN_LENGTH, help="their tokens")
     args = parser.parse_args()
     report_times()
     with LLM(args.model, max_model_len=512) as llm:
-        plain = generate(llm, args.plain)
-    for scheme in SCHEMES:
-        report(args.model, scheme, args.marked, plain)
+        unmarked, plain = generate(llm, args.marked), generate(llm, args.plain, args.plain_length)
+    for scheme in SCHEMES if args.scheme is None else (args.scheme,):
+        report(args.model, scheme, unmarked, plain)
 
 
 if __name__ == "__main__":

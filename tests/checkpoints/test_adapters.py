@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
-from shardline.checkpoints.adapters import find_adapter, read_adapter
+from shardline.checkpoints.adapters import find_adapter, read_adapter, state_of
 from shardline.checkpoints.description import read_model
 from shardline.config.engine import HubAccess, ModelConfig
 from shardline.models.spec import DecoderSpec
-from tests.models.adapters import make_adapter
+from tests.models.adapters import make_adapter, write_gguf_adapter
 from tests.models.checkpoints import make_checkpoint
+
+EMBED = "base_model.model.model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,21 @@ def test_the_digest_is_of_the_content(model: Path, spec: DecoderSpec, adapter: P
     assert read_adapter(other, spec, 4).digest() != digest
 
 
+def test_whole_modules_fit_into_a_slot(model: Path, spec: DecoderSpec, tmp_path: Path) -> None:
+    folder = make_adapter(model, tmp_path / "whole", targets=["q_proj"], rank=1, whole=["lm_head", "embed_tokens"])
+    change_tensors(
+        folder,
+        lambda old: {**old, "base_model.model.model.embed_tokens.base_layer.weight": old[EMBED].clone()},
+    )
+    adapter = read_adapter(folder, spec, 16)
+    assert [one.name for one in adapter.wholes] == ["embed.weight", "lm_head.weight"]
+    with pytest.raises(ValueError, match=r"whole modules need the memory of an adapter of rank (\d+)") as error:
+        read_adapter(folder, spec, 1)
+    needed = int(re.findall(r"of rank (\d+)", str(error.value))[0])
+    assert 1 < needed <= 16
+    assert read_adapter(folder, spec, needed) == adapter
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -94,7 +112,7 @@ def test_the_digest_is_of_the_content(model: Path, spec: DecoderSpec, adapter: P
         ({"use_dora": True}, "DoRA"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias 'all' changes biases"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -126,16 +144,35 @@ def renamed(old: dict[str, torch.Tensor], word: str, new: str) -> dict[str, torc
     ("change", "message"),
     [
         (lambda old: renamed(old, "layers.3.", "layers.4."), "it changes model.layers.4."),
-        (lambda old: renamed(old, "model.layers.0.mlp.down_proj", "lm_head"), "it changes lm_head, which"),
+        (lambda old: renamed(old, "model.layers.0.mlp.down_proj", "lm_head"), "adapter is of another model"),
+        (lambda old: renamed(old, "layers.0.mlp.down_proj", "norm"), "it changes model.norm, which"),
         (lambda old: renamed(old, "lora_A.weight", "lora_C.weight"), "neither lora_A nor lora_B"),
-        (lambda old: {**old, "base_model.model.lm_head.weight": torch.ones(2, 2)}, "neither lora_A nor lora_B"),
+        (lambda old: {**old, "base_model.model.lm_head.weight": torch.ones(2, 2)}, "a vocabulary of their own"),
+        (
+            lambda old: {**old, "base_model.model.model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)},
+            "only an embedding and lm_head may be whole",
+        ),
+        (lambda old: {**old, "base_model.model.lm_head.bias": torch.ones(2)}, "neither lora_A nor lora_B"),
         (lambda old: {key: value for key, value in old.items() if "lora_A" in key}, "only one of lora_A and lora_B"),
         (lambda old: {key: value[:, :-1].contiguous() for key, value in old.items()}, "adapter is of another model"),
         (lambda old: {key: value[:3].contiguous() for key, value in old.items()}, "has rank 4 in adapter_config"),
         (lambda old: {key: value.int() for key, value in old.items()}, "has type I32"),
         (lambda old: {}, "it changes no linear"),
     ],
-    ids=["layer", "lm_head", "kind", "whole", "half", "inputs", "outputs", "type", "nothing"],
+    ids=[
+        "layer",
+        "lm_head",
+        "norm",
+        "kind",
+        "vocabulary",
+        "whole",
+        "bias",
+        "half",
+        "inputs",
+        "outputs",
+        "type",
+        "nothing",
+    ],
 )
 def test_tensors_that_are_refused(spec: DecoderSpec, adapter: Path, change: Any, message: str) -> None:
     change_tensors(adapter, change)
@@ -163,6 +200,41 @@ def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> Non
     (adapter / "adapter_config.json").write_text(" " * ((1 << 20) + 1))
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         read_adapter(adapter, spec, 64)
+
+
+def test_gguf_files(model: Path, spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:
+    file = write_gguf_adapter(adapter, tmp_path / "own.gguf", "llama", model=model, dtype="F16")
+    found = {one.name: (one.rank, one.scale) for one in read_adapter(file, spec, 4).linears}
+    assert found == {one.name: (one.rank, one.scale) for one in read_adapter(adapter, spec, 4).linears}
+    same = tmp_path / "same.gguf"
+    same.write_bytes(file.read_bytes())
+    assert read_adapter(same, spec, 4).digest() == read_adapter(file, spec, 4).digest()
+    assert state_of(file) == state_of(file) != state_of(same)
+    other = make_checkpoint("qwen2", tmp_path / "other", hidden_size=96)
+    with pytest.raises(ValueError, match="the adapter is of another model"):
+        read_adapter(file, read_model(ModelConfig(model=str(other))).spec(), 4)
+    with pytest.raises(ValueError, match="its rank is 4, and at most 3"):
+        read_adapter(file, spec, 3)
+    rounded = write_gguf_adapter(
+        make_adapter(model, tmp_path / "wide", targets=["q_proj"], rank=32), same, "llama", model=model, dtype="Q8_0"
+    )
+    with pytest.raises(ValueError, match="has type Q8_0; supported: F32, F16, BF16"):
+        read_adapter(rounded, spec, 64)
+    for change, message in (
+        (lambda data: data.replace(b"adapter.type", b"adapter.tipe"), "do not say that it is a LoRA adapter"),
+        (lambda data: data.replace(b"adapter.lora.alpha", b"adapter.lora.alpho"), "adapter.lora.alpha is None"),
+        (lambda data: data.replace(b"blk.3.ffn_down", b"blk.4.ffn_down"), "it changes blk.4.ffn_down"),
+        (lambda data: data.replace(b"blk.3.ffn_down.weight.lora_a", b"blk.3.ffn_down.weight.lora_c"), "only one of"),
+        (lambda data: data[:-9], "own.gguf"),
+    ):
+        broken = tmp_path / "broken" / "own.gguf"
+        broken.parent.mkdir(exist_ok=True)
+        broken.write_bytes(change(file.read_bytes()))
+        with pytest.raises(ValueError, match="cannot be used") as error:
+            read_adapter(broken, spec, 64)
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match="cannot be"):
+        read_adapter(tmp_path / "nowhere.gguf", spec, 64)
 
 
 def test_an_adapter_may_be_a_repository_of_the_hub(

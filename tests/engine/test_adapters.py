@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shardline.engine.adapters import AdapterSlots
 from shardline.engine.commands import Answered
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.messages.adapters import LoadAdapter
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.messages.control import Command, ControlDone
 from shardline.messages.request import AdapterRef, Request
 from shardline.sampling_params import SamplingParams
 from tests.engine.harness import Engine, Shape
+
+NOTHING = msgspec.msgpack.encode(None)
 
 
 class Ranks:
@@ -19,12 +23,17 @@ class Ranks:
         self.scheduler = Engine(Shape()).scheduler
         self.loads: list[tuple[Answered, int, str]] = []
         """Who waits for the answer, the slot and the adapter."""
+        self.looks: list[Answered] = []
         self.slots = AdapterSlots(num_slots, self.take)
         self.count = 0
 
     def take(self, command: Command, answered: Answered) -> None:
+        if isinstance(command, LookAtAdapter):
+            self.looks.append(answered)
+            return
         assert isinstance(command, LoadAdapter)
         self.loads.append((answered, command.slot, command.adapter.digest))
+        answered(ControlDone(-1, (NOTHING, NOTHING)))
 
     def add(self, digest: str) -> LiveSequence:
         self.count += 1
@@ -39,8 +48,12 @@ class Ranks:
         return sequence
 
     def answer(self, error: str = "") -> None:
-        """All ranks answer the last load."""
-        self.loads[-1][0](ControlDone(-1, error=error))
+        """All ranks have done the last load; one of them is a little later than the other."""
+        for other in (False, True):
+            values = () if error else tuple(map(msgspec.msgpack.encode, (True, other)))
+            self.looks[-1](ControlDone(-1, values, error))
+            if error:
+                return
 
     def end(self, sequence: LiveSequence) -> None:
         self.scheduler.abort_requests([sequence.request.request_id])

@@ -25,6 +25,12 @@ from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
 
 LORA: dict[str, object] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+ADAPTERS: tuple[tuple[list[str], list[str]], ...] = (
+    (["q_proj", "v_proj", "lm_head", "embed_tokens"], []),
+    (["o_proj", "gate_proj", "down_proj"], ["embed_tokens"]),
+    (["proj"], ["lm_head"]),
+)
+"""What each changes, and has whole."""
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -36,8 +42,10 @@ class Setup:
         self.options = {"dtype": dtype, "quantization": quantization}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
-        for number, targets in enumerate((["q_proj", "v_proj"], ["o_proj", "gate_proj", "down_proj"], ["proj"])):
-            path = make_adapter(self.model, folder / f"{number}", targets=targets, seed=number, rank=3 + 9 * number)
+        for number, (targets, whole) in enumerate(ADAPTERS):
+            path = make_adapter(
+                self.model, folder / f"{number}", targets=targets, seed=number, rank=3 + 9 * number, whole=whole
+            )
             self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
         self.requests = [
             msgspec.structs.replace(one, adapter=(ref := self.adapters[i % 4]), cache_salt=ref.digest if ref else "")

@@ -12,15 +12,18 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from shardline.deployment.fingerprint import NumericContract
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.service import MaskAnswer
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.request import Constraints, Request
+from shardline.receipts.check import check_output
+from shardline.receipts.receipt import make_receipt
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
 from tests.exactness.cases import DRAFTS, MODEL_DRAFTS, Case
-from tests.exactness.harness import Answer, golden, make_requests, run_case
+from tests.exactness.harness import Answer, golden, make_requests, run, run_case, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 256
@@ -144,6 +147,29 @@ def test_drafts_change_no_answer(
     assert max(foreseen) > 1
     counts = [replica.drafts for replica in stats if replica.drafts is not None]
     assert 0 < sum(one.num_accepted for one in counts) < sum(one.num_tokens for one in counts)
+
+
+def test_receipts_are_verified_several_tokens_a_step(
+    model: Path, requests: list[Request], expected: dict[str, Answer]
+) -> None:
+    """The expected tokens are guesses that the grammar allows."""
+    contract = NumericContract("any")
+    made = [
+        make_receipt(contract, one, expected[one.request_id].token_ids, expected[one.request_id].digests)
+        for one in requests
+    ]
+    engine, executor = start_engine(model, tensor=2)
+    for number, receipt in enumerate(made):
+        answer = run(engine, [receipt.request("v", 0.0)], "alone")["v"]
+        assert check_output(receipt, answer.token_ids, answer.digests).equal, number
+    num_tokens = sum(len(receipt.output_token_ids) for receipt in made)
+    assert engine.stats().num_steps < num_tokens * 2 / 3, "it would be more than one a token"
+    changed = msgspec.structs.replace(made[0], output_token_ids=[*made[0].output_token_ids[:5], 7, 7, 7])
+    answer = run(engine, [changed.request("c", 0.0)], "alone")["c"]
+    assert not check_output(changed, answer.token_ids, answer.digests).equal
+    assert engine.stats().kv_blocks_used == 0
+    engine.close()
+    executor.close()
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

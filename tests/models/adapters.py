@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -36,19 +38,28 @@ def make_adapter(
     ranks: Mapping[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
     prefix: str = "base_model.model.",
+    whole: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Save an adapter of the modules whose names end with one of `targets`, which changes the logits a lot; `ranks`:
-    those of some modules, by their names; `config`: further keys."""
+    those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `config`: further
+    keys."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in load_oracle(model).named_modules():
-        if not isinstance(module, nn.Linear | Conv1D) or not name.endswith(tuple(targets)):
+        if whole and name.endswith(tuple(whole)):
+            weight = module.weight.detach()
+            tensors[f"{prefix}{name}.weight"] = weight + torch.randn(weight.shape, generator=generator) * weight.std()
+        if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or not name.endswith(tuple(targets)):
             continue
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
         own = next((value for key, value in (ranks or {}).items() if name.endswith(key)), rank)
         down = torch.randn(own, inputs, generator=generator) * inputs**-0.5
         up = torch.randn(outputs, own, generator=generator) * own**-0.5
+        if isinstance(module, nn.Embedding):
+            a, b, scale = "lora_embedding_A", "lora_embedding_B", float(module.weight.detach().std())
+            tensors[f"{prefix}{name}.{a}"], tensors[f"{prefix}{name}.{b}"] = (down * inputs**0.5).to(dtype), up * scale
+            continue
         tensors[f"{prefix}{name}.lora_A.weight"], tensors[f"{prefix}{name}.lora_B.weight"] = (
             down.to(dtype),
             up.to(dtype),
@@ -68,16 +79,54 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     modules = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    if head is not None:  # an adapter changes it, or the embedding, and not both
+        head.weight = nn.Parameter(head.weight.detach().clone())
     for key, down in tensors.items():
-        if "lora_A" not in key:
+        if re.search(r"lora_(embedding_)?B", key):
             continue
-        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        up, rank = tensors[key.replace("lora_A", "lora_B")].float(), len(down)
-        alphas = config.get("alpha_pattern") or {}
-        alpha = next((value for end, value in alphas.items() if name.endswith(end)), config["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        change = scale * up @ down.float()
+        name = re.sub(r"^base_model\.model\.|\.lora_A\.weight$|\.lora_embedding_A$|\.weight$", "", key)
+        name = name.removesuffix(".lora_A")
         module = modules[name]
         with torch.no_grad():
-            module.weight += change.T if isinstance(module, Conv1D) else change
+            if "lora_" not in key:
+                module.weight.copy_(down)
+                continue
+            up, rank = tensors[key.replace("_A", "_B")].float(), len(down)
+            alphas = config.get("alpha_pattern") or {}
+            alpha = next((value for end, value in alphas.items() if name.endswith(end)), config["lora_alpha"])
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            change = scale * up @ down.float()
+            module.weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
     return model
+
+
+def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtype: str = "F32") -> Path:
+    """Convert an adapter in PEFT's layout, as llama.cpp's converter does; `model`: the checkpoint it is for."""
+    config = json.loads((model / "config.json").read_text())
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    kind = gguf.GGMLQuantizationType[dtype]
+    writer = gguf.GGUFWriter(file, arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter["lora_alpha"]))
+    (number,) = (n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key)
+        assert found is not None, key
+        values, is_up = tensor.float().numpy(), found[2] == "B"
+        name = names.get_name(f"{found[1]}.weight", (".weight",))
+        assert name is not None, key
+        if is_up and arch == "llama" and (which := re.search(r"\.([qk])_proj$", found[1])):
+            heads = config["num_attention_heads" if which[1] == "q" else "num_key_value_heads"]
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if not is_up and name.startswith("token_embd"):
+            values = values.T.copy()
+        stored = gguf.quantize(values, kind)
+        writer.add_tensor(f"{name}.lora_{'b' if is_up else 'a'}", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

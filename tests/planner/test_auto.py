@@ -14,12 +14,15 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment import cpu_rates
 from shardline.deployment.here import resolve_here
 from shardline.deployment.machine import Device, Host, Machine
+from shardline.models.adapters import adaptable_parameters
 from shardline.planner import auto
 from shardline.planner.auto import chosen_config, measure_host, path_here, plan_here
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
+from shardline.planner.page import format_plan
+from shardline.planner.report import plan_memory
 from shardline.planner.search import Plan
 from shardline.planner.simulation.simulate import replica_setup, simulate_plan
 from shardline.planner.simulation.workload import Workload
@@ -152,6 +155,27 @@ def test_a_plan_for_this_host_counts_a_draft_model(
     [half] = re.findall(r"KV cache .* ([\d,]+) tokens of", text)
     assert int(half.replace(",", "")) == pytest.approx(int(plain.replace(",", "")) / 2, rel=0.03)
     assert re.search(r"weights +22.0 MiB   11.0 MiB of them the draft model's, and 8.2 kB of each token", text)
+
+
+def test_a_plan_for_this_host_counts_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    sizes = {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "data")}
+
+    def memory(**lora: int) -> tuple[dict[str, int], str]:
+        choice = choose("demo", host("", 0, 0), *sizes, **sizes, enable_lora=bool(lora), **lora)
+        assert choice.best is not None
+        return plan_memory(choice, choice.best), format_plan(choice)
+
+    (plain, page), (few, page_with) = memory(), memory(max_loras=2, max_lora_rank=64)
+    assert plain["lora_bytes"] == 0
+    assert "LoRA" not in page
+    assert few["lora_bytes"] == 2 * 64 * sum(sum(s) for _, s in adaptable_parameters(find_model("demo").spec)) * 2
+    assert re.search(r"\n  LoRA adapters +[\d.]+ MiB   2 of rank 64\n", page_with)
+    assert few["unused_bytes"] == plain["unused_bytes"] - few["lora_bytes"]
+    in_cpu_memory, _ = memory(max_loras=2, max_cpu_loras=4, max_lora_rank=64)
+    assert in_cpu_memory["lora_bytes"] == 2 * few["lora_bytes"]
+    many, _ = memory(max_loras=(2**36 - 2**31) // (few["lora_bytes"] // 2), max_lora_rank=64)
+    assert 0 < many["kv_bytes"] < plain["kv_bytes"], "the KV cache gets what is left"
 
 
 def test_loads_that_no_layout_can_run_are_refused(

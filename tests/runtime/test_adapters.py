@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from tests.models.adapters import load_oracle, make_adapter, merge
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
+from shardline.messages.request import AdapterRef
+from shardline.runtime.loader.adapters import AdapterLoader
+from tests.models.adapters import LINEARS, load_oracle, make_adapter, merge, write_gguf_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.test_against_transformers import generate
 
+WHOLE = ("embed_tokens", "lm_head")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all linears": ("llama", {}),
     "some, with patterns": (
@@ -28,6 +34,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention": (
         "deepseek_v3",
         {"targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "layers.0.mlp.up_proj")},
+    ),
+    "embedding and head": ("llama", {"targets": ("embed_tokens", "lm_head", "q_proj")}),
+    "tied embedding": ("gemma3_text", {"targets": ("embed_tokens",)}),
+    "tied head in bf16": ("gemma2", {"targets": ("lm_head",), "dtype": torch.bfloat16}),
+    "whole embedding and head": (
+        "llama",
+        {"targets": ("down_proj",), "whole": WHOLE, "modules_to_save": WHOLE},
     ),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
@@ -46,3 +59,46 @@ def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
         expected = merge(oracle, adapter)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert (base - expected).abs().mean() > 0.05
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "targets"),
+    [
+        ("llama", "llama", (*LINEARS, "embed_tokens", "lm_head")),
+        ("qwen2", "qwen2", LINEARS),
+        ("phi3", "phi3", ("qkv_proj", "gate_up_proj")),
+    ],
+)
+def test_gguf_adapters_are_those_that_were_converted(
+    family: str, arch: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", targets=targets)
+    converted = write_gguf_adapter(adapter, tmp_path / "adapter.gguf", arch, model=model)
+    tokens, logits = generate(model, [3, 5, 7, 9], num_tokens=3, chunk=2, adapter=adapter)
+    again, of_gguf = generate(model, [3, 5, 7, 9], num_tokens=3, chunk=2, adapter=converted)
+    assert again == tokens
+    assert torch.equal(of_gguf, logits)
+
+
+def test_loads_run_beside_steps_one_after_another() -> None:
+    loader, done, go = AdapterLoader([Mock()], Mock(), 1), list[int](), threading.Event()
+
+    def load(command: LoadAdapter) -> None:
+        assert go.wait(60)
+        done.append(command.slot)
+        if command.adapter.digest == "bad":
+            raise ValueError("no adapter")
+
+    with patch.object(loader, "load", load):
+        for slot, digest in enumerate(("good", "bad", "good")):
+            loader.begin(LoadAdapter(slot, AdapterRef(digest, "")))
+        assert [loader.look(LookAtAdapter(slot)) for slot in range(3)] == [False] * 3
+        go.set()
+        while not loader.look(LookAtAdapter(2)):
+            pass
+    assert done == [0, 1, 2]
+    assert loader.look(LookAtAdapter(0))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no adapter"):
+            loader.look(LookAtAdapter(1))

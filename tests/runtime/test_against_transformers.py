@@ -69,7 +69,7 @@ def generate(
     worker.load()
     if adapter is not None:
         digest = read_adapter(adapter, setup.spec, max_rank=16).digest()
-        worker.load_adapter(LoadAdapter(2, AdapterRef(digest, str(adapter))))
+        worker.adapter_loader.load(LoadAdapter(2, AdapterRef(digest, str(adapter))))
     recorder = RecordingSampler()
     worker.runner._sampler = recorder
     # A digest takes all logits.

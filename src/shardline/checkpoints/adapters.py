@@ -1,8 +1,10 @@
-"""LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, checked without torch.
+"""LoRA adapters as PEFT stores them, adapter_config.json and adapter_model.safetensors, or in GGUF; checked without
+torch.
 
 An adapter adds scale * up (down x) to linears: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021).
 PEFT calls `down` lora_A, [rank, in], and `up` lora_B, [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank)
-with rsLoRA (Kalajdzievski, 2023).
+with rsLoRA (Kalajdzievski, 2023). The embedding is a linear of one-hot rows. It and the lm_head may also be there
+whole, as "modules to save".
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from typing import Any
 import msgspec
 
 from shardline.checkpoints.checkpoint import read_header
+from shardline.checkpoints.gguf.adapter import read_changes
 from shardline.checkpoints.hub import fetch_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.config.engine import HubAccess
-from shardline.models.adapters import is_adaptable
-from shardline.models.parameters import parameters
+from shardline.models.adapters import EMBEDDING, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, GGUF_SUFFIX = "adapter_config.json", "adapter_model.safetensors", ".gguf"
 _MAX_CONFIG_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 22
 _DTYPES = ("F32", "F16", "BF16")
@@ -37,7 +39,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _UNSUPPORTED: Mapping[str, str] = {
     "use_dora": "DoRA (use_dora) is not supported yet",
     "lora_bias": "biases of adapters (lora_bias) are not supported yet",
-    "modules_to_save": "whole modules in an adapter (modules_to_save) are not supported yet",
+    "ensure_weight_tying": "one change of a tied embedding and lm_head (ensure_weight_tying) is not supported",
     "target_parameters": "adapters of expert tensors (target_parameters) are not supported yet",
     "trainable_token_indices": "new token embeddings (trainable_token_indices) are not supported yet",
     "layer_replication": "layer_replication is not supported",
@@ -60,7 +62,7 @@ class _Config(msgspec.Struct):
     init_lora_weights: Any = True
     use_dora: Any = None
     lora_bias: Any = None
-    modules_to_save: Any = None
+    ensure_weight_tying: Any = None
     target_parameters: Any = None
     trainable_token_indices: Any = None
     layer_replication: Any = None
@@ -70,31 +72,18 @@ class _Config(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class LinearChange:
-    """What an adapter adds to one linear, whose weight is the canonical parameter of this name."""
-
-    name: str
-    down: TensorEntry
-    """[rank, in]"""
-    up: TensorEntry
-    """[rows of the checkpoint's tensor, rank]"""
-    rows: slice
-    """The rows of `up` that belong to this linear."""
-    rank: int
-    scale: float
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter that fits a model."""
 
     folder: Path
+    """It may also be a GGUF file."""
     linears: tuple[LinearChange, ...]
+    wholes: tuple[WholeWeight, ...] = ()
 
     @property
     def rank(self) -> int:
         """Its largest rank."""
-        return max(linear.rank for linear in self.linears)
+        return max((linear.rank for linear in self.linears), default=0)
 
     def digest(self) -> str:
         """A name of its content. This reads the whole file.
@@ -104,9 +93,9 @@ class Adapter:
         """
         found = blake2b(digest_size=16)
         try:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                with (self.folder / name).open("rb") as stream:
-                    found.update(name.encode())
+            for file in _files(self.folder):
+                with file.open("rb") as stream:
+                    found.update((GGUF_SUFFIX if file.suffix == GGUF_SUFFIX else file.name).encode())
                     while chunk := stream.read(_CHUNK_BYTES):
                         found.update(chunk)
         except OSError as error:
@@ -127,7 +116,8 @@ def find_adapter(name: str, hub: HubAccess) -> Path:
 
 
 def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
-    """Read and check an adapter for the model `spec`. Only headers are read.
+    """Read and check an adapter for the model `spec`: a folder that PEFT has written, or a GGUF file. Only headers are
+    read.
 
     Raises:
         ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
@@ -143,9 +133,9 @@ def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
 def state_of(folder: Path) -> object:
     """What is equal as long as nobody has written an adapter's files again."""
     found: list[tuple[int, int, int] | None] = []
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    for file in _files(folder):
         try:
-            stat = (folder / name).stat()
+            stat = file.stat()
         except OSError:
             found.append(None)
         else:
@@ -153,7 +143,16 @@ def state_of(folder: Path) -> object:
     return tuple(found)
 
 
+def _files(folder: Path) -> tuple[Path, ...]:
+    """The files of the adapter that `folder` names."""
+    if folder.suffix == GGUF_SUFFIX:
+        return (folder,)
+    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+
+
 def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+    if folder.suffix == GGUF_SUFFIX:
+        return _checked(Adapter(folder, read_changes(folder, spec)), spec, max_rank)
     config = _read_config(folder)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
@@ -161,32 +160,54 @@ def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
         hint = f"{others[0]} may run code when it is read; save the adapter again as safetensors" if others else ""
         raise ValueError(f"it has no {WEIGHTS_FILE}" + (f" ({hint})" if hint else ""))
     modules = _by_module(read_header(file))
-    linears = []
+    linears: list[LinearChange] = []
+    wholes: list[WholeWeight] = []
     outputs: dict[str, int] = {}
     """Rows of each module that is used."""
-    for name, shape in parameters(spec):
-        if not name.endswith(".weight") or not is_adaptable(name):
-            continue
+    for name, shape in adaptable_parameters(spec):
         source = family(spec.model_type).tensor_source(name, spec)
         keys = [key.removesuffix(".weight") for key in (source.key, *source.aliases)]
         module = next((key for key in keys if key in modules), None)
         if module is None or source.columns is not None or source.index is not None:
             continue
+        tensors = modules[module]
         first, count = source.rows or (0, shape[0])
         rows = slice(first, first + count * source.row_step, source.row_step)
-        linears.append(_adapted(name, module, modules[module], shape, rows, config))
         outputs[module] = max(outputs.get(module, 0), first - first % source.row_step + count * source.row_step)
+        if name in (EMBEDDING, LM_HEAD) and (whole := _whole(module, tensors, spec)) is not None:
+            wholes.append(WholeWeight(name, whole))
+        else:
+            linears.append(_adapted(name, module, tensors, shape, rows, config))
     _check_leftovers(modules, outputs)
     for module, rows_of_module in outputs.items():
-        if (found := modules[module]["lora_B"].shape[0]) != rows_of_module:
+        up = modules[module].get("up")
+        if up is not None and up.shape[0] != rows_of_module:
             raise ValueError(
-                f"{module} has {found} outputs, and {rows_of_module} in this model; it is of another model"
+                f"{module} has {up.shape[0]} outputs, and {rows_of_module} in this model; it is of another model"
             )
-    if not linears:
+    return _checked(Adapter(folder, tuple(linears), tuple(wholes)), spec, max_rank)
+
+
+def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int) -> Adapter:
+    """The adapter.
+
+    Raises:
+        ValueError: it changes nothing, or does not fit into a slot.
+    """
+    if not adapter.linears and not adapter.wholes:
         raise ValueError("it changes no linear of this model")
-    adapter = Adapter(folder, tuple(linears))
     if adapter.rank > max_rank:
         raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
+    if adapter.wholes:
+        per_rank = {name: sum(shape) for name, shape in adaptable_parameters(spec)}
+        own = sum(one.rank * per_rank[one.name] for one in adapter.linears)
+        own += len(adapter.wholes) * spec.vocab_size * spec.hidden_size
+        if own > max_rank * sum(per_rank.values()):
+            needed = -(-own // sum(per_rank.values()))
+            raise ValueError(
+                f"its whole modules need the memory of an adapter of rank {needed}: raise --max-lora-rank to that, "
+                f"which has {max_rank} now"
+            )
     return adapter
 
 
@@ -219,24 +240,55 @@ def _read_config(folder: Path) -> _Config:
     return config
 
 
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)\."
+    r"(?:(?P<down>lora_A(?:\.default)?\.weight|lora_embedding_A(?:\.default)?)"
+    r"|(?P<up>lora_B(?:\.default)?\.weight|lora_embedding_B(?:\.default)?)"
+    r"|(?P<base>base_layer\.weight)|(?P<whole>(?:modules_to_save\.)?(?:default\.)?weight))"
+)
+"""The keys of tensors. PEFT adds the base weight of an embedding or lm_head that it changes."""
+
+
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
-    """The two tensors of each module, by its key in the base model's checkpoint."""
+    """The tensors of each module by their role, by its key in the base model's checkpoint."""
     modules: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in tensors.items():
-        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.default)?\.weight", key)
-        if match is None:
+        match = _TENSOR.fullmatch(key)
+        if match is None or match.lastgroup is None:
             raise ValueError(f"it has the tensor {key[:200]!r}, which is neither lora_A nor lora_B of a linear")
-        module = language_model_key(match[1] + ".")[:-1]
-        if match[2] in modules.setdefault(module, {}):
-            raise ValueError(f"it has {match[2]} of {module[:200]} twice")
-        modules[module][match[2]] = entry
+        module, role = language_model_key(match["module"] + ".")[:-1], match.lastgroup
+        if role in modules.setdefault(module, {}):
+            raise ValueError(f"it has {key.rpartition(module)[2][1:200]} of {module[:200]} twice")
+        modules[module][role] = entry
     return modules
+
+
+def _whole(module: str, tensors: Mapping[str, TensorEntry], spec: DecoderSpec) -> TensorEntry | None:
+    """The weight of an embedding or lm_head that stands in place of the base model's; None: there is none."""
+    for role in tensors.keys() & {"base", "whole"}:
+        entry, expected = tensors[role], (spec.vocab_size, spec.hidden_size)
+        if entry.shape != expected:
+            raise ValueError(
+                f"{module} has a weight {list(entry.shape)}, and this model one {list(expected)}; adapters with a "
+                "vocabulary of their own are not supported"
+            )
+        _check_type(module, entry)
+    return tensors.get("whole")
+
+
+def _check_type(module: str, entry: TensorEntry) -> None:
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"{module} has type {entry.dtype}; supported: {', '.join(_DTYPES)}")
 
 
 def _adapted(
     name: str, module: str, tensors: Mapping[str, TensorEntry], shape: Shape, rows: slice, config: _Config
 ) -> LinearChange:
-    down, up = tensors.get("lora_A"), tensors.get("lora_B")
+    down, up = tensors.get("down"), tensors.get("up")
+    if "whole" in tensors:
+        raise ValueError(
+            f"it has the whole module {module[:200]} (modules_to_save); only an embedding and lm_head may be whole"
+        )
     if down is None or up is None:
         raise ValueError(f"{module} has only one of lora_A and lora_B")
     rank = _pattern_value(config.rank_pattern, module, config.r)
@@ -251,8 +303,7 @@ def _adapted(
             f"{module} has rank {rank} in {CONFIG_FILE}, but lora_A {list(down.shape)} and lora_B {list(up.shape)}"
         )
     for entry in (down, up):
-        if entry.dtype not in _DTYPES:
-            raise ValueError(f"{module} has type {entry.dtype}; supported: {', '.join(_DTYPES)}")
+        _check_type(module, entry)
     scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     return LinearChange(name, down, up, rows, rank, scale)
 
@@ -278,5 +329,5 @@ def _check_leftovers(modules: Iterable[str], used: Collection[str]) -> None:
     if left := next((module for module in modules if module not in used), None):
         raise ValueError(
             f"it changes {left[:200]}, which this model does not have, or where adapters are not supported yet "
-            "(experts, embeddings, lm_head, routers, latent up-projections)"
+            "(experts, norms, routers, latent up-projections)"
         )

@@ -165,6 +165,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
 
 
 class _Event(msgspec.Struct):
@@ -195,6 +196,8 @@ class _AnswerExchange(StreamExchange):
             delta = choice.delta or _Delta()
             text = choice.text or delta.content or delta.reasoning or delta.reasoning_content or ""
             tokens = _read_tokens(choice.logprobs)
+            if choice.finish_reason == "stop" and not text and self._answer.tokens:
+                tokens = tokens[:-1]  # not every server lists the token that ends an answer
             if text or tokens:
                 self._answer.times.append(now)
                 self._answer.text += text

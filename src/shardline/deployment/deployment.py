@@ -281,6 +281,11 @@ class Deployment(msgspec.Struct, frozen=True):
     """The model that drafts; None: none does."""
 
     @property
+    def lora_memory(self) -> tuple[int, str]:
+        """Bytes that the rank with the most keeps for adapters, and how many these are."""
+        return max(self.adapters.num_bytes, default=0), f"{self.adapters.num_slots} of rank {self.adapters.max_rank}"
+
+    @property
     def last_token_known(self) -> bool:
         """Whether a sequence is stepped only from a token that its scheduler knows."""
         return self.grid.pipeline > 1

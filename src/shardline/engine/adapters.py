@@ -6,10 +6,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from shardline.engine.commands import Give
 from shardline.engine.scheduling.scheduler import Scheduler
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.messages.adapters import LoadAdapter
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.messages.control import ControlDone
 from shardline.messages.request import AdapterRef
 
@@ -52,19 +54,26 @@ class AdapterSlots:
             if sequence.state is not State.FINISHED and not self._place(scheduler, sequence):
                 self._waiting.append((scheduler, sequence))
 
+    def _look(self, slot: _Slot, begun: ControlDone) -> None:
+        """Ask the ranks whether a load is over."""
+        assert not begun.error, begun.error
+        self._give_command(LookAtAdapter(slot.number), partial(self._note_load, slot))
+
     def _note_load(self, slot: _Slot, done: ControlDone) -> None:
-        """Note the answer of all ranks to a load."""
-        if not done.error:
+        """Note whether all ranks have loaded an adapter. Those that refuse it refuse it for good."""
+        if not done.error and not all(msgspec.msgpack.decode(value, type=bool) for value in done.values):
+            self._look(slot, done)
+        elif not done.error:
             slot.is_loaded = True
             for scheduler, sequence in slot.users:
                 self._give(scheduler, sequence, slot)
-            return
-        del self._slots[slot.adapter.digest]
-        self._free.append(slot.number)
-        for scheduler, sequence in slot.users:
-            if sequence.state is not State.FINISHED:
-                scheduler.queues.leave(sequence, State.FINISHED)
-                scheduler.registry.refuse_sequence(sequence, done.error)
+        else:
+            del self._slots[slot.adapter.digest]
+            self._free.append(slot.number)
+            for scheduler, sequence in slot.users:
+                if sequence.state is not State.FINISHED:
+                    scheduler.queues.leave(sequence, State.FINISHED)
+                    scheduler.registry.refuse_sequence(sequence, done.error)
 
     def _place(self, scheduler: Scheduler, sequence: LiveSequence) -> bool:
         """Whether the sequence's adapter has a slot, or has one from now on."""
@@ -77,7 +86,7 @@ class AdapterSlots:
                 return False
             slot = self._slots[adapter.digest] = _Slot(number, adapter)
             slot.users.append((scheduler, sequence))
-            self._give_command(LoadAdapter(number, adapter), partial(self._note_load, slot))
+            self._give_command(LoadAdapter(number, adapter), partial(self._look, slot))
             return True
         self._slots.move_to_end(adapter.digest)
         slot.users.append((scheduler, sequence))

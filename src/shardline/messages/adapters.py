@@ -1,4 +1,4 @@
-"""The command that brings an adapter to the ranks."""
+"""The commands that bring an adapter to the ranks, which load it beside the steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from shardline.messages.request import AdapterRef
 
 
 class LoadAdapter(Command, frozen=True):
-    """Put an adapter into a slot, in place of the one that is there. If a rank refuses, the slot is empty."""
+    """Begin to put an adapter into a slot, in place of the one that is there. No step may read the slot meanwhile."""
 
     slot: int
     adapter: AdapterRef
+
+
+class LookAtAdapter(Command, frozen=True):
+    """Say whether the load into a slot is over, as a bool. If the rank refuses the adapter, the slot is empty, and so
+    this is refused."""
+
+    slot: int

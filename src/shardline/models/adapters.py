@@ -1,19 +1,70 @@
-"""Which linears adapters (LoRA) may change, and their bytes."""
+"""What adapters (LoRA) may change, and their bytes."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from shardline.config.topology import RankPlace
-from shardline.models.parameters import counted_parameters, expert_of, is_linear, parse_name
+from shardline.models.parameters import (
+    counted_parameters,
+    embeds_tokens,
+    expert_of,
+    is_linear,
+    parameters,
+    parse_name,
+)
 from shardline.models.partition import Span
-from shardline.models.parts import DTYPE_BYTES, DType
+from shardline.models.parts import DTYPE_BYTES, DType, Parameters
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
+from shardline.models.stored_layout import TensorEntry
+
+EMBEDDING, LM_HEAD = "embed.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class LinearChange:
+    """What an adapter adds to one linear, whose weight is the canonical parameter of this name."""
+
+    name: str
+    down: TensorEntry
+    """[rank, in]"""
+    up: TensorEntry
+    """[rows of the checkpoint's tensor, rank]"""
+    rows: slice
+    """The rows of `up` that belong to this linear."""
+    rank: int
+    scale: float
+    transposed: bool = False
+    """Whether `down` is [in, rank]."""
+    interleaved_heads: int = 0
+    """Rows of a head of `up`, if they are in GGUF's order, see `gguf.checkpoint.FoundPlace`; 0: in the model's."""
+
+
+@dataclass(frozen=True)
+class WholeWeight:
+    """A weight that an adapter has in place of the base model's: that of the embedding or of the lm_head."""
+
+    name: str
+    weight: TensorEntry
+
+
+def adaptable_parameters(spec: DecoderSpec) -> Parameters:
+    """(name, [out, in]) of all that an adapter may change. The embedding is a linear of one-hot rows: [hidden, vocab].
+
+    An adapter changes the embedding and the lm_head separately, even if the model ties them.
+    """
+    yield EMBEDDING, (spec.hidden_size, spec.vocab_size)
+    for name, shape in parameters(spec):
+        if name.endswith(".weight") and is_adaptable(name):
+            yield name, shape
+    if spec.num_labels is None:
+        yield LM_HEAD, (spec.vocab_size, spec.hidden_size)
 
 
 def is_adaptable(name: str) -> bool:
-    """Whether an adapter may change the linear weight `name`: a projection of a layer's attention or of its dense
+    """Whether an adapter may change the linear weight `name` of a layer: a projection of its attention or of its dense
     feed-forward block, or of the shared expert beside others."""
     layer, part, _ = parse_name(name)
     return layer is not None and is_linear(name) and expert_of(part) is None and not part.startswith("token_input.")
@@ -21,14 +72,22 @@ def is_adaptable(name: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def adapter_bytes(spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...], dtype: DType, max_rank: int) -> int:
-    """Bytes of an adapter of rank `max_rank` that changes all linears it can, on the rank at `place`.
+    """Bytes of an adapter of rank `max_rank` that changes all it can, on the rank at `place`.
 
     The rank holds the inner part, [rank, in], of each linear whole, and its own rows of the outer part, [out, rank].
+    That of the embedding it holds whole.
     """
+    stage, size = stages[place.pp_rank], len(place.peers("tensor"))
     total = 0
-    for one in counted_parameters(spec, stages[place.pp_rank]):
+    if embeds_tokens(spec, stage):
+        total += max_rank * (spec.vocab_size + spec.hidden_size)
+    if stage.stop == len(spec.layers) and spec.num_labels is None:
+        own = shard(LM_HEAD, spec, place.share, size)[0]
+        assert own is not None
+        total += max_rank * (spec.hidden_size + own.size)
+    for one in counted_parameters(spec, stage):
         if one.name.endswith(".weight") and is_adaptable(one.name):
             outputs, inputs = one.shape
-            span = shard(one.name, spec, place.share, len(place.peers("tensor")))[0]
+            span = shard(one.name, spec, place.share, size)[0]
             total += one.num_layers * max_rank * (inputs + (outputs if span is None else span.size))
     return total * DTYPE_BYTES[dtype]

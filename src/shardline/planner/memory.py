@@ -73,6 +73,11 @@ class Fit:
         return self.verdict != "no"
 
     @property
+    def lora_memory(self) -> tuple[int, str]:
+        """Bytes for LoRA, and what they hold. It runs on CPUs only, so plans for other hosts have none."""
+        return (0, "") if self.deployment is None else self.deployment.lora_memory
+
+    @property
     def requests(self) -> int:
         """Whole requests of max_model_len tokens that fit at once, each in one replica."""
         return whole_requests(self.concurrency, self.layout.data)

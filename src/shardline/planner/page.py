@@ -212,6 +212,7 @@ def _memory_lines(plan: Plan, option: Option) -> list[Text]:
     rows = (
         ("weights", fitted.weight_bytes, weights_note(fitted)),
         ("step and libraries", fitted.other_bytes, ""),
+        *([("LoRA adapters", lora[0], f"   {lora[1]}")] if (lora := fitted.lora_memory)[0] else []),
         ("KV cache", fitted.kv_bytes, tokens if fitted.kv_bytes >= 0 else "   so much is missing"),
         ("unused", memory["unused_bytes"], note),
     )

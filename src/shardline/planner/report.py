@@ -30,13 +30,15 @@ def missing_weights(plan: Plan, fitted: Fit) -> str:
 def plan_memory(plan: Plan, option: Option) -> dict[str, Any]:
     """The memory of the fullest GPU of a layout, part by part, in bytes, and what fits its KV cache."""
     fitted, total = option.fit, plan.cluster.part(option.layout.num_gpus).smallest.usable_bytes
+    lora_bytes, _ = fitted.lora_memory
     return {
         "layout": str(option.layout),
         "gpu_bytes": total,
         "weight_bytes": fitted.weight_bytes,
         "other_bytes": fitted.other_bytes,
+        "lora_bytes": lora_bytes,
         "kv_bytes": fitted.kv_bytes,
-        "unused_bytes": total - fitted.weight_bytes - fitted.other_bytes - fitted.kv_bytes,
+        "unused_bytes": total - fitted.weight_bytes - fitted.other_bytes - lora_bytes - fitted.kv_bytes,
         "kv_bytes_per_token": fitted.kv_bytes / fitted.kv_tokens if fitted.kv_tokens > 0 else None,
         "kv_tokens": fitted.kv_tokens,
         "max_context": fitted.max_context,

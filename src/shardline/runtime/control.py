@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardline.messages.adapters import LoadAdapter
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.messages.control import Command, Control, ControlDone, Probe
 from shardline.messages.experts import LookAtExperts, PutExperts, ReadExperts
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 HANDLERS: dict[type[Command], Callable[[Worker, Any], object]] = {
     Probe: lambda worker, probe: None,
-    LoadAdapter: lambda worker, command: worker.load_adapter(command),
+    LoadAdapter: lambda worker, command: worker.adapter_loader.begin(command),
+    LookAtAdapter: lambda worker, command: worker.adapter_loader.look(command),
     ReadExperts: lambda worker, command: worker.expert_mover.read(command),
     LookAtExperts: lambda worker, command: worker.expert_mover.progress(),
     PutExperts: lambda worker, command: worker.expert_mover.put(),

@@ -16,6 +16,7 @@ from shardline.models.kv_groups import last_storing_layer, storing_layer
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
 from shardline.models.parts import Norm
+from shardline.runtime.layers.adapted_vocabulary import make_embedding, make_lm_head
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
@@ -24,7 +25,7 @@ from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
 from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
-from shardline.runtime.layers.vocabulary import Classifier, LMHead, TokenEmbedding
+from shardline.runtime.layers.vocabulary import Classifier
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows, StepInput, empty_rows
@@ -154,10 +155,10 @@ class DecoderStage:
         self._kernels = stage.kernels
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
         last = layers.stop == len(spec.layers)
-        self.lm_head = LMHead(loader) if last and not stage.embeds else None
+        self.lm_head = make_lm_head(loader) if last and not stage.embeds else None
         self._classifier = Classifier(loader) if last and spec.num_labels is not None else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
-        self._embedding = TokenEmbedding(loader, tied) if embeds_tokens(spec, layers) else None
+        self._embedding = make_embedding(loader, tied) if embeds_tokens(spec, layers) else None
         self.is_first = layers.start == 0
         self._token_inputs: TokenInputs | None = None
         if spec.token_input is not None:
@@ -185,7 +186,7 @@ class DecoderStage:
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
         assert self._embedding is not None
-        return self._embedding(step.token_ids, step.rows.positions, step.given)
+        return self._embedding(step.token_ids, step.rows, step.given)
 
     def add_inputs(self, step: StepInput, hidden: Tensor) -> StepInput:
         """The step with all that the layers read beside `hidden`, the stage's input [T, H]."""
@@ -214,7 +215,7 @@ class DecoderStage:
             return as_tensor(normed)
         if step.greedy:
             return self.lm_head.find_best(normed, step.allowed)
-        logits = self.lm_head(normed)
+        logits = self.lm_head(normed, step.rows.narrow())
         if self._finite_checker is not None:
             self._finite_checker.check_tensor("the logits", logits, step.rows.narrow().places)
         return logits
@@ -230,26 +231,26 @@ class DecoderStage:
         assert self._final_norm is not None
         assert self.lm_head is not None
         left = step.rows.narrow()
-        tokens, scored = left.places, left.scored
-        assert tokens is not None
+        scored = left.scored
         assert scored is not None
         hidden, delta = self._run_stage(step, hidden)
         for first in range(0, len(scored.rows), rows_each):
             part = slice(first, first + rows_each)
-            read_logits(part, self._logits_of(hidden, delta, scored.rows[part], tokens))
+            read_logits(part, self._logits_of(hidden, delta, scored.rows[part], left))
         if len(scored.sampled) == 0:
             return torch.empty(0, 0, device=hidden.device)
-        return self._logits_of(hidden, delta, scored.sampled, tokens)
+        return self._logits_of(hidden, delta, scored.sampled, left)
 
-    def _logits_of(self, hidden: Tensor, delta: Tensor | None, rows: Tensor, tokens: Tensor) -> Tensor:
-        """This rank's logits of some rows of the last layer's output; `tokens`: the step's token of each row."""
+    def _logits_of(self, hidden: Tensor, delta: Tensor | None, rows: Tensor, left: Rows) -> Tensor:
+        """This rank's logits of some rows of the last layer's output; `left`: the table of all its rows."""
         assert self._final_norm is not None
         assert self.lm_head is not None
         own_delta = None if delta is None else torch.index_select(delta, 0, rows)
         normed, _ = self._final_norm(torch.index_select(hidden, 0, rows), own_delta)
-        logits = self.lm_head(normed)
+        logits = self.lm_head(normed, left, rows)
         if self._finite_checker is not None:
-            self._finite_checker.check_tensor("the logits", logits, tokens[rows])
+            assert left.places is not None
+            self._finite_checker.check_tensor("the logits", logits, left.places[rows])
         return logits
 
     def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

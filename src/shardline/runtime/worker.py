@@ -14,7 +14,6 @@ import torch
 
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
-from shardline.messages.adapters import LoadAdapter
 from shardline.messages.worker import RankReport
 from shardline.models.kv_groups import KVGroup
 from shardline.runtime.decoder import DecoderStage
@@ -24,7 +23,7 @@ from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
-from shardline.runtime.loader.adapters import load_adapter
+from shardline.runtime.loader.adapters import AdapterLoader
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
@@ -150,23 +149,16 @@ class Worker:
         """What brings experts to this rank."""
         return ExpertMover(self.stage.layers, self._deployment.stages[self._groups.place.pp_rank].start)
 
+    @functools.cached_property
+    def adapter_loader(self) -> AdapterLoader:
+        """What brings adapters to this rank."""
+        return AdapterLoader(self.stage.adapted, self._deployment.spec, self._deployment.adapters.max_rank)
+
     @property
     def runner(self) -> Runner:
         """What runs the steps, once the layers are loaded."""
         assert self._runner is not None
         return self._runner
-
-    def load_adapter(self, command: LoadAdapter) -> None:
-        """Put an adapter into a slot, in place of the one that is there.
-
-        Raises:
-            ValueError: it cannot be read, or is another one by now. The slot is empty.
-        """
-        assert self.stage.adapted, "the deployment takes no adapters"
-        folder, digest = Path(command.adapter.folder), command.adapter.digest
-        load_adapter(
-            self.stage.adapted, command.slot, folder, digest, self._deployment.spec, self._deployment.adapters.max_rank
-        )
 
     def _load_stages(self) -> int:
         """Load the weights of this rank's layers, and of the draft model if this rank has it; returns their bytes."""

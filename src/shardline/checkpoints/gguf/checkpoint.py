@@ -255,7 +255,7 @@ class GGUFCheckpoint:
                     first_problem = f"{key} has shape {list(tensor.shape)}, not {list(tensor_shape)}"
                 continue
             columns = shape[1] if len(shape) == 2 else 1
-            heads, (first_row, *in_rows) = self._interleaved_heads(name, spec), where
+            heads, (first_row, *in_rows) = interleaved_heads(name, spec, self.architecture), where
             return FoundPlace(key, tensor, first_row, shape[0], columns, heads, *in_rows)
         raise ValueError(first_problem)
 
@@ -323,11 +323,13 @@ class GGUFCheckpoint:
         reads_only = attention.kv_source is not None
         return _UNUSED.fullmatch(key) is not None or (reads_only and key[found.end() :] in _KEYS_AND_VALUES)
 
-    def _interleaved_heads(self, name: str, spec: DecoderSpec) -> int:
-        layer, part, _ = parse_name(name)
-        if layer is None or part not in ("attention.q", "attention.k") or self.architecture not in _INTERLEAVED:
-            return 0
-        return spec.layers[layer].attention.key_dim
+
+def interleaved_heads(name: str, spec: DecoderSpec, architecture: object) -> int:
+    """Rows of a head of the parameter, if files of the architecture have them in another order; 0: they have not."""
+    layer, part, _ = parse_name(name)
+    if layer is None or part not in ("attention.q", "attention.k") or architecture not in _INTERLEAVED:
+        return 0
+    return spec.layers[layer].attention.key_dim
 
 
 @dataclass(frozen=True, eq=False)

@@ -298,9 +298,10 @@ class Scheduler:
     def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
         """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
         later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
-        return (
-            [] if self._proposer is None else self._proposer.propose(sequence, most, result.token_ids, result.guesses)
-        )
+        if sequence.request.expected_token_ids:
+            return sequence.expected_next(most, len(result.token_ids))
+        proposer = self._proposer
+        return [] if proposer is None else proposer.propose(sequence, most, result.token_ids, result.guesses)
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""

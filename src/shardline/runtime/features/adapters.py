@@ -8,19 +8,25 @@ import numpy as np
 import torch
 
 from shardline.runtime.features.base import Feature, RunningStep
+from shardline.runtime.layers.adapted_vocabulary import AdaptedLMHead
+from shardline.runtime.layers.vocabulary import LMHead
 from shardline.runtime.step import StepInput
 
 
 class RowAdapters(Feature):
     """Fills the column of adapters of a step's rows, if any of its sequences has one."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, head: LMHead | None) -> None:
         """`max_rows`: rows of the largest step that can be replayed. Such steps share memory."""
         self._memory = torch.empty(max_rows, dtype=torch.int32)
         self._device = device
+        self._head = head.adapters if isinstance(head, AdaptedLMHead) else None
 
     def begin(self, running: RunningStep) -> RowAdapters | None:
-        return self if any(sequence.adapter >= 0 for sequence in running.stepped) else None
+        slots = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
+        if self._head is not None and any(self._head.changes[slot] for slot in slots):
+            running.greedy = False  # the search for the best token adds nothing to logits
+        return self if slots else None
 
     def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
         counts = [entry.num_tokens for entry in running.plan.steps]
@@ -28,4 +34,7 @@ class RowAdapters(Feature):
         column = torch.from_numpy(slots).to(self._device)
         if step.is_replayable:
             column = self._memory[: len(slots)].copy_(column)
+            own = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
+            if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
+                step = replace(step, is_replayable=False)
         return replace(step, rows=step.rows.with_adapters(column))

@@ -19,8 +19,8 @@ from shardline.models.parameters import is_kept_in_float32, kind_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.adapters import AdaptedLinear
 from shardline.runtime.loader.weights import WeightSource
-from shardline.runtime.ops.adapters.low_rank import LowRankWeights
 from shardline.runtime.parallel.collectives import Collectives, SingleRank
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
@@ -48,16 +48,6 @@ class WeightStream(Protocol):
 
     def release(self, layer: int) -> None:
         """The layer has computed: another one may take its memory."""
-
-
-class AdaptedLinear(Protocol):
-    """Stacked linears that adapters can change."""
-
-    names: tuple[str, ...]
-    """Their canonical names, without `.weight`."""
-    spans: tuple[Span, ...]
-    """The outputs of each that this rank owns."""
-    weights: LowRankWeights
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from shardline.models.parameters import parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
-from shardline.runtime.step import Rows
 
 
 class LinearAdapters:
@@ -29,6 +28,7 @@ class LinearAdapters:
         self.names = tuple(names)
         """The linears, without `.weight`."""
         self.spans = tuple(spans)
+        self.own_whole = spans[0]
         self._kernels = cast(LowRankKernels, stage.kernels)
         self.weights = LowRankWeights.empty(
             stage.adapters.num_slots,
@@ -39,11 +39,23 @@ class LinearAdapters:
         )
         loader.adapted.append(self)
 
-    def bias(self, bias: Tensor | None, x: LinearInput, rows: Rows) -> Tensor | None:
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self.weights.clear(slot)
+
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+        """See `LowRankWeights.put`."""
+        self.weights.put(slot, part, down, up, scale)
+
+    def put_whole(self, slot: int, rows: Tensor) -> None:
+        """See `AdaptedLinear.put_whole`."""
+        raise AssertionError("only an embedding or lm_head is replaced")
+
+    def bias(self, bias: Tensor | None, x: LinearInput, adapters: Tensor | None) -> Tensor | None:
         """What the base product of x [M, in] adds: `bias`, or for a step with adapters a bias of each row."""
-        if rows.adapters is None:
+        if adapters is None:
             return bias
-        return low_rank(self._kernels, as_tensor(x), rows.adapters, self.weights, bias)
+        return low_rank(self._kernels, as_tensor(x), adapters, self.weights, bias)
 
 
 def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:

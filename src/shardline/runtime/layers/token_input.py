@@ -50,7 +50,7 @@ class TokenInputs:
         Steps that are replayed have their inputs in the same memory.
         """
         if embedded is None:
-            embedded = self._embedding(step.token_ids, step.rows.positions)
+            embedded = self._embedding(step.token_ids, step.rows)
         projected = (self._projection(embedded) * self._projection_factor).view(-1, *self._shape)
         projected = self._norm(projected)[:, :, self._own.start : self._own.stop]
         rows = torch.stack([torch.index_select(table, 0, step.token_ids) for table in self._tables], 1)

@@ -15,7 +15,7 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
 from shardline.runtime.ops.scale import scale_rows
-from shardline.runtime.step import GivenRows
+from shardline.runtime.step import GivenRows, Rows
 from shardline.weights.formats import plain
 
 
@@ -35,24 +35,27 @@ class TokenEmbedding:
         self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=stage.dtype, device=stage.device)
         self._positions = loader.load("positions.weight") if stage.spec.learned_positions else None
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenRows | None = None) -> Tensor:
+    def __call__(self, token_ids: Tensor, table: Rows, given: GivenRows | None = None) -> Tensor:
         """`given`: rows in place of some tokens', as they are: no factor scales them."""
-        hidden = self._rows(token_ids)
+        hidden = self._rows(token_ids, table)
         if self._scale is not None:
             hidden = hidden * self._scale
         if given is not None:
             hidden = hidden.index_copy_(0, given.places, given.rows)
         if self._positions is not None:
-            hidden = hidden + self._positions[positions]
+            hidden = hidden + self._positions[table.positions]
         return hidden
 
-    def _rows(self, token_ids: Tensor) -> Tensor:
+    def _rows(self, token_ids: Tensor, table: Rows) -> Tensor:
+        return self._gather(token_ids, self._look_up)
+
+    def _gather(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         if self._group.size == 1:
-            return self._look_up(token_ids)
+            return look_up(token_ids)
         # Every rank sends a row for every token, so that no rank waits to learn how many tokens the others own.
         count = len(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
-        own_rows = self._look_up((token_ids - self._start).clamp_(0, self._last))
+        own_rows = look_up((token_ids - self._start).clamp_(0, self._last))
         gathered = self._group.all_gather_rows(own_rows, [count] * self._group.size)
         return torch.index_select(gathered, 0, owners * count + torch.arange(count, device=token_ids.device))
 
@@ -89,8 +92,11 @@ class LMHead:
         """The form in which this layer reads hidden states best."""
         return self._packed.input_form
 
-    def __call__(self, hidden: LinearInput) -> Tensor:
-        logits = self._packed(hidden, self._bias, out_dtype=torch.float32)
+    def __call__(self, hidden: LinearInput, table: Rows, chosen: Tensor | None = None) -> Tensor:
+        """`table`: has a row for each of `hidden`; `chosen`: which of its rows these are, if they are not all."""
+        return self._finish(self._packed(hidden, self._bias, out_dtype=torch.float32))
+
+    def _finish(self, logits: Tensor) -> Tensor:
         if self._softcap is not None:
             softcap_(self._kernels, logits, self._softcap)
         return logits if self._scale is None else scale_rows(self._kernels, logits, self._scale)

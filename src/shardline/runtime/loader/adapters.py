@@ -1,20 +1,107 @@
-"""Brings an adapter from its files into a slot of the linears that it changes."""
+"""Brings adapters from their files into slots of the linears that they change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from shardline.checkpoints.adapters import LinearChange, read_adapter
+from shardline.checkpoints.adapters import read_adapter
+from shardline.messages.adapters import LoadAdapter, LookAtAdapter
+from shardline.models.adapters import LinearChange
+from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.gguf import original_rows
 from shardline.runtime.loader.weights import mapped_tensor
 
-if TYPE_CHECKING:
-    from shardline.models.partition import Span
-    from shardline.runtime.layers.context import AdaptedLinear
+_LOOK_SECONDS = 0.001
+
+
+class AdaptedLinear(Protocol):
+    """Stacked linears that adapters can change, or an embedding."""
+
+    names: tuple[str, ...]
+    """Their canonical names, without `.weight`."""
+    spans: tuple[Span, ...]
+    """The outputs of each that this rank owns."""
+    own_whole: Span
+    """The rows of a whole weight that this rank holds."""
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+        """See `LowRankWeights.put`."""
+
+    def put_whole(self, slot: int, rows: Tensor) -> None:
+        """Give a slot a whole weight, in place of the base one."""
+
+
+class AdapterLoader:
+    """Loads adapters into the slots of a rank, beside its steps: none of them reads a slot before its load is over.
+
+    One adapter loads at a time, in the order of the commands, so that steps are slowed down little.
+    """
+
+    def __init__(self, linears: Sequence[AdaptedLinear], spec: DecoderSpec, max_rank: int) -> None:
+        self._linears = linears
+        self._spec = spec
+        self._max_rank = max_rank
+        self._loads: dict[int, _Load] = {}
+        """The last one of each slot."""
+        self._last: _Load | None = None
+
+    def load(self, command: LoadAdapter) -> None:
+        """Put an adapter into a slot.
+
+        Raises:
+            ValueError: it cannot be used, or is another one by now. The slot is empty.
+        """
+        folder, digest = Path(command.adapter.folder), command.adapter.digest
+        load_adapter(self._linears, command.slot, folder, digest, self._spec, self._max_rank)
+
+    def begin(self, command: LoadAdapter) -> None:
+        """See `LoadAdapter`."""
+        assert self._linears, "the deployment takes no adapters"
+        self._last = self._loads[command.slot] = _Load(partial(self.load, command), self._last)
+        self._last.start()
+
+    def look(self, command: LookAtAdapter) -> bool:
+        """See `LookAtAdapter`. This waits a little, so that an engine without steps does not ask all the time.
+
+        Raises:
+            ValueError: the rank refuses the adapter.
+        """
+        load = self._loads[command.slot]
+        load.join(_LOOK_SECONDS)
+        if load.is_alive():
+            return False
+        if load.error is not None:
+            raise load.error
+        return True
+
+
+class _Load(threading.Thread):
+    """A load that begins when the one before it is over."""
+
+    def __init__(self, work: Callable[[], None], before: _Load | None) -> None:
+        super().__init__(name="load-adapter", daemon=True)
+        self.error: BaseException | None = None
+        self._work, self._before = work, before
+
+    def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        try:
+            self._work()
+        except BaseException as error:  # the rank answers with it
+            self.error = error
 
 
 def load_adapter(
@@ -26,32 +113,44 @@ def load_adapter(
         ValueError: it cannot be used, or its content is not that of the digest. The slot is empty.
     """
     for linear in linears:
-        linear.weights.clear(slot)
+        linear.clear(slot)
     adapter = read_adapter(folder, spec, max_rank)
     if adapter.digest() != digest:
         raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}
+    wholes = {one.name.removesuffix(".weight"): one for one in adapter.wholes}
     try:
         for linear in linears:
             for part, (name, span) in enumerate(zip(linear.names, linear.spans, strict=True)):
                 if (own := found.get(name)) is not None:
                     down, up = _read(own, span)
-                    linear.weights.put(slot, part, down, up, own.scale)
+                    linear.put(slot, part, down, up, own.scale)
+                if (whole := wholes.get(name)) is not None:
+                    own_rows = mapped_tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
+                    _check_finite(name, own_rows)
+                    linear.put_whole(slot, own_rows)
     except ValueError:
         for linear in linears:
-            linear.weights.clear(slot)
+            linear.clear(slot)
         raise
 
 
-def _read(linear: LinearChange, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     """down [rank, in] and the rows `span` of up [out, rank], in float32.
 
     Raises:
         ValueError: they are not finite.
     """
-    down = mapped_tensor(linear.down).float()
-    up = mapped_tensor(linear.up)[linear.rows][span.start : span.stop].float()
+    down, up = mapped_tensor(linear.down).float(), mapped_tensor(linear.up)[linear.rows]
+    if linear.transposed:
+        down = down.T
+    rows = slice(span.start, span.stop)
+    up = up[original_rows(span, linear.interleaved_heads) if linear.interleaved_heads else rows].float()
     for tensor in (down, up):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"the adapter has NaN or Inf in {linear.name.removesuffix('.weight')}")
+        _check_finite(linear.name.removesuffix(".weight"), tensor)
     return down, up
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"the adapter has NaN or Inf in {name}")

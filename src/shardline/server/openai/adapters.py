@@ -55,8 +55,8 @@ def adapter_routes(service: Service) -> APIRouter:
         try:
             ref = await asyncio.to_thread(adapters.read, str(folder))
         except ValueError as error:
-            if service.llm.config.lora.enable_lora and not await asyncio.to_thread(folder.is_dir):
-                message = f"There is no folder {str(folder)!r:.300}."
+            if service.llm.config.lora.enable_lora and not await asyncio.to_thread(_is_there, folder):
+                message = f"There is no adapter {str(folder)!r:.300}."
                 raise ApiError(404, message, param="lora_path", code="adapter_not_found") from error
             raise bad_request(str(error), "lora_path") from error
         if name in adapters.named and not body.load_inplace:
@@ -77,6 +77,10 @@ def adapter_routes(service: Service) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
 def _folder(root: str | None, path: str) -> Path:
