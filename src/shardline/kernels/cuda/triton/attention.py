@@ -58,8 +58,8 @@ def paged_attention(
     step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
     split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
     """
-    assert sinks is None, "deployment.gpu_support refuses such models"
-    assert not chunked, "deployment.gpu_support refuses such models"
+    assert sinks is None, "see deployment.gpu_support"
+    assert not chunked, "see deployment.gpu_support"
     caches = (key_cache, value_cache, key_scales, value_scales, None, None)
     index = (block_tables, query_starts, context_lens)
     _launch(
@@ -96,7 +96,7 @@ def attention_partials(
     split_step: int,
 ) -> None:
     """As `ops.attention.paged.attention_partials`. Maxima are those of scores times log2(e)."""
-    assert not chunked, "deployment.gpu_support refuses such models"
+    assert not chunked, "see deployment.gpu_support"
     # Tiles that see nothing of a split write nothing.
     maxima.fill_(-torch.inf)
     sums.zero_()
@@ -110,7 +110,7 @@ def attention_partials(
 
 def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
     """As `ops.attention.paged.merge_partials`, into out [T, Hq, Dv]."""
-    assert sinks is None, "deployment.gpu_support refuses such models"
+    assert sinks is None, "see deployment.gpu_support"
     num_tokens, num_heads, value_dim = out.shape
     if num_tokens == 0:
         return

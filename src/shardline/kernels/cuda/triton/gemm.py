@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardline.deployment.generations import generation_of, generations
 from shardline.deployment.machine import Device
-from shardline.kernels.cuda.triton.activation import activate
+from shardline.kernels.cuda.triton.activation import gated
 from shardline.kernels.cuda.triton.launch import EXACT
 from shardline.kernels.cuda.triton.norm import weighted
 
@@ -146,7 +146,7 @@ def gated_product(
 @triton.jit
 def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
     """act(gate) * total in fp32; gate, total and the activation are rounded to `stored` before."""
-    return activate(gate.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32) * total.to(stored).to(tl.float32)
+    return gated(gate.to(stored).to(tl.float32), total.to(stored).to(tl.float32), GATE, stored)
 
 
 @triton.jit
