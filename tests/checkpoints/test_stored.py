@@ -233,7 +233,8 @@ def test_the_names_of_e4m3() -> None:
         assert len(read_stored(HFConfig({**_LLAMA, "quantization_config": section})).layouts) == count
 
 
-def test_what_only_the_cpu_computes_is_refused_on_gpus_by_name() -> None:
+def test_what_torch_computes_on_gpus_is_named() -> None:
     sinks = read_planned("m", {"model_type": "gpt_oss"})
-    assert sinks.engine_refusal.startswith("gpt_oss runs on CPUs only: the GPU kernels have no attention sinks, no ")
+    assert not sinks.engine_refusal
+    assert sinks.by_torch["attention"] == "Triton's has no attention sinks"
     assert not read_planned("m", {"model_type": "glm4_moe", "head_dim": 128}).engine_refusal

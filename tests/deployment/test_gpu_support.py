@@ -1,4 +1,4 @@
-"""Models that only CPUs run are refused in words, and a part that nobody has listed is refused too."""
+"""What the GPU's kernels lack is torch's, and a part that nobody has listed is refused in words."""
 
 from __future__ import annotations
 
@@ -11,35 +11,48 @@ from msgspec.structs import asdict, replace
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.deployment.deployment import FixedPool
-from shardline.deployment.gpu_support import gpu_refusal
+from shardline.deployment.gpu_support import gpu_refusal, lacking_kernels
+from shardline.deployment.kernel_cases import kernel_cases
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.models.attention import GQA
 from shardline.planner.catalog import find_model
 from tests.deployment.machines import GIB, host, machine, resolve_on
 from tests.exactness.stored import STORED
-from tests.models.checkpoints import make_checkpoint, make_config
+from tests.models.checkpoints import FAMILIES, make_checkpoint, make_config
 
-REFUSED = {
-    "gpt_oss": "norm that rounds once, no attention sinks, no bias of a router's logits, no biases of experts",
-    "llama4_text": "attention in chunks, no norm after rope, no scale of experts' inputs, no scale of queries",
-    "olmo2": "norm that rounds once, no norm over all heads, no blocks without a norm before them",
-    "granite": "scaled logits, no scale of the residual stream",
-    "cohere2": "scaled logits, no parallel blocks",
-    "ministral3": "scale of queries by position",
-    "gemma4_text": "layers that read the cache of another layer",
+LACKS = {
+    "gpt_oss": {"attention": "attention sinks", "experts": "biases of experts"},
+    "llama4_text": {
+        "attention": "attention in chunks",
+        "fused": "scale of queries by position, no norm after rope",
+        "scale_rows": "scale of queries by position, no scale of experts' inputs",
+    },
+    "olmo2": {"fused": "blocks without a norm before them, no norm over all heads"},
+    "granite": {
+        "fused": "scale of the residual stream",
+        "scale_rows": "scale of the residual stream, no scaled logits",
+    },
+    "cohere2": {"fused": "parallel blocks", "scale_rows": "scaled logits"},
+    "ministral3": dict.fromkeys(("fused", "scale_rows"), "scale of queries by position"),
 }
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_refusals_name_what_is_missing(family: str) -> None:
-    refusal = gpu_refusal(decoder_spec(make_config(family).to_dict()))
-    assert refusal.startswith(f"{family} runs on CPUs only: the GPU kernels have no ")
-    for missing in REFUSED[family].split(", no "):
-        assert missing in refusal
+@pytest.mark.parametrize("family", LACKS)
+def test_what_kernels_lack_is_named(family: str) -> None:
+    lacks = lacking_kernels(decoder_spec(make_config(family).to_dict()))
+    for kernel, missing in LACKS[family].items():
+        named = lacks.pop(kernel).removeprefix("Triton's has no ").split(", no ")
+        assert sorted(named) == sorted(missing.split(", no ")), kernel
+    assert not lacks
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "mixtral", "gpt2", "glm4"])
-def test_supported_families(family: str) -> None:
+def test_families_without_torch(family: str) -> None:
+    assert lacking_kernels(decoder_spec(make_config(family).to_dict())) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_is_refused(family: str) -> None:
     assert gpu_refusal(decoder_spec(make_config(family).to_dict())) == ""
 
 
@@ -50,14 +63,17 @@ def test_a_field_that_nobody_has_listed_is_refused_if_it_is_set() -> None:
     spec = decoder_spec(make_config("llama").to_dict())
     values: dict[str, Any] = {name: getattr(spec.layers[0].attention, name) for name in GQA.__struct_fields__}
     layer = replace(spec.layers[0], attention=NewGQA(**values))
-    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewGQA")
+    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("they have no NewGQA")
 
 
-def test_torch_runs_what_the_gpu_kernels_refuse(tmp_path: Path) -> None:
+def test_torch_computes_what_kernels_lack(tmp_path: Path) -> None:
     model = str(make_checkpoint("gpt_oss", tmp_path))
     gpus = machine((80 * GIB, 79 * GIB))
-    with pytest.raises(ValueError, match=r"attention sinks.*; --kernels torch runs it there too"):
-        resolve_on(gpus, model=model)
+    deployment = resolve_on(gpus, model=model)
+    assert (deployment.device, deployment.kernels) == ("cuda", "own")
+    assert not {"attention", "experts"} & {case.kernel for case in kernel_cases(deployment)}
+    with pytest.raises(ValueError, match=r"torch would compute of gpt_oss: attention, since Triton's has no attention"):
+        resolve_on(gpus, model=model, kernels="triton")
     deployment = resolve_on(gpus, model=model, kernels="torch")
     assert (deployment.device, deployment.kernels, deployment.step_timeout) == ("cuda", "torch", 300.0)
 
@@ -97,9 +113,9 @@ def test_every_part_of_attention_is_looked_into(family: str, name: str) -> None:
     new = defstruct("NewPart", [("twist", bool, False)], bases=(type(trait),), frozen=True, array_like=True)
     part = new(**asdict(trait))
     layer = replace(spec.layers[0], attention=replace(attention, **{name: part}))
-    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("the GPU kernels have no NewPart")
+    assert gpu_refusal(replace(spec, layers=(layer,))).endswith("they have no NewPart")
 
 
 def test_parts_that_only_the_planner_knows_are_refused() -> None:
     spec = find_model("deepseek-ai/DeepSeek-V3.2").spec
-    assert gpu_refusal(spec).endswith("the GPU kernels have no SparseMLA")
+    assert gpu_refusal(spec).endswith("they have no SparseMLA")

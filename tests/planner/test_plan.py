@@ -284,11 +284,24 @@ def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
 
 
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for model in ("openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "google/gemma-4-31B-it"):
-        plan = plan_json(capsys, model, "--gpus", "8xH200", "-tp", "8")
-        assert plan["vllm_only"], model
-        assert plan["commands"]["shardline"] is None
-        assert plan["commands"]["vllm"].startswith(f"vllm serve {model}")
+    plan = plan_json(capsys, "Qwen/Qwen3.5-35B-A3B", "--gpus", "8xH200", "-tp", "8")
+    assert plan["vllm_only"]
+    assert plan["computed_by_torch"] == {}
+    assert plan["commands"]["shardline"] is None
+    assert plan["commands"]["vllm"].startswith("vllm serve Qwen/Qwen3.5-35B-A3B")
+
+
+def test_ops_that_torch_computes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "openai/gpt-oss-120b", "--gpus", "8xH200", "-tp", "8")
+    assert plan["vllm_only"] is None
+    assert plan["computed_by_torch"] == {
+        "attention": "Triton's has no attention sinks",
+        "experts": "Triton's has no biases of experts",
+    }
+    assert plan["commands"]["shardline"].startswith("shardline serve openai/gpt-oss-120b")
+    assert main(["plan", "openai/gpt-oss-120b", "--gpus", "8xH200", "-tp", "8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "torch computes attention, more slowly than planned: Triton's has no attention sinks" in told
 
 
 def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -358,8 +358,14 @@ class KernelFallback(msgspec.Struct, frozen=True):
     """A kernel of the GPU's own in whose place torch computes."""
 
     kernel: str
-    """See `kernel_cases.KernelCase`."""
+    """See `kernel_cases.KernelCase` and `gpu_support`."""
     why: str
+
+    def __str__(self) -> str:
+        """For people."""
+        if self.kernel in ("fused", "graphs"):
+            return f"layers run op by op, without {self.kernel}: {self.why}"
+        return f"torch computes {self.kernel}: {self.why}"
 
 
 class KVAllocation(msgspec.Struct, frozen=True):

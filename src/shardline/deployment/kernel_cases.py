@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.gpu_support import lacking_kernels
 from shardline.models.attention import GQA, MLA
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.parts import Norm, Rope
@@ -35,10 +36,12 @@ class KernelCase(msgspec.Struct, frozen=True):
 
 
 def kernel_cases(deployment: Deployment) -> tuple[KernelCase, ...]:
-    """The cases of a deployment's model, each once, the quick ones first."""
+    """The cases of a deployment's model, each once, the quick ones first; none of kernels that lack a part of it."""
+    lacks = lacking_kernels(deployment.spec)
     found = [
         KernelCase(kernel, deployment.dtype, sizes)
         for kernel, sizes in (*_sampling_cases(deployment.spec), *_layer_cases(deployment))
+        if kernel not in lacks
     ]
     keyed = {msgspec.msgpack.encode(case): case for case in found}
     return tuple(keyed.values())
@@ -71,6 +74,10 @@ def _layer_cases(deployment: Deployment) -> _Cases:
         elif isinstance(layer.attention, MLA):
             yield from _mla_cases(layer.attention, deployment)
         yield from _feed_forward_cases(layer, deployment)
+        if (given := layer.token_input) is not None:
+            yield "activation", {"activation": given.activation, "gated": True}
+            for width in (given.size, hidden):
+                yield from _norm_cases(given.norm, width)
     yield from _norm_cases(spec.final_norm, hidden, quantized=quantized)
     for depth in sorted(depths):
         yield "linear", {"depth": depth, "gate": ""}
@@ -85,7 +92,7 @@ def _norm_cases(norm: Norm | None, width: int, *, quantized: bool = False) -> _C
     if norm is not None:
         sizes: dict[str, Size] = {"width": width, "eps": norm.eps, "quantized": quantized}
         if norm.kind == "rms":
-            yield "rms_norm", {**sizes, "offset": norm.weight_offset}
+            yield "rms_norm", {**sizes, "offset": norm.kernel_offset}
         else:
             yield "layer_norm", {**sizes, "bias": norm.bias}
 
@@ -94,7 +101,11 @@ def _gqa_cases(attention: GQA, deployment: Deployment) -> _Cases:
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     kv: dict[str, Size] = {"kv_heads": 2 if kv_heads > 1 else 1, "dim": dim, "kv": _stored(deployment)}
     kv |= {"block": deployment.cache.block_size}
-    yield from _norm_cases(attention.norms.qk_norm, dim)
+    norms = attention.norms
+    for width in (heads * dim, kv_heads * dim) if norms.norms_all_heads else (dim,):
+        yield from _norm_cases(norms.qk_norm, width)
+    for norm in (norms.rotated_norm, norms.value_norm):
+        yield from _norm_cases(norm, dim)
     yield "write_kv", kv
     rope = attention.positions.rope
     if rope is not None:
@@ -125,6 +136,7 @@ def _feed_forward_cases(layer: Layer, deployment: Deployment) -> _Cases:
     if dense is not None:
         yield from _dense_cases(dense, deployment)
     if isinstance(block, MoE):
+        yield from _norm_cases(block.own_norms, hidden)
         routing, held = block.routing, deployment.weight_format
         yield (
             "route",
@@ -169,7 +181,7 @@ def _fused_cases(deployment: Deployment) -> _Cases:
         sizes: dict[str, Size] = {"hidden": hidden}
         for norm in (layer.attention_norm, layer.feed_forward_norm):
             if norm is not None and norm.kind == "rms":
-                sizes |= {"eps": norm.eps, "offset": norm.weight_offset}
+                sizes |= {"eps": norm.eps, "offset": norm.kernel_offset}
         if isinstance(block, Dense):
             sizes |= {"inner": block.intermediate_size, "gate": block.activation if block.gated else ""}
         if isinstance(attention := layer.attention, GQA):

@@ -28,7 +28,7 @@ from shardline.deployment.formats import (
     stored_forms,
 )
 from shardline.deployment.generations import check_format
-from shardline.deployment.gpu_support import gpu_refusal
+from shardline.deployment.gpu_support import check_gpu_support
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import Layout, choose_layout
 from shardline.deployment.length import check_length
@@ -68,8 +68,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
     check_format(f"dtype {dtype}", dtype, devices, layout.kernels, "--dtype float32")
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
-    if layout.device == "cuda" and layout.kernels != "torch" and (refusal := gpu_refusal(spec)):
-        raise ValueError(f"{refusal}; --kernels torch runs it there too, more slowly")
+    if layout.device == "cuda" and layout.kernels != "torch":
+        check_gpu_support(spec, only_triton=layout.kernels == "triton")
     check_length(asked_length, spec)
     embeds = _embeds(config, spec)
     if model.checkpoint is not None:

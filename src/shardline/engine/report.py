@@ -47,10 +47,7 @@ def startup_report(
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
-        lines += [
-            f"rank {report.rank}: torch computes {one.kernel}, since its kernel failed: {one.why}"
-            for one in report.fallbacks
-        ]
+        lines += [f"rank {report.rank}: {fallback}" for fallback in report.fallbacks]
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")
     lines += _pipeline_lines(deployment)

@@ -197,10 +197,10 @@ class EngineCollector:
 
 
 def _fallbacks(model_name: str, engines: Sequence[Sequence[KernelFallback]]) -> Metric:
-    """One sample for each kernel of an engine that failed."""
+    """One sample for each kernel of an engine that is not used."""
     gauge = GaugeMetricFamily(
         "shardline:kernel_fallbacks",
-        "Kernels of a GPU in whose place torch computes, because they failed where they were tried.",
+        "Kernels of a GPU in whose place torch computes, because they lack a part of the model, or failed here.",
         labels=(*_LABELS, "kernel"),
     )
     for index, fallbacks in enumerate(engines):

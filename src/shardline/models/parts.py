@@ -99,6 +99,11 @@ class Norm(Part, frozen=True, array_like=True):
     rounds_once: bool = False
     """Whether an RMSNorm's quotient is multiplied by the weight before it is rounded, as it is with an offset."""
 
+    @property
+    def kernel_offset(self) -> float:
+        """What kernels add to the weight. They round a quotient first only if this is zero, and 1e-30 changes none."""
+        return self.weight_offset or (1e-30 if self.rounds_once else 0.0)
+
 
 class Rope(Part, frozen=True, array_like=True):
     """Rotary position embedding with its scaling folded in. It depends on the configuration, never on the length."""

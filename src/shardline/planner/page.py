@@ -109,6 +109,9 @@ def _head(plan: Plan) -> list[Text]:
     lines = _wrap(text, style="bold")
     if plan.model.engine_refusal:
         lines += _wrap(f"vLLM only: {plan.model.engine_refusal}", style="yellow")
+    is_ours = plan.best is not None and plan.best.layout.engine == "shardline"
+    for kernel, why in plan.model.by_torch.items() if is_ours else ():
+        lines += _wrap(f"torch computes {kernel}, more slowly than planned: {why}", style="yellow")
     return lines + _wrap(plan.instead, style="yellow")
 
 

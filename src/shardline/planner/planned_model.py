@@ -17,7 +17,7 @@ from shardline.checkpoints.hub import ModelFiles
 from shardline.checkpoints.lookup import Family, decoder_spec, family, known_families
 from shardline.checkpoints.quantization import read_stored
 from shardline.checkpoints.wrapper import text_config
-from shardline.deployment.gpu_support import gpu_refusal
+from shardline.deployment.gpu_support import computed_by_torch, gpu_refusal
 from shardline.models.hf_config import HFConfig
 from shardline.models.parts import DType
 from shardline.models.spec import DecoderSpec
@@ -62,6 +62,11 @@ class PlannedModel:
         if dtype == self.spec.dtype and refusal == self.engine_refusal:
             return self
         return replace(self, spec=msgspec.structs.replace(self.spec, dtype=dtype), engine_refusal=refusal)
+
+    @functools.cached_property
+    def by_torch(self) -> Mapping[str, str]:
+        """The ops that this engine leaves to torch on GPUs, and why."""
+        return {} if self.engine_refusal else computed_by_torch(self.spec)
 
     @functools.cached_property
     def checkpoint(self) -> GGUFCheckpoint | None:

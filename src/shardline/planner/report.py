@@ -67,6 +67,7 @@ def plan_json(plan: Plan, api: ApiPrice | None = None, others: OtherPrices | Non
         "model": plan.model.name,
         "gpus": plan.cluster.name,
         "missing": (missing_weights(plan, plan.options[0].fit) or None) if plan.options else None,
+        "computed_by_torch": dict(plan.model.by_torch),
         "vllm_only": plan.model.engine_refusal or plan.instead or None,
         "layouts": [
             option_json(option) | ({"turns_yes": turns_yes(plan, option)} if option.speed is None else {})

@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels for an H100 or H200 (sm_90), which needs no GPU, and prints what each became, as JSON.
+"""Compiles the Triton kernels, which needs no GPU, and prints what each became, as JSON.
 
-The launchers run as they would on a GPU, on CPU tensors of real models' shapes in bf16; a launch compiles and stops.
-Run in a process of its own: Triton must not be in interpreter mode.
+The launchers run as they would on a GPU, on CPU tensors of real models' shapes in bf16 (in fp32 for generations without
+it); a launch compiles and stops. Without `--on`, it is one on an H100 or H200 (sm_90). `--on sm_80 gfx942:linear_m1 …`
+compiles for other generations all cases that they compute, or one. Run in a process of its own: Triton must not be in
+interpreter mode.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from shardline.deployment.generations import generations
 from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton import attention as attention_kernels
 from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
@@ -39,16 +42,18 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class _Driver:
-    """Says what Triton asks the driver before it compiles."""
+    """Says what Triton asks the driver before it compiles. Each generation is another device."""
 
-    def __init__(self, number: int = 90) -> None:
-        self._number = number
+    def __init__(self, generation: str = "sm_90") -> None:
+        self._generation = generation
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._number, 32)
+        if self._generation.startswith("sm_"):
+            return GPUTarget("cuda", int(self._generation[3:]), 32)
+        return GPUTarget("hip", self._generation, 32 if self._generation.startswith("gfx1") else 64)
 
     def get_current_device(self) -> int:
-        return 0
+        return list(generations()).index(self._generation)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -71,8 +76,12 @@ def _compiled() -> Iterator[list[Any]]:
         JITFunction.run = run
 
 
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16)
+_dtype = torch.bfloat16
+
+
+def acts(*shape: int) -> torch.Tensor:
+    """Activations, or weights in their dtype."""
+    return torch.empty(shape, dtype=_dtype)
 
 
 def fp8(*shape: int) -> torch.Tensor:
@@ -89,10 +98,10 @@ def int32(*shape: int) -> torch.Tensor:
 
 def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call with contexts of up to 2048 keys in blocks of 16."""
-    stored = options.pop("stored", bf16)
+    stored = options.pop("stored", acts)
     cache = stored(4, kv_heads, 16, dim)
-    scales = () if stored == bf16 else (torch.empty(4, kv_heads, 16),) * 2
-    query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
+    scales = () if stored == acts else (torch.empty(4, kv_heads, 16),) * 2
+    query, out = acts(num_tokens, heads, dim), acts(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
     KERNELS.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
@@ -100,29 +109,29 @@ def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: in
 
 def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call of DeepSeek's dims, with contexts of up to 2048 keys in blocks of 16."""
-    query, out, cache = bf16(num_tokens, heads, 192), bf16(num_tokens, heads, 512), bf16(4, 16, 576)
+    query, out, cache = acts(num_tokens, heads, 192), acts(num_tokens, heads, 512), acts(4, 16, 576)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
     attention_kernels.mla_attention(
-        bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options
+        acts(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options
     )
 
 
 def mla_fp8(num_tokens: int, num_seqs: int) -> None:
     """The same with latents in fp8, which are written too."""
-    query, out, down = bf16(num_tokens, 16, 192), bf16(num_tokens, 16, 512), bf16(num_tokens, 576)
-    cache = (fp8(4, 16, 512), bf16(4, 16, 64), torch.empty(4, 16))
+    query, out, down = acts(num_tokens, 16, 192), acts(num_tokens, 16, 512), acts(num_tokens, 576)
+    cache = (fp8(4, 16, 512), acts(4, 16, 64), torch.empty(4, 16))
     KERNELS.write_latent(down[:, :512], down[:, 512:], cache, torch.zeros(num_tokens, dtype=torch.int64))
     index = (int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs))
-    KERNELS.mla_attention(bf16(num_tokens, 16, 512), query[..., 128:], cache, *index, out, 0.1)
+    KERNELS.mla_attention(acts(num_tokens, 16, 512), query[..., 128:], cache, *index, out, 0.1)
 
 
 def write_latent() -> None:
-    down = bf16(4, 576)
-    KERNELS.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
+    down = acts(4, 576)
+    KERNELS.write_latent(down[:, :512], down[:, 512:], acts(4, 16, 576), torch.zeros(4, dtype=torch.int64))
 
 
 def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
-    x, weight, out = bf16(rows, depth), bf16(columns, depth), bf16(rows, columns)
+    x, weight, out = acts(rows, depth), acts(columns, depth), acts(rows, columns)
     if tile is None:
         KERNELS.linear(x, weight, None, out)
     else:
@@ -130,31 +139,31 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
 
 
 def gated_linear(rows: int, width: int, depth: int) -> None:
-    KERNELS.linear(bf16(rows, depth), bf16(2 * width, depth), None, bf16(rows, width), "silu")
+    KERNELS.linear(acts(rows, depth), acts(2 * width, depth), None, acts(rows, width), "silu")
 
 
 def few_rows(rows: int, hidden: int, inner: int | None, norm_heads: bool = False, dim: int = 128) -> None:
     """A layer's products in a decode step: of 32 heads, which have norms, or not; without `inner` only q, k and v."""
-    cache, slots, table = bf16(8, 8, 16, dim), torch.zeros(rows, dtype=torch.int64), torch.empty(64, dim)
-    residual, weight = bf16(rows, hidden), bf16(hidden)
-    sums = torch.empty(rows, runs_of_row(rows, hidden, torch.bfloat16))
+    cache, slots, table = acts(8, 8, 16, dim), torch.zeros(rows, dtype=torch.int64), torch.empty(64, dim)
+    residual, weight = acts(rows, hidden), acts(hidden)
+    sums = torch.empty(rows, runs_of_row(rows, hidden, _dtype))
     unnormed = UnnormedRows(residual, sums, weight, 1e-6, 0.0)
     norms = (weight[:dim], weight[:dim], 1e-6, 0.0) if norm_heads else (None, None, 0.0, 0.0)
-    qkv = bf16(48 * dim, hidden)
+    qkv = acts(48 * dim, hidden)
     for x in (unnormed, residual):  # the norm may have been a launch of its own
-        qkv_linear(x, qkv, None, bf16(rows, 32, dim), cache, cache, slots, slots, table, False, *norms)
+        qkv_linear(x, qkv, None, acts(rows, 32, dim), cache, cache, slots, slots, table, False, *norms)
     if inner is None:
         return
-    add_linear(bf16(rows, 4096), bf16(hidden, 4096), None, residual, bf16(rows, hidden), sums)
-    KERNELS.linear(unnormed, bf16(2 * inner, hidden), None, bf16(rows, inner), "silu")
-    add_linear(bf16(rows, inner), bf16(hidden, inner), None, residual, bf16(rows, hidden), sums)
+    add_linear(acts(rows, 4096), acts(hidden, 4096), None, residual, acts(rows, hidden), sums)
+    KERNELS.linear(unnormed, acts(2 * inner, hidden), None, acts(rows, inner), "silu")
+    add_linear(acts(rows, inner), acts(hidden, inner), None, residual, acts(rows, hidden), sums)
 
 
 def gather_columns() -> None:
     turns, peers, starts = int32(2), torch.zeros(4, dtype=torch.int64), int32(5)
-    put_columns(bf16(64, 1024), bf16(2, 1 << 21), turns)
-    collect_columns(peers, 1 << 21, None, 1024, bf16(64, 4096), turns)
-    collect_columns(peers, 1 << 21, starts, 1100, bf16(64, 4096), turns)
+    put_columns(acts(64, 1024), acts(2, 1 << 21), turns)
+    collect_columns(peers, 1 << 21, None, 1024, acts(64, 4096), turns)
+    collect_columns(peers, 1 << 21, starts, 1100, acts(64, 4096), turns)
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
@@ -177,31 +186,31 @@ def logprobs(num_rows: int, vocab_size: int, top_n: int) -> None:
 
 
 def rope_and_write() -> None:
-    qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
+    qkv, cache = acts(4, 48, 128), acts(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
     query, key, value = qkv.split([32, 8, 8], dim=1)
     KERNELS.rope_and_write_kv(query, key, value, cache, cache, positions, positions, table, False, None, None)
 
 
 def write_kv_bytes(stored: Callable[..., torch.Tensor]) -> None:
-    kv, cache, scales, slots = bf16(4, 8, 128), stored(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
+    kv, cache, scales, slots = acts(4, 8, 128), stored(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
     KERNELS.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
 def norm_int8() -> None:
-    x, weight, rows = bf16(4, 4096), bf16(4096), (int8(4, 4096), torch.empty(4), int32(4, 0))
-    KERNELS.rms_norm(x, weight, rows, 1e-6, 0.0, x, bf16(4, 4096))
+    x, weight, rows = acts(4, 4096), acts(4096), (int8(4, 4096), torch.empty(4), int32(4, 0))
+    KERNELS.rms_norm(x, weight, rows, 1e-6, 0.0, x, acts(4, 4096))
 
 
 def linear_int8(rows: int, columns: int, depth: int) -> None:
     values, sums, floats = int8(rows, depth), int32(rows, 0), torch.empty(max(rows, columns))
-    KERNELS.quantize_rows(bf16(rows, depth), values, floats, sums)
-    KERNELS.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, bf16(rows, columns))
+    KERNELS.quantize_rows(acts(rows, depth), values, floats, sums)
+    KERNELS.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, acts(rows, columns))
 
 
 def linear_int4(rows: int, columns: int, depth: int) -> None:
     panels, scales = torch.empty(depth // 64, 34 * columns, dtype=torch.uint8), torch.empty(columns)
-    out = bf16(rows, columns)
+    out = acts(rows, columns)
     KERNELS.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, scales, None, out)
 
 
@@ -210,22 +219,22 @@ def linear_w4a16(rows: int, columns: int, depth: int) -> None:
         torch.empty(depth // size, columns, last, dtype=torch.uint8) for size, last in ((64, 32), (128, 1))
     )
     scales = torch.empty(depth // 128, columns, dtype=torch.float16)
-    KERNELS.linear_w4a16(bf16(rows, depth), values, scales, zeros[..., 0], 128, None, bf16(rows, columns))
+    KERNELS.linear_w4a16(acts(rows, depth), values, scales, zeros[..., 0], 128, None, acts(rows, columns))
 
 
 def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
     panels = torch.empty(num_experts, hidden // 64, 34 * 2 * inner, dtype=torch.uint8)
     scales = torch.empty(num_experts, 2 * inner)
-    ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
-    KERNELS.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, scales, "silu", True, rows)
+    ids, rows = int32(num_tokens, k), acts(num_tokens * k, inner)
+    KERNELS.expert_up(acts(num_tokens, hidden), ids, 0, False, panels, scales, "silu", True, rows)
 
 
 def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
     """Both products of a layer, as of Mixtral or Qwen3-MoE."""
     ids, weights = int32(num_tokens, k), torch.empty(num_tokens, k)
-    up, down = bf16(num_experts, 2 * inner, hidden), bf16(num_experts, hidden, inner)
-    rows, out = bf16(num_tokens * k, inner), bf16(num_tokens, hidden)
-    KERNELS.expert_up(bf16(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
+    up, down = acts(num_experts, 2 * inner, hidden), acts(num_experts, hidden, inner)
+    rows, out = acts(num_tokens * k, inner), acts(num_tokens, hidden)
+    KERNELS.expert_up(acts(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
     KERNELS.expert_down(rows, ids, weights, 0, down, None, out, weights[:, 0], out)
 
 
@@ -239,26 +248,30 @@ def route(num_experts: int, k: int, num_groups: int = 1, top_groups: int = 1) ->
 
 
 def linear_fp8(rows: int, columns: int, depth: int) -> None:
-    Fp8Linear(KERNELS, fp8(columns, depth), torch.empty(columns), depth, columns)(bf16(rows, depth))
+    Fp8Linear(KERNELS, fp8(columns, depth), torch.empty(columns), depth, columns)(acts(rows, depth))
 
 
 CASES: dict[str, Callable[[], None]] = {
     "rms_norm": lambda: KERNELS.rms_norm(
-        bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)
+        acts(4, 4096), acts(4096), acts(4, 4096), 1e-6, 0.0, acts(4, 4096), acts(4, 4096)
     ),
     "rms_norm_int8": norm_int8,
-    "layer_norm": lambda: KERNELS.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
+    "layer_norm": lambda: KERNELS.layer_norm(acts(4, 1600), acts(1600), acts(1600), acts(4, 1600), 1e-6, None, None),
     "rope": lambda: KERNELS.apply_rope(
-        bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False
+        acts(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False
     ),
     "rope_and_write_kv": rope_and_write,
     "write_kv": lambda: KERNELS.write_kv(
-        bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
+        acts(4, 8, 128),
+        acts(4, 8, 128),
+        acts(8, 8, 16, 128),
+        acts(8, 8, 16, 128),
+        torch.zeros(4, dtype=torch.int64),
     ),
     "write_kv_int8": lambda: write_kv_bytes(int8),
     "write_kv_fp8": lambda: write_kv_bytes(fp8),
-    "silu": lambda: KERNELS.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
-    "gelu": lambda: KERNELS.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
+    "silu": lambda: KERNELS.activation(acts(4, 28672), acts(4, 14336), "silu", True),
+    "gelu": lambda: KERNELS.activation(acts(4, 4096), acts(4, 4096), "gelu", False),
     "softcap": lambda: KERNELS.softcap(torch.empty(4, 256000), 30.0),
     "greedy_argmax": lambda: KERNELS.greedy_argmax(
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
@@ -294,8 +307,8 @@ CASES: dict[str, Callable[[], None]] = {
     "w4a16_m1": lambda: linear_w4a16(1, 6144, 4096),
     "w4a16_m2048": lambda: linear_w4a16(2048, 6144, 4096),
     "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
-    "linear_heads_m1": lambda: KERNELS.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
-    "linear_heads_m2048": lambda: KERNELS.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
+    "linear_heads_m1": lambda: KERNELS.linear_heads(acts(1, 16, 192)[..., :128], acts(16, 512, 128), acts(1, 16, 512)),
+    "linear_heads_m2048": lambda: KERNELS.linear_heads(acts(2048, 16, 512), acts(16, 128, 512), acts(2048, 16, 128)),
     "write_latent": write_latent,
     "attention_mla_decode": lambda: mla(128, 64, 64, spread_splits=False),
     "attention_mla_spread": lambda: mla(16, 1, 1),
@@ -315,8 +328,11 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-_COUNTED = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b")
+_COUNTED = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|UTC[HQI]MMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b")
 """Instructions that matter."""
+_MATRIX = re.compile(r"[HQI](G?)MMA|UTC[HQI]MMA")
+_AMD_MATRIX = re.compile(r"^\s*v_(?:mfma|wmma|smfmac)_", re.MULTILINE)
+_AMD_SPILLS = re.compile(r"^\s*\.vgpr_spill_count:\s*(\d+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/(.*)$", re.MULTILINE)
 
 
@@ -358,31 +374,70 @@ def code_of(cubin: bytes) -> bytes:
     return cubin[begin : begin + length]
 
 
-def count_opcodes(codes: list[bytes]) -> list[collections.Counter[str]]:
-    """Of each kernel. All are disassembled as one, because the disassembler takes half a second to start."""
+def count_opcodes(codes: list[bytes], number: int = 90) -> list[collections.Counter[str]]:
+    """Of each kernel for sm_`number`. All are disassembled as one: the disassembler takes half a second to start."""
     ends = list(itertools.accumulate(map(len, codes)))
     counts: list[collections.Counter[str]] = [collections.Counter() for _ in codes]
-    for address, text in _INSTRUCTION.findall(run_tool("nvdisasm", "-b", "SM90a", content=b"".join(codes))):
+    architecture = f"SM{number}{'a' if number >= 90 else ''}"
+    for address, text in _INSTRUCTION.findall(run_tool("nvdisasm", "-b", architecture, content=b"".join(codes))):
         counts[bisect.bisect_right(ends, int(address, 16))].update(_COUNTED.findall(text))
     return counts
 
 
-def print_shared_bytes(number: int, names: list[str]) -> None:
-    driver.set_active(_Driver(number))
-    use_generation(f"sm_{number}")
-    found = {}
+def computes(generation: str, case: str) -> bool:
+    """Whether a generation computes in the formats of a case."""
+    native, name = generations()[generation].native, f"{case}_"
+    needs = {"bytes": "_int8_" in f"_{name}" or "_int4_" in f"_{name}", "e4m3": "_fp8_" in f"_{name}"}
+    return all(format in native for format, is_needed in needs.items() if is_needed)
+
+
+def compile_on(generation: str, names: list[str]) -> list[dict[str, Any]]:
+    """What became of cases on a generation: for each launch its case, its kernel, bytes of shared memory, whether it
+    has instructions for matrices and copies that nobody waits for, and what it spills."""
+    global _dtype
+    _dtype = torch.bfloat16 if "bfloat16" in generations()[generation].native else torch.float32
+    driver.set_active(_Driver(generation))
+    use_generation(generation)
+    cases, compiled = [], []
     for name in names:
         with _compiled() as kernels:
             CASES[name]()
-        found[name] = [kernel.metadata.shared for kernel in kernels]
-    json.dump(found, sys.stdout)
+        cases += [name] * len(kernels)
+        compiled += kernels
+    if generation.startswith("sm_"):
+        counts = count_opcodes([code_of(kernel.asm["cubin"]) for kernel in compiled], int(generation[3:]))
+        looked = [
+            {
+                "matrix": sum(count for name, count in opcodes.items() if _MATRIX.fullmatch(name)),
+                "copies": sum(count for name, count in opcodes.items() if name.startswith("LDGSTS")),
+                "spills": opcodes["LDL"] + opcodes["STL"],
+            }
+            for opcodes in counts
+        ]
+    else:
+        texts = [kernel.asm["amdgcn"] for kernel in compiled]
+        looked = [
+            {
+                "matrix": len(_AMD_MATRIX.findall(text)),
+                "copies": 0,
+                "spills": sum(map(int, _AMD_SPILLS.findall(text))),
+            }
+            for text in texts
+        ]
+    return [
+        {"case": case, "name": kernel.metadata.name, "shared_bytes": kernel.metadata.shared, **one}
+        for case, kernel, one in zip(cases, compiled, looked, strict=True)
+    ]
 
 
 def main() -> None:
     for_people = sys.argv[1:2] != ["--part"]
     match sys.argv[1:]:
-        case ["--fits", number, *names]:  # the shared memory of cases on another generation, sm_NUMBER
-            print_shared_bytes(int(number), names)
+        case ["--on", *words]:  # generations, or single cases of them
+            asked = collections.defaultdict[str, list[str]](list)
+            for generation, _, case in (word.partition(":") for word in words):
+                asked[generation] += [case] if case else [name for name in CASES if computes(generation, name)]
+            json.dump({name: compile_on(name, cases) for name, cases in asked.items()}, sys.stdout)
             return
         case ["--part", part, parts]:  # one of so many parts, for the test
             wanted = list(CASES)[int(part) :: int(parts)]

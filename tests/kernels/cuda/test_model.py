@@ -61,7 +61,7 @@ def load(folder: Path, options: dict[str, object], backend: Backend | None = Non
     chosen["block_size"] = 16
     # What resolve refuses on the CPU.
     accepted = {name: value for name, value in options.items() if value not in ("fp8", "packed_32")}
-    setup = resolve_here(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
+    setup = resolve_here(EngineConfig.from_options(model=str(folder), **{**chosen, **accepted}))
     if options.get("quantization") == "packed_32":
         setup = replace(setup, weight_format=FormatChoice("packed", 32))
     elif options.get("quantization") == "fp8":
@@ -74,16 +74,16 @@ def load(folder: Path, options: dict[str, object], backend: Backend | None = Non
     return worker
 
 
-def step_of(tokens: list[int], start: int) -> StepInput:
-    """One sequence's tokens from position `start` on; its blocks are 3 and 1."""
+def step_of(tokens: list[int], start: int, num_kv_groups: int = 1) -> StepInput:
+    """One sequence's tokens from position `start` on; its blocks are 3 and 1 in each group."""
     positions = torch.arange(start, start + len(tokens))
     tables = torch.tensor([[3, 1]], dtype=torch.int32)
     rows = Rows(
         positions=positions,
         query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
         context_lens=torch.tensor([start + len(tokens)], dtype=torch.int32),
-        block_tables=(tables,),
-        slots=(tables[0, positions // 16].long() * 16 + positions % 16,),
+        block_tables=(tables,) * num_kv_groups,
+        slots=(tables[0, positions // 16].long() * 16 + positions % 16,) * num_kv_groups,
         replicas=(len(tokens),),
     )
     return StepInput(torch.tensor(tokens), rows)

@@ -77,7 +77,8 @@ class ProvingBackend(InterpretedBackend):
         return self.use_kernels(deployment, verdicts, self._other_ranks or share)
 
     def finish_loading(self, products: LoadedProducts) -> None:
-        CudaBackend.finish_loading(self, products)
+        if self._mixes:  # else it would try the library of a GPU
+            CudaBackend.finish_loading(self, products)
 
 
 FAULTS = {

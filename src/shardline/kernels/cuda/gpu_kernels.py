@@ -32,6 +32,7 @@ from shardline.kernels.cuda.weights import RowKernels
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.pages import PageOrder
 from shardline.kernels.tensors import GROUP_SIZE, LatentCache, QuantizedRows
+from shardline.kernels.torch import elementwise
 
 
 class CudaKernels(RowKernels):
@@ -55,6 +56,7 @@ class CudaKernels(RowKernels):
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
     add = staticmethod(add.add)
+    scale_rows = staticmethod(elementwise.scale_rows)  # there is none of Triton's
     apply_rope = staticmethod(rope.apply_rope)
     activation = staticmethod(activation.activation)
     write_kv = staticmethod(kv_cache.write_kv)
@@ -78,10 +80,6 @@ class CudaKernels(RowKernels):
     @staticmethod
     def place_slots(ids: Tensor, places: Tensor, copies: Tensor, first_token: int, out: Tensor) -> None:
         raise AssertionError("deployment.resolve refuses to move experts")
-
-    @staticmethod
-    def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None:
-        raise AssertionError("deployment.gpu_support refuses such models")
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         """torch's allocator keeps the memory between steps, and for a captured graph."""

@@ -12,13 +12,6 @@ from shardline.runtime.ops.add import add
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardline.runtime.ops.scale import scale_rows
 
-_NO_OFFSET = 1e-30
-"""An offset that changes no weight. Kernels round an RMSNorm's quotient first only if the offset is zero."""
-
-
-def _offset(norm: Norm) -> float:
-    return norm.weight_offset or (_NO_OFFSET if norm.rounds_once else 0.0)
-
 
 class NormLayer:
     """A norm over the last dimension."""
@@ -33,7 +26,7 @@ class NormLayer:
         """[M, H] or heads [T, N, H] -> the same, contiguous."""
         spec = self._spec
         if spec.kind == "rms":
-            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=_offset(spec))
+            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=spec.kernel_offset)
         return layer_norm(self._kernels, x, self.weight, self._bias, spec.eps)
 
 
@@ -92,6 +85,6 @@ class InputNorm:
         residual, s = x."""
         spec, kernels, quantized = self.spec, self._kernels, self._is_quantized
         if spec.kind == "rms":
-            offset = _offset(spec)
+            offset = spec.kernel_offset
             return add_rms_norm(kernels, x, residual, self.weight, spec.eps, weight_offset=offset, quantized=quantized)
         return add_layer_norm(kernels, x, residual, self.weight, self._bias, spec.eps, quantized=quantized)

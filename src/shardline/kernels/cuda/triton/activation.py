@@ -32,9 +32,21 @@ def activate(x, NAME: tl.constexpr):
     elif NAME == "gelu":  # 1 + erf cancels on the left; fp64 keeps the digits that matter
         wide = x.to(tl.float64)
         y = (wide * (0.5 + 0.5 * tl.erf(wide * 0.7071067811865476))).to(tl.float32)
+    elif NAME == "clamped_swish":
+        gate = tl.where(x > 7.0, 7.0, x)
+        y = gate * tl.div_rn(one, 1.0 + tl.exp(-1.702 * gate))
     else:
         y = tl.where(x < 0.0, 0.0, x)
     return y
+
+
+@triton.jit
+def gated(gate, up, NAME: tl.constexpr, stored: tl.constexpr):
+    """act(gate) * up in fp32, where act(gate) is rounded first."""
+    acted = activate(gate, NAME).to(stored).to(tl.float32)
+    if NAME == "clamped_swish":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return acted * up
 
 
 @triton.jit
@@ -45,8 +57,10 @@ def _activation_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     stored = out_ptr.dtype.element_ty
-    y = activate(tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32), NAME)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if IS_GATED:
         up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-        y = y.to(stored).to(tl.float32) * up
+        y = gated(x, up, NAME, stored)
+    else:
+        y = activate(x, NAME)
     tl.store(out_ptr + row * width + column, y.to(stored), mask=inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,12 @@ import triton
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.attention_kernel import attention_kernel, merge_kernel, merge_ranks_kernel
+from shardline.kernels.cuda.triton.gemm import generation
 from shardline.kernels.cuda.triton.launch import EXACT
 
 SPLIT_KEYS = 512
+_LATENT_KEYS = 32
+"""Keys of a tile of latent attention."""
 _LOG2_E = 1.4426950408889634
 _ENOUGH_PROGRAMS = 264
 """Two programs for each of an H200's 132 multiprocessors. With fewer programs, each split gets its own program."""
@@ -22,6 +26,19 @@ This limit lets a program keep its split's output and the merged output of earli
 
 _Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Keys, values, the scales of both, and for MLA the rotated parts of queries and keys."""
+
+
+class _Tile(NamedTuple):
+    """Rows of queries that a program has, and how its loop over keys is run."""
+
+    rows: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Those of a launch."""
+        return {"BLOCK_ROWS": self.rows, "num_warps": self.warps, "num_stages": self.stages}
 
 
 class _Parts(NamedTuple):
@@ -58,8 +75,8 @@ def paged_attention(
     step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
     split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
     """
-    assert sinks is None, "deployment.gpu_support refuses such models"
-    assert not chunked, "deployment.gpu_support refuses such models"
+    assert sinks is None, "see deployment.gpu_support"
+    assert not chunked, "see deployment.gpu_support"
     caches = (key_cache, value_cache, key_scales, value_scales, None, None)
     index = (block_tables, query_starts, context_lens)
     _launch(
@@ -96,7 +113,7 @@ def attention_partials(
     split_step: int,
 ) -> None:
     """As `ops.attention.paged.attention_partials`. Maxima are those of scores times log2(e)."""
-    assert not chunked, "deployment.gpu_support refuses such models"
+    assert not chunked, "see deployment.gpu_support"
     # Tiles that see nothing of a split write nothing.
     maxima.fill_(-torch.inf)
     sums.zero_()
@@ -110,7 +127,7 @@ def attention_partials(
 
 def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
     """As `ops.attention.paged.merge_partials`, into out [T, Hq, Dv]."""
-    assert sinks is None, "deployment.gpu_support refuses such models"
+    assert sinks is None, "see deployment.gpu_support"
     num_tokens, num_heads, value_dim = out.shape
     if num_tokens == 0:
         return
@@ -126,18 +143,19 @@ def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, s
 def _options_of_heads(query: Tensor, caches: _Caches, index: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
     """The options of `_launch` for keys and values of each head."""
     key_cache, value_dim = caches[0], caches[1].shape[3]
-    one_token = query.shape[0] == index[2].shape[0]
-    block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
+    one_token, itemsize = query.shape[0] == index[2].shape[0], query.element_size()
+    tile, block_keys = _rows_and_warps(one_token, value_dim, query.dtype), 64 if itemsize == 2 else 32
+    if value_dim > 128:
+        tiles = (_Tile(64, 8, 2), _Tile(64, 8, 1), _Tile(32, 4, 1)) if itemsize == 2 else (tile, _Tile(16, 4, 1))
+        tile = _fitting(tiles, block_keys, key_cache.shape[3], 0, min(_PART_COLUMNS, value_dim), itemsize)
     return {
         "num_kv_heads": key_cache.shape[1],
         "block_size": key_cache.shape[2],
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_KEYS": 64 if query.element_size() == 2 else 32,
+        "BLOCK_KEYS": block_keys,
         "KEY_STRIDE": key_cache.shape[3],
         "VALUE_STRIDE": value_dim,
         "KEY_ROPE_STRIDE": 0,
-        "num_warps": num_warps,
-        "num_stages": 3 if value_dim <= 128 else 2,
+        **tile.options,
     }
 
 
@@ -189,7 +207,14 @@ def _launch_mla(
     spread_splits: bool | None,
     **strides: int,
 ) -> None:
-    is_bf16 = query.element_size() == 2
+    itemsize, rank = query.element_size(), query.shape[2]
+    tiles = (_Tile(16, 4, 2), _Tile(16, 4, 1))
+    if itemsize == 2:
+        # Narrow tiles are for cores whose instructions have 16 rows.
+        tiles = (_Tile(64, 8, 2),) if generation().holds_all_stages else (_Tile(32, 4, 2), _Tile(32, 4, 1), *tiles)
+    rope = caches[4]
+    assert rope is not None
+    tile = _fitting(tiles, _LATENT_KEYS, rank, rope.shape[2], min(_PART_COLUMNS, rank), itemsize)
     _launch(
         query,
         caches,
@@ -202,23 +227,38 @@ def _launch_mla(
         None,
         num_kv_heads=1,
         block_size=caches[0].shape[1],
-        BLOCK_ROWS=64 if is_bf16 else 16,
-        BLOCK_KEYS=32,
+        BLOCK_KEYS=_LATENT_KEYS,
         VALUE_STRIDE=strides["KEY_STRIDE"],
-        num_warps=8 if is_bf16 else 4,
-        num_stages=2,
+        **tile.options,
         **strides,
     )
 
 
-def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(rows of a tile, its warps). In bf16 a tile has at least 64 rows, so that tiles of all heights use the same
+def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> _Tile:
+    """The tile for heads of up to 128. In bf16 it has at least 64 rows, so that tiles of all heights use the same
     instructions."""
+    stages = 3 if value_dim <= 128 else 2
     if dtype == torch.float32:
-        return 16, 4
-    if one_token or value_dim > 128:
-        return 64, 4 if value_dim <= 128 else 8
-    return 128, 8
+        return _Tile(16, 4, stages)
+    return _Tile(64, 4, stages) if one_token else _Tile(128, 8, stages)
+
+
+def _fitting(tiles: Sequence[_Tile], keys: int, key_dim: int, rope_dim: int, columns: int, itemsize: int) -> _Tile:
+    """The first tile that fits the shared memory of this generation; if none does, the last one, which will not start.
+
+    Triton's compiler takes so many bytes for wide heads: the queries, and what a loop over tiles of `keys` has loaded
+    ahead; or, without that, keys and then values, each with the weights of the tile. All programs of a model have one
+    tile, so bits do not depend on the step.
+    """
+    for tile in tiles:
+        queries = tile.rows * (key_dim + rope_dim)
+        if tile.stages > 1:
+            loaded = (tile.stages - 1) * keys * (key_dim + rope_dim + columns) + tile.rows * keys
+        else:
+            loaded = max(keys * key_dim, keys * columns + tile.rows * keys)
+        if (queries + loaded) * itemsize <= 1024 * generation().shared_kib:
+            return tile
+    return tiles[-1]
 
 
 def _launch(

@@ -27,7 +27,7 @@ def expert_slots(
     bias: Tensor | None = None,
 ) -> None:
     """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
-    assert bias is None, "deployment.gpu_support refuses such models"
+    assert bias is None, "see deployment.gpu_support"
     num_experts = panels.shape[0]
     ids = tokens_here_first(ids, first_expert, num_experts)
     products = torch.empty(out.shape, dtype=out.dtype, device=x.device)

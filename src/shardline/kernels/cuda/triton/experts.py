@@ -45,7 +45,7 @@ def expert_up(
 ) -> None:
     """As `ops.moe.experts.expert_up`, into out [T * k, I]: row t * k + j is slot j of token t. Rows are undefined if
     another rank holds the slot's expert."""
-    assert bias is None, "deployment.gpu_support refuses such models"
+    assert bias is None, "see deployment.gpu_support"
     if compact:
         ids = tokens_here_first(ids, first_expert, panels.shape[0])
     if gated:
@@ -69,7 +69,7 @@ def expert_down(
     bias: Tensor | None = None,
 ) -> None:
     """As `ops.moe.experts.expert_down`, into out [T, N]; x is the output of `expert_up`."""
-    assert bias is None, "deployment.gpu_support refuses such models"
+    assert bias is None, "see deployment.gpu_support"
     products = torch.empty(ids.numel(), out.shape[1], dtype=out.dtype, device=x.device)
     grouped_linear(x, ids, first_expert, panels, scales, 1, products)
     add_slots(products, ids, weights, first_expert, first_expert + panels.shape[0], shared, shared_scale, out)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.deployment.generations import generation_of, generations
+from shardline.deployment.generations import Generation, generation_of, generations
 from shardline.deployment.machine import Device
-from shardline.kernels.cuda.triton.activation import activate
+from shardline.kernels.cuda.triton.activation import gated
 from shardline.kernels.cuda.triton.launch import EXACT
 from shardline.kernels.cuda.triton.norm import weighted
 
@@ -41,6 +41,11 @@ def use_generation(capability: str) -> None:
     """Fit the tiles of this process to a GPU; without a known capability, to Hopper."""
     global _generation
     _generation = generation_of(Device("cuda", "", 0, 0, capability)) or generations()["sm_90"]
+
+
+def generation() -> Generation:
+    """That to which the tiles of this process are fitted."""
+    return _generation
 
 
 def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
@@ -146,7 +151,7 @@ def gated_product(
 @triton.jit
 def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
     """act(gate) * total in fp32; gate, total and the activation are rounded to `stored` before."""
-    return activate(gate.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32) * total.to(stored).to(tl.float32)
+    return gated(gate.to(stored).to(tl.float32), total.to(stored).to(tl.float32), GATE, stored)
 
 
 @triton.jit

@@ -102,10 +102,10 @@ def _normed(
     norm: InputNorm | NoNorm, stream: _Stream, *, reads_unnormed: bool
 ) -> tuple[LinearInput | UnnormedRows, Tensor]:
     """The input of the products after a norm, and the residual stream after the addition before the norm."""
-    assert isinstance(norm, InputNorm), "deployment.gpu_support refuses such models"
+    assert isinstance(norm, InputNorm), "see deployment.gpu_support"
     spec = norm.spec
     if stream.square_sums is not None and reads_unnormed and spec.kind == "rms":
-        rows = UnnormedRows(stream.hidden, stream.square_sums, norm.weight, spec.eps, spec.weight_offset)
+        rows = UnnormedRows(stream.hidden, stream.square_sums, norm.weight, spec.eps, spec.kernel_offset)
         return rows, stream.hidden
     return norm(stream.hidden, stream.delta)
 
@@ -154,7 +154,7 @@ class _FusedAttention:
         self._fits_one_launch = spec.positions.rope is not None and self.reads_unnormed
         self._head_norms: HeadNorms | None = None
         if (norm := spec.norms.qk_norm) and isinstance(layer.q_norm, NormLayer) and isinstance(layer.k_norm, NormLayer):
-            self._head_norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, norm.eps, norm.weight_offset)
+            self._head_norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, norm.eps, norm.kernel_offset)
             self._fits_one_launch &= norm.kind == "rms" and fits_tile(spec.head_dim, spec.positions.rope)
 
     def __call__(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
+from shardline.deployment.gpu_support import FUSED, GRAPHS
 from shardline.deployment.kernel_cases import kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, verdicts_here
 from shardline.deployment.kv_budget import MemoryUse
@@ -17,6 +18,7 @@ from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
+from shardline.kernels.cuda.proof.trials import OPS
 from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.linear import COLUMNS
 from shardline.runtime.decoder import DecoderStage
@@ -67,11 +69,20 @@ class CudaBackend:
     ) -> tuple[KernelFallback, ...]:
         """Use the kernels that are proved on all ranks, see `choose_kernels`."""
         self._fallbacks = choose_kernels(self.kernels, deployment, verdicts, share)
-        if self._fallbacks:
+        if self._mixes:
             names = "+".join(fallback.kernel for fallback in self._fallbacks)
             answer = known_answer(self.kernels.stand_ins)
             self.kernel_path += f"-torch{torch.__version__}-{names}-{answer}"
         return self._fallbacks
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether torch's kernels stand in for some of Triton's."""
+        return any(OPS.get(fallback.kernel) for fallback in self._fallbacks)
+
+    def _lacks(self, way: str) -> bool:
+        """Whether layers cannot run in one of the ways of `gpu_support`."""
+        return self._mixes or any(fallback.kernel == way for fallback in self._fallbacks)
 
     def finish_loading(self, products: LoadedProducts) -> None:
         """Choose where the library's products are used: where they give our bits, or everywhere if bits may change.
@@ -79,7 +90,7 @@ class CudaBackend:
         Raises:
             ValueError: numerics are to be exact, and those of torch's kernels that stand in are not.
         """
-        if self._fallbacks:  # the library would be called from Triton's
+        if self._mixes:  # the library would be called from Triton's
             self.kernels.stand_ins.is_exact = products.exact
             shapes = {(columns // COLUMNS or 1, depth) for columns, depth in products.shapes}
             self.kernels.stand_ins.shapes = shapes | {(1, depth) for _, depth in shapes}
@@ -101,7 +112,7 @@ class CudaBackend:
         return CudaStepInputs(self.device, table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
-        if not can_capture or self._fallbacks:  # torch's kernels wait for the GPU
+        if not can_capture or self._lacks(GRAPHS):  # torch's kernels wait for the GPU
             return NoReplay(forward)
         return GraphReplay(forward, PaddedStep(self.device, sizes), sizes.max_seqs, CudaRecorder())
 
@@ -110,7 +121,7 @@ class CudaBackend:
 
     def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers | None:
         # Steps of few rows and of many must have the same bits.
-        return None if self._fallbacks else CudaFusedLayers(self.kernels, stage)
+        return None if self._lacks(FUSED) else CudaFusedLayers(self.kernels, stage)
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         return measure_step(self._memory, run_step, replay if isinstance(replay, GraphReplay) else None)
