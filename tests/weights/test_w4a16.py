@@ -69,6 +69,7 @@ def test_parts_in_more_bits_have_the_bits_that_they_have_alone(dtype, rng):
     alone = [form.pack_linear(KERNELS, part)(x) for part in (q, k, held)]
     assert torch.equal(form.pack_linear(KERNELS, q, k, held)(x), torch.cat(alone, 1))
     down = form.hold(KERNELS, q, "down")
+    assert isinstance(down, GroupedWeight)
     packed = form.pack_linear(KERNELS, down)
     assert torch.equal(packed(x)[3:5], packed(x[3:5]))
     assert error(packed(x).float(), x.float() @ down.dequantize(torch.float32).T) < 0.01
@@ -122,9 +123,11 @@ def test_equal_weights_zeros_and_a_short_last_group(dtype):
 def test_zeros_and_what_is_not_finite_in_more_bits(role, rng):
     weight = randn(4, 64, rng=rng)
     weight[0, :32], weight[1, 7], weight[2, 40] = 0, float("nan"), float("-inf")
-    held = Int4().hold(KERNELS, weight, role).dequantize(torch.float32)
-    assert (held[0, :32] == 0).all()
-    assert held.isnan().any(1).tolist() == [False, True, True, False]
+    held = Int4().hold(KERNELS, weight, role)
+    assert isinstance(held, GroupedWeight)
+    kept = held.dequantize(torch.float32)
+    assert (kept[0, :32] == 0).all()
+    assert kept.isnan().any(1).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["int4", "int8_w8a16"])

@@ -319,7 +319,7 @@ def _quantize_symmetric(weight: Tensor, bits: int, codes: Tensor, scales: Tensor
     for start in range(0, len(weight), _ROWS_TOGETHER):
         rows = slice(start, start + _ROWS_TOGETHER)
         padded = torch.nn.functional.pad(weight[rows].float(), (0, -columns % GROUP_SIZE))
-        groups = padded.unflatten(1, (-1, GROUP_SIZE))
+        groups = padded.view(len(padded), -1, GROUP_SIZE)
         scales[rows] = groups.abs().amax(2) / (middle - 1)
         inverse = scales[rows, :, None].float().reciprocal()
         levels = (groups * inverse.masked_fill_(~inverse.isfinite(), 0)).nan_to_num_()
