@@ -29,7 +29,7 @@ MODELS = {
     "llama1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],
     "llama3b": [(5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)],
 }
-"""[out_features, in_features] of a layer's linears."""
+"""[out_features, in_features] of a layer's linears: qkv, o, gate and up, down."""
 _OPTION = "--quantization="
 SCHEMES = tuple(f"{_OPTION}{name}" for name in format_names() if name not in ("plain", "packed"))
 """Formats in which dense weights are held, as options of the command line name them."""
@@ -40,10 +40,10 @@ class Layer:
     """The linears of a layer in one form, several times, and the inputs of a step."""
 
     def __init__(self, form: str, shapes: list[tuple[int, int]]) -> None:
-        first = [self._pack(form, n, k) for n, k in shapes]
+        first = [self._pack(form, *shape, place) for place, shape in enumerate(shapes)]
         self.nbytes = sum(linear.nbytes for linear in first)
         copies = max(1, COLD_BYTES // self.nbytes)
-        others = [[self._pack(form, n, k) for n, k in shapes] for _ in range(copies)]
+        others = [[self._pack(form, *shape, place) for place, shape in enumerate(shapes)] for _ in range(copies)]
         self._turn = cycle([first, *others])
 
     def run(self, inputs: list[torch.Tensor]) -> None:
@@ -52,10 +52,16 @@ class Layer:
             linear(x)
 
     @staticmethod
-    def _pack(form: str, n: int, k: int) -> PackedLinear:
+    def _pack(form: str, n: int, k: int, place: int) -> PackedLinear:
         if form in ("bf16", *SCHEMES):
             chosen = plain.Format() if form == "bf16" else weight_format(form.removeprefix(_OPTION))
-            return chosen.pack_linear(KERNELS, torch.randn(n, k).bfloat16())
+            weight = torch.randn(n, k).bfloat16()
+            values = (n - k) // 2 if place == 0 else 0
+            parts = [
+                chosen.hold(KERNELS, weight[: n - values], "down" if place == 3 else "layer"),
+                chosen.hold(KERNELS, weight[n - values :], "value"),
+            ]
+            return chosen.pack_linear(KERNELS, *(part for part in parts if len(part)))  # type: ignore[arg-type]
         return packed.Format().pack_linear(KERNELS, random_weight(form, n, k))
 
 

@@ -37,7 +37,11 @@ _LLAMA: dict[str, Any] = {"model_type": "llama", "torch_dtype": "bfloat16"}
 def _role(name: str) -> Any:
     if name == "lm_head.weight":
         return "lm_head"
-    return "expert" if ".experts." in name else "layer"
+    if ".experts." in name:
+        return "expert"
+    if name.endswith((".attention.v.weight", ".attention.kv_down.weight")):
+        return "value"
+    return "down" if name.endswith((".feed_forward.down.weight", ".shared.down.weight")) else "layer"
 
 
 @settings(max_examples=60, deadline=None)

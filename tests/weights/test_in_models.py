@@ -53,6 +53,16 @@ def test_only_what_no_norm_precedes_is_quantized_alone(
     assert len(widths) == 2 * 2 * num_layers  # the prompt's step, and the one decode step that is not replayed
 
 
+def test_int4_is_the_same_on_two_ranks_which_cut_the_parts_in_more_bits(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    answers = []
+    for tensor, batch in ((1, "alone"), (2, "together")):
+        engine, executor = start_engine(tmp_path, tensor=tensor, quantization="int4")
+        answers.append(run(engine, make_requests(256, count=2), batch))
+        executor.close()
+    assert answers[0] == answers[1]
+
+
 def dummy_setup(folder: Path, scheme: str, **overrides: object) -> Deployment:
     config = {
         "model_type": "qwen2",

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardline.weights.base import weight_format
 from shardline.weights.formats.int4 import Format as Int4
 from shardline.weights.formats.int8_w8a16 import Format as Int8
+from shardline.weights.grouped import GroupedWeight
 from tests.runtime.ops.helpers import KERNELS, randn
 from tests.weights import test_int4_fast
 
@@ -38,6 +39,40 @@ def test_bytes_are_the_nearest_of_their_scales(dtype, rng):
         assert torch.equal(held.scales[:, group], scale)
         expected = (values * (1 / scale.float())[:, None]).round().clamp(-127, 127) + 128
         assert torch.equal(held.values[:, columns], expected.byte())
+
+
+@pytest.mark.parametrize(("role", "bits"), [("value", 8), ("down", 6)])
+def test_int4_holds_what_errors_cost_most_in_more_bits(role, bits, dtype, rng):
+    """Codes are the nearest ones of the scale in bf16 that reaches the largest magnitude of 32 neighbours."""
+    weight, form = randn(300, 77, dtype=dtype, rng=rng), Int4()
+    held = form.hold(KERNELS, weight, role)
+    assert isinstance(held, GroupedWeight)
+    assert held.bits == bits
+    middle = 1 << bits - 1
+    for group, columns in enumerate((slice(0, 32), slice(32, 64), slice(64, 77))):
+        values = weight[:, columns].float()
+        scale = (values.abs().amax(1) / (middle - 1)).bfloat16()
+        assert torch.equal(held.scales[:, group], scale)
+        expected = (values * (1 / scale.float())[:, None]).round().clamp(1 - middle, middle - 1) + middle
+        assert torch.equal(held.values[:, columns], expected.byte())
+    assert error(held.dequantize(torch.float32), weight.float()) < {8: 0.006, 6: 0.022}[bits]
+    assert form.num_bytes(300, 77, 2, role) == 300 * (-(-77 * bits // 8) + 3 * 2)
+    assert form.hold(KERNELS, weight, "layer") is weight
+
+
+@pytest.mark.usefixtures("isa")
+def test_parts_in_more_bits_have_the_bits_that_they_have_alone(dtype, rng):
+    """q and k in 4 bits beside v in 8, as a layer packs them; down in 6 bits alone."""
+    form, x = Int4(), randn(19, 96, dtype=dtype, rng=rng)
+    q, k, v = (randn(rows, 96, dtype=dtype, rng=rng) for rows in (70, 20, 20))
+    held = form.hold(KERNELS, v, "value")
+    alone = [form.pack_linear(KERNELS, part)(x) for part in (q, k, held)]
+    assert torch.equal(form.pack_linear(KERNELS, q, k, held)(x), torch.cat(alone, 1))
+    down = form.hold(KERNELS, q, "down")
+    assert isinstance(down, GroupedWeight)
+    packed = form.pack_linear(KERNELS, down)
+    assert torch.equal(packed(x)[3:5], packed(x[3:5]))
+    assert error(packed(x).float(), x.float() @ down.dequantize(torch.float32).T) < 0.01
 
 
 @pytest.mark.usefixtures("isa")
@@ -82,6 +117,17 @@ def test_equal_weights_zeros_and_a_short_last_group(dtype):
     for form in (Int4(), Int8()):
         assert (restored(form, weight) - weight.float()).abs().max() <= 3 / 254, "half a level of the row's minimums"
         assert (restored(form, weight)[1] == 0).all()
+
+
+@pytest.mark.parametrize("role", ["value", "down"])
+def test_zeros_and_what_is_not_finite_in_more_bits(role, rng):
+    weight = randn(4, 64, rng=rng)
+    weight[0, :32], weight[1, 7], weight[2, 40] = 0, float("nan"), float("-inf")
+    held = Int4().hold(KERNELS, weight, role)
+    assert isinstance(held, GroupedWeight)
+    kept = held.dequantize(torch.float32)
+    assert (kept[0, :32] == 0).all()
+    assert kept.isnan().any(1).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["int4", "int8_w8a16"])

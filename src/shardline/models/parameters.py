@@ -37,9 +37,16 @@ from typing import NamedTuple
 from shardline.models.partition import Span
 from shardline.models.parts import Parameters, Shape, norm_parameters
 from shardline.models.spec import DecoderSpec, Layer
+from shardline.weights.base import Role
 
 _IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
 _STREAMS = "_streams"
+_ROLES: dict[str, Role] = {
+    "attention.v": "value",
+    "attention.kv_down": "value",
+    "feed_forward.down": "down",
+    "feed_forward.shared.down": "down",
+}
 _NEVER_QUANTIZED = (
     *("compressor_kv", "compressor_gate", _STREAMS),
     *("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights"),
@@ -100,6 +107,16 @@ def expert_of(part: str) -> int | None:
     """The expert of a part like "feed_forward.experts.7.gate"; None: the part does not belong to an expert."""
     prefix = "feed_forward.experts."
     return int(part.removeprefix(prefix).partition(".")[0]) if part.startswith(prefix) else None
+
+
+def role_of(name: str) -> Role:
+    """The role of a linear weight."""
+    part = parse_name(name).part
+    if part == "lm_head":
+        return "lm_head"
+    if expert_of(part) is not None:
+        return "expert"
+    return _ROLES.get(part, "layer")
 
 
 def kind_of(name: str) -> str:

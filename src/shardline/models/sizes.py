@@ -20,13 +20,14 @@ from shardline.models.parameters import (
     is_linear,
     is_looked_up,
     parse_name,
+    role_of,
 )
 from shardline.models.partition import Span, balance_stages, parse_stages, split_dim
 from shardline.models.parts import DTYPE_BYTES, DType, KVDType, KVPart, Shape
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.models.stored_weights import StoredWeights
-from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
+from shardline.weights.base import PLAIN, FormatChoice, WeightFormat
 
 _STAGE_BATCH = 32
 """Sequences of the decode step by which stages are balanced."""
@@ -170,7 +171,7 @@ def _bytes_in_format(
         if is_linear(name):
             stored = head if name == "lm_head.weight" else name
             own = held if own_formats is None else own_formats.format_of(stored).open_format()
-            return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
+            return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], role_of(name))
         if name == "embed.weight" and (own_formats is not None or held.packs_embedding):
             own = held if own_formats is None else own_formats.format_of(name).open_format()
             return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], "lm_head")
@@ -266,13 +267,6 @@ def _local_parts(
         else:
             local = shard_shape(shape, shard(name, spec, place.share, tp_size, numerics))
             yield name, local, num_layers * max(1, num_experts)
-
-
-def _role(name: str) -> Role:
-    """The role of a linear weight."""
-    if name == "lm_head.weight":
-        return "lm_head"
-    return "layer" if expert_of(parse_name(name).part) is None else "expert"
 
 
 def largest_weight_bytes(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from shardline.kernels.tensors import LinearInput
     from shardline.weights.grouped import GroupedWeight
 
-Role = Literal["layer", "expert", "lm_head"]
-"""What a weight is for; a format may hold weights of different roles in different ways."""
+Role = Literal["layer", "value", "down", "expert", "lm_head"]
+"""What a weight is for; a format may hold weights of different roles in different ways. Errors in "value", the
+projection to values or to latents, and in "down", which closes a dense feed-forward block, cost more than others."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True):
@@ -239,6 +240,11 @@ class WeightFormat(ABC):
         """Whether the functions that pack accept such parts of a weight as the checkpoint has packed them; otherwise
         they are dequantized first."""
         return False
+
+    def hold(self, kernels: Kernels, weight: Tensor, role: Role) -> Tensor | GroupedWeight:
+        """A dense part of a layer's weight as the functions that pack take it: quantized already, if the format holds
+        this role in more bits."""
+        return weight
 
     @abstractmethod
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:

@@ -30,13 +30,15 @@ from shardline.kernels.host.grouped_forms import (
 from shardline.kernels.host.memory import streamed_empty
 from shardline.kernels.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
 from shardline.kernels.page_cache import row_slices
-from shardline.kernels.tensors import LinearInput, as_tensor, check_features
+from shardline.kernels.tensors import GROUP_SIZE, LinearInput, as_tensor, check_features
 from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats import int4, int8_fast, int8_w8a16
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 if TYPE_CHECKING:
     from shardline.kernels.contract import Kernels
+
+_ROWS_TOGETHER = 256
 
 
 @dataclass(frozen=True)
@@ -212,14 +214,17 @@ class GroupedPanelKernels(PanelKernels):
         return codes, scales, mins
 
     @staticmethod
-    def quantize_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_bytes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         """See `int8_w8a16.ByteKernels`."""
         num_rows, columns = weight.shape
         codes = torch.empty(num_rows, columns, dtype=torch.uint8)
         scales, start = torch.empty(num_rows, int8_w8a16.num_groups(columns), dtype=torch.bfloat16), 0
         for some in row_slices(weight):
             rows = slice(start, start + len(some))
-            _cpu.quantize_bytes(some, codes[rows], scales[rows])
+            if bits == 8:
+                _cpu.quantize_bytes(some, codes[rows], scales[rows])
+            else:
+                _quantize_symmetric(some, bits, codes[rows], scales[rows])
             start = rows.stop
         return codes, scales
 
@@ -306,6 +311,19 @@ def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False, rounds_
         out_features=num_rows,
         rounding=rounding_of(first) if rounds_x else None,
     )
+
+
+def _quantize_symmetric(weight: Tensor, bits: int, codes: Tensor, scales: Tensor) -> None:
+    """What `_cpu.quantize_bytes` does for 8 bits; some rows at a time, since their numbers take four bytes."""
+    middle, columns = 1 << bits - 1, weight.shape[1]
+    for start in range(0, len(weight), _ROWS_TOGETHER):
+        rows = slice(start, start + _ROWS_TOGETHER)
+        padded = torch.nn.functional.pad(weight[rows].float(), (0, -columns % GROUP_SIZE))
+        groups = padded.view(len(padded), -1, GROUP_SIZE)
+        scales[rows] = groups.abs().amax(2) / (middle - 1)
+        inverse = scales[rows, :, None].float().reciprocal()
+        levels = (groups * inverse.masked_fill_(~inverse.isfinite(), 0)).nan_to_num_()
+        codes[rows] = levels.round_().clamp_(1 - middle, middle - 1).add_(middle).flatten(1)[:, :columns]
 
 
 def _are_integers(parts: Sequence[GroupedWeight]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardline.deployment.deployment import NO_ADAPTERS, AdapterPlan
 from shardline.kernels.contract import ComputeDevice, Kernels, LoadedProducts
 from shardline.models.kv_groups import KVGroup
-from shardline.models.parameters import is_kept_in_float32, kind_of
+from shardline.models.parameters import is_kept_in_float32, kind_of, role_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
@@ -233,7 +233,8 @@ class LayerLoader:
         self.made_dense.update(
             kind_of(name) for name, part in zip(names, parts, strict=True) if isinstance(part, GroupedWeight)
         )
-        return [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
+        dense = [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
+        return [self.format.hold(kernels, part, role_of(name)) for name, part in zip(names, dense, strict=True)]
 
     def _read_linear(self, name: str) -> Tensor | GroupedWeight:
         if self.format.reads_packed:

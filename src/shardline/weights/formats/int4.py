@@ -1,6 +1,8 @@
-"""W4A16: weights in 4 bits with a scale and a minimum for each 32 neighbours along K, the lm_head in 8 bits. Products
-read activations as they are; many rows take longer than with `int4_fast`. On CPUs; GPUs have
-`int4_fast` under this name.
+"""W4A16: weights in 4 bits with a scale and a minimum for each 32 neighbours along K. Products read activations as they
+are; many rows take longer than with `int4_fast`. On CPUs; GPUs have `int4_fast` under this name.
+
+Where errors cost most, codes have more bits: 8 in the projection to values, the embedding and the lm_head, and 6 in
+the projection that closes a dense feed-forward block.
 
 A minimum costs a byte for each group, and lets the 16 values of a group lie where its weights are. Scales and minimums
 have two levels, as in GGUF's Q4_K: a byte for each group, times a number in float16 that up to 8 groups share. They are
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shardline.weights.base import PackedLinear, Role
 from shardline.weights.formats import int8_w8a16
-from shardline.weights.formats.int8_w8a16 import group_of, num_groups
+from shardline.weights.formats.int8_w8a16 import group_of, num_groups, quantize_symmetric
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 if TYPE_CHECKING:
@@ -43,16 +45,24 @@ class Format(int8_w8a16.Format):
         return "int4"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
-        if role == "lm_head":
+        if role in ("lm_head", "value"):
             return super().num_bytes(rows, columns, dtype_bytes, role)
+        if role == "down":
+            return rows * (-(-columns * 3 // 4) + 2 * num_groups(columns))
         return rows * (-(-columns // 2) + 2 * (num_groups(columns) + 2 * num_outer_groups(columns)))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
         # No later layer averages out errors of the logits.
         return int8_w8a16.Format().pack_lm_head(kernels, weight)
 
+    def hold(self, kernels: Kernels, weight: Tensor, role: Role) -> Tensor | GroupedWeight:
+        if role == "value":
+            return quantize_symmetric(kernels, weight, 8, self.label)
+        return quantize_symmetric(kernels, weight, 6, self.label) if role == "down" else weight
+
     def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> GroupedWeight:
-        assert not isinstance(weight, GroupedWeight), "the format reads dense weights"
+        if isinstance(weight, GroupedWeight):
+            return weight
         codes, scales, mins = cast("NibbleKernels", kernels).quantize_nibbles(weight)
         return GroupedWeight(
             codes,

@@ -3,7 +3,7 @@ is lost but the weights' rounding, and many rows take longer than with `int8`. O
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast
 
 from shardline.kernels.tensors import GROUP_SIZE
 from shardline.weights.base import Role
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
     from shardline.kernels.contract import Kernels
 
-_ZERO = 128
-
 
 class ByteKernels(Protocol):
     """What a back end offers for this format."""
 
-    def quantize_bytes(self, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """(codes [N, K] uint8, scales [N, G] bfloat16) of a dense weight, with the value (code - 128) * scale. The
-        largest magnitude of a group is 127 scales, before the scale is rounded."""
+    def quantize_bytes(self, weight: Tensor, bits: int, /) -> tuple[Tensor, Tensor]:
+        """(codes [N, K] uint8, scales [N, G] bfloat16) of a dense weight, with the value (code - middle) * scale, where
+        the middle is 32 for 6 bits and 128 for 8. The largest magnitude of a group is middle - 1 scales, before the
+        scale is rounded."""
 
 
 class Format(packed.Format):
@@ -50,9 +49,7 @@ class Format(packed.Format):
 
     def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> GroupedWeight:
         assert not isinstance(weight, GroupedWeight), "the format reads dense weights"
-        codes, scales = cast("ByteKernels", kernels).quantize_bytes(weight)
-        table = scales.new_tensor(range(256)).float() - _ZERO
-        return GroupedWeight(codes, scales, group_of(codes), table=table, bits=8, label=self.label)
+        return quantize_symmetric(kernels, weight, 8, self.label)
 
     def multiply_reference(
         self,
@@ -67,6 +64,13 @@ class Format(packed.Format):
         dense = held.dequantize(held.scales.float().dtype).double()
         product = x.double() @ dense.T
         return (product if bias is None else product + bias.double()).to(out_dtype)
+
+
+def quantize_symmetric(kernels: Kernels, weight: Tensor, bits: Literal[6, 8], label: str) -> GroupedWeight:
+    """A dense weight in codes whose middle stands for zero, with a scale for each 32 neighbours."""
+    codes, scales = cast("ByteKernels", kernels).quantize_bytes(weight, bits)
+    table = scales.new_tensor(range(1 << bits)).float() - (1 << bits - 1)
+    return GroupedWeight(codes, scales, group_of(codes), table=table, bits=bits, label=label)
 
 
 def num_groups(columns: int) -> int:

@@ -52,7 +52,7 @@ class Format(WeightFormat):
         return f"packed_{self.group_size or 'rows'}"
 
     def is_dense(self, role: Role) -> bool:
-        return role != "layer" and not self.packs_all
+        return role in ("expert", "lm_head") and not self.packs_all
 
     def keeps(self, kernels: Kernels, parts: Sequence[GroupedWeight], role: Role) -> bool:
         return _own(kernels).keeps_grouped(parts, role)
