@@ -7,7 +7,8 @@ known from a first run, and each is right with a given probability. So the figur
 batch, this prints the tokens/s without drafts, and for each probability how many times as fast drafts are, as the
 median of the rounds with the least and the most.
 
-The same with a draft model of about 6% of the model's bytes, whose passes are computed and whose guesses are replaced.
+The same with a draft model of about 6% of the model's bytes, and with an EAGLE head. Their passes are computed, and
+their guesses are replaced.
 
 Then on code that is edited: a prompt is a part of a source file of this repository, and its answer is the same with
 names changed by a rule. The model computes everything, and the tokens of that answer are chosen in place of its own.
@@ -138,6 +139,14 @@ def measure_draft_model(model: RandomModel) -> None:
         config = json.loads((Path(model.options["model"]) / "config.json").read_text())
         (Path(folder) / "config.json").write_text(json.dumps({**config, **SMALL}))
         measure(model, {"model": folder, "num_speculative_tokens": 5}, "a draft model")
+
+
+def measure_head(model: RandomModel) -> None:
+    """As `measure`, with an EAGLE head: one layer of the model's own sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((Path(model.options["model"]) / "config.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+        measure(model, {"method": "eagle", "model": folder, "num_speculative_tokens": 5}, "an EAGLE head")
 
 
 def measure(model: RandomModel, draft: dict[str, object], by: str) -> None:
@@ -277,6 +286,7 @@ def main() -> None:
         measure(model, DRAFT, "lookup")
         if model.name == "dense":
             measure_draft_model(model)
+            measure_head(model)
         measure_edits(model)
     measure_demo()
 

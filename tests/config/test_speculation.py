@@ -49,14 +49,22 @@ def test_a_model_is_enough_to_draft_by_it() -> None:
     assert parse_speculation({**fields, **more}) == Speculation(3, 0, 0, draft=DraftModel("small", "v2", "int8", 2))
 
 
+def test_heads_are_methods() -> None:
+    fields = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
+    assert parse_speculation(fields) == Speculation(3, 0, 0, draft=DraftModel("head", method="eagle"))
+    assert parse_speculation({"method": "mtp", "num_speculative_tokens": 1}) == Speculation(
+        1, 0, 0, draft=DraftModel("", method="mtp")
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("ngram", "must be a JSON object like"),
         ("[1]", "must be a JSON object like"),
         (
-            '{"method": "eagle", "num_speculative_tokens": 2}',
-            'must be "ngram", "suffix" or "draft_model", got \'eagle\'',
+            '{"method": "medusa", "num_speculative_tokens": 2}',
+            'must be "ngram", "suffix", "draft_model", "eagle" or "mtp", got \'medusa\'',
         ),
         ('{"num_speculative_tokens": 2}', "got None"),
         (
@@ -70,7 +78,14 @@ def test_a_model_is_enough_to_draft_by_it() -> None:
             "is above",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 2, "draft_tp": 2}', "unknown key 'draft_tp'; known: method"),
-        ('{"method": "eagle3", "model": "x"}', 'must be "ngram", "suffix" or "draft_model", got \'eagle3\''),
+        ('{"method": "eagle3", "model": "x"}', '"eagle" or "mtp", got \'eagle3\''),
+        ('{"method": "eagle", "num_speculative_tokens": 2}', "model of speculative_config must be a text"),
+        ('{"method": "eagle", "model": "x"}', "must be a whole number from 1 to 64, got nothing"),
+        (
+            '{"method": "mtp", "model": "x", "num_speculative_tokens": 2}',
+            "drafts by layers of the served model: leave out the model 'x'",
+        ),
+        ('{"method": "mtp", "quantization": "int8", "num_speculative_tokens": 2}', "unknown key 'quantization'"),
         (
             '{"model": "x"}',
             "num_speculative_tokens of speculative_config must be a whole number from 1 to 64, got nothing",

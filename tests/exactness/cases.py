@@ -14,7 +14,7 @@ from tests.weights.forms import FORMS
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
-NO_DRAFTS, DRAFTS, MODEL_DRAFTS = "no-drafts", "drafts", "model-drafts"
+NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS = "no-drafts", "drafts", "model-drafts", "head-drafts"
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
@@ -51,8 +51,8 @@ class Case(NamedTuple):
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
-    """drafts: most guesses of the next tokens are right, some are wrong; model-drafts: they come where a draft model
-    has made its own."""
+    """drafts: most guesses of the next tokens are right, some are wrong; model-drafts, head-drafts: they come where
+    a draft model or an EAGLE head has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
     context: int = 1
@@ -78,7 +78,7 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
-    if b == MODEL_DRAFTS and a in FAMILIES:
+    if b in (MODEL_DRAFTS, HEAD_DRAFTS) and a in FAMILIES:
         return a not in _ALL_WINDOWED
     return (a, b) != ("alone", "tight")
 
@@ -111,7 +111,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
-        (NO_DRAFTS, DRAFTS, MODEL_DRAFTS),
+        (NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS),
         (NO_MARK, KGW, SYNTHID),
     ]
 

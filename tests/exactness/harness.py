@@ -36,9 +36,20 @@ from shardline.sampling_params import SamplingParams
 from shardline.watermark.keys import KGWKey, SynthIDKey, WatermarkKey
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
-from tests.exactness.cases import KGW, MODEL_DRAFTS, NO_DRAFTS, NO_MARK, PACKED, SYNTHID, WHOLE_EXPERTS, Case
+from tests.exactness.cases import (
+    DRAFTS,
+    HEAD_DRAFTS,
+    KGW,
+    NO_DRAFTS,
+    NO_MARK,
+    PACKED,
+    SYNTHID,
+    WHOLE_EXPERTS,
+    Case,
+)
 from tests.exactness.stored import STORED
 from tests.models.checkpoints import make_checkpoint
+from tests.models.heads import make_eagle
 from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
@@ -280,14 +291,16 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {}, chunk)
     guesses = Guesses(requests, expected)
-    if case.drafts == MODEL_DRAFTS:
+    if case.drafts != DRAFTS:
         with (
             tempfile.TemporaryDirectory() as folder,
             patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
             patch.object(Gate, "is_open", True),
         ):
-            drafting = make_checkpoint("qwen2", Path(folder), max_position_embeddings=2048, num_attention_heads=8)
-            asked = {"model": str(drafting), "num_speculative_tokens": 4}
+            by_head = case.drafts == HEAD_DRAFTS
+            drafting = {"max_position_embeddings": 2048, "num_attention_heads": 8}
+            source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
+            asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
             return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
     with (
         patch.object(

@@ -16,11 +16,12 @@ from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
 from shardline.checkpoints.gguf.tokenizer import has_vocabulary
 from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
-from shardline.checkpoints.lookup import decoder_spec
+from shardline.checkpoints.lookup import decoder_spec, family, known_families, language_model_type, predictor
 from shardline.checkpoints.quantization import read_stored
 from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.models.heads import HEADS, eagle_config, mtp_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
@@ -28,6 +29,8 @@ from shardline.models.stored_weights import StoredRules
 Found = TypeVar("Found")
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 """Ends of the names of tensors that scale cached keys and values."""
+_PREDICTED = "num_nextn_predict_layers"
+"""Key of a configuration: how many layers for multi-token prediction its checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,60 @@ def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescriptio
         download_dir=config.model.download_dir,
     )
     try:
+        if asked.method == "mtp":
+            return dataclasses.replace(model, draft=model.keep("mtp", lambda: _read_mtp(model)))
         draft = model.keep(own, lambda: read_model(own))
+        if asked.method == "eagle":
+            drafts, positions = draft, model.spec().max_position_embeddings
+            draft = model.keep(("eagle", own), lambda: _read_eagle(drafts, positions))
         check_same_vocabulary(
             (model.tokenizer_file, model.spec().vocab_size), (draft.tokenizer_file, draft.spec().vocab_size)
         )
     except (ValueError, OSError) as error:
-        raise ValueError(f"the draft model {asked.model!r} of speculative_config: {error}") from None
+        what = f"the draft model {asked.model!r}" if asked.model else 'the method "mtp"'
+        raise ValueError(f"{what} of speculative_config: {error}") from None
     return dataclasses.replace(model, draft=draft)
+
+
+def _read_mtp(model: ModelDescription) -> ModelDescription:
+    """The head that a model's own checkpoint has.
+
+    Raises:
+        ValueError: it has none.
+    """
+    config = text_config(model.files.config)
+    model_type = language_model_type(config)
+    if predictor(family(model_type)) is None:
+        able = ", ".join(name for name in known_families() if predictor(family(name)))
+        raise ValueError(f"it needs a model whose checkpoint has layers for it ({able}), and this is {model_type}")
+    if not config.get(_PREDICTED):
+        raise ValueError(f"the model has no layers for it ({_PREDICTED} of its config.json)")
+    head = _with_config(model, mtp_config(config))
+    key = family(head.spec().model_type).tensor_source("head_input.projection.weight", head.spec()).key
+    if isinstance(model.checkpoint, GGUFCheckpoint):
+        raise ValueError("GGUF files of models have no weights for it that can be read; use the model's safetensors")
+    if model.checkpoint is not None and not model.checkpoint.has(key):
+        raise ValueError(f"the checkpoint has no weights for it ({key} is missing); some copies of a model lack them")
+    return head
+
+
+def _read_eagle(head: ModelDescription, positions: int) -> ModelDescription:
+    """The files of a model as those of a head, for a model with so many `positions`.
+
+    Raises:
+        ValueError: they are no head.
+    """
+    tensors = head.checkpoint.tensors if isinstance(head.checkpoint, Checkpoint) else {}
+    if "d2t" in tensors or "midlayer.hidden_norm.weight" in tensors:
+        raise ValueError("it is an EAGLE 3 head, and only the first EAGLE heads are supported; use one of these")
+    if head.checkpoint is not None and "fc.weight" not in tensors:
+        raise ValueError('it is no EAGLE head (fc.weight is missing); a whole model needs the method "draft_model"')
+    return _with_config(head, eagle_config(text_config(head.files.config), positions, bias="fc.bias" in tensors))
+
+
+def _with_config(model: ModelDescription, config: dict[str, Any]) -> ModelDescription:
+    """The same files as another configuration describes them."""
+    return dataclasses.replace(model, files=dataclasses.replace(model.files, config=config))
 
 
 def read_model(config: ModelConfig) -> ModelDescription:
@@ -133,6 +183,8 @@ def read_model(config: ModelConfig) -> ModelDescription:
     """
     is_dummy = config.load_format == "dummy"
     files = resolve_configured(config, weights=not is_dummy)
+    if files.model_type.startswith(HEADS):
+        raise ValueError(f"model_type {files.model_type!r} is that of a head, which is no model alone")
     text_source = tokenizer_source(config, files)
     in_gguf = is_gguf(text_source)
     tokenizer_file = text_source if in_gguf else text_source / "tokenizer.json"

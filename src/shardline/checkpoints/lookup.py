@@ -17,6 +17,7 @@ import shardline.models.families
 from shardline.checkpoints.classifier import read_labels
 from shardline.checkpoints.quantization import check_loadable
 from shardline.checkpoints.wrapper import text_config
+from shardline.models.heads import HEADS, HeadFamily, HeadLayout
 from shardline.models.hf_config import HFConfig
 from shardline.models.parts import AnyPart, Norm, Part
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -69,6 +70,9 @@ def family(model_type: str) -> Family:
         ValueError: there is none. The message lists the supported types, or says what this one needs.
     """
     known = known_families()
+    if model_type.startswith(HEADS):
+        base = family(model_type.rpartition(".")[2])
+        return HeadFamily(model_type, base.decoder_spec, base.tensor_source, predictor(base))
     if model_type in known:
         return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
     if refusal := _refusals().get(model_type.replace("-", "_")):  # some types have a hyphen
@@ -76,6 +80,12 @@ def family(model_type: str) -> Family:
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
+
+
+def predictor(found: Family) -> HeadLayout | None:
+    """Where the checkpoints of a family have a layer for multi-token prediction; None: they have none."""
+    layout: HeadLayout | None = getattr(found, "PREDICTOR", None)
+    return layout
 
 
 @functools.cache

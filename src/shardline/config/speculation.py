@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 _DEFAULT_LENGTH = 5
 _MOST_TOKENS = 64
 _MOST_REQUESTS = 1_000_000
-_METHODS = ("ngram", "suffix", "draft_model")
+_METHODS = ("ngram", "suffix", "draft_model", "eagle", "mtp")
 _NGRAM_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = "suffix_decoding_"
 _DRAFT_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
+_MTP_KEYS = ("draft_tensor_parallel_size",)
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
 
@@ -37,16 +38,22 @@ class Suffixes:
 NO_SUFFIXES = Suffixes(0, 0, 0.0, 0.0)
 
 
+DraftMethod = Literal["draft_model", "eagle", "mtp"]
+
+
 @dataclass(frozen=True)
 class DraftModel:
-    """The second model, whose greedy continuation is the draft."""
+    """The second model, whose greedy continuation is the draft, or a head, which reads the first model's hidden states,
+    too."""
 
     model: str
+    """Empty: the weights are in the first model's checkpoint (`mtp`)."""
     revision: str | None = None
     quantization: str | None = None
     """The format of its linear weights, as the flag of the first model."""
     tensor_parallel_size: int | None = None
     """None: that of the first model."""
+    method: DraftMethod = "draft_model"
 
 
 @dataclass(frozen=True)
@@ -87,21 +94,25 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
     model = fields.get("model")
     method = fields.get("method", None if model is None else "draft_model")
     if method not in _METHODS:
-        raise ValueError(f'the method of speculative_config must be "ngram", "suffix" or "draft_model", got {method!r}')
-    if model is not None and method != "draft_model":
-        raise ValueError(
-            f'the method "{method}" of speculative_config drafts from the text: leave out the model {model!r}'
-        )
+        names = ", ".join(f'"{name}"' for name in _METHODS[:-1])
+        raise ValueError(f'the method of speculative_config must be {names} or "{_METHODS[-1]}", got {method!r}')
+    if model is not None and method not in ("draft_model", "eagle"):
+        source = "by layers of the served model" if method == "mtp" else "from the text"
+        raise ValueError(f'the method "{method}" of speculative_config drafts {source}: leave out the model {model!r}')
     own = {
         "ngram": _NGRAM_KEYS,
         "suffix": tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1],
         "draft_model": _DRAFT_KEYS,
+        "eagle": _DRAFT_KEYS,
+        "mtp": _MTP_KEYS,
     }[method]
     known = ("method", "num_speculative_tokens", *own)
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise ValueError(f"speculative_config has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    return {"ngram": _ngram, "suffix": _suffix, "draft_model": _draft_model}[method](fields)
+    if method in ("ngram", "suffix"):
+        return {"ngram": _ngram, "suffix": _suffix}[method](fields)
+    return _draft_model(fields, cast(DraftMethod, method))
 
 
 def _ngram(fields: Mapping[str, Any]) -> Speculation:
@@ -138,19 +149,19 @@ def _suffix(fields: Mapping[str, Any]) -> Speculation:
     return Speculation(most, 0, 0, suffixes)
 
 
-def _draft_model(fields: Mapping[str, Any]) -> Speculation:
+def _draft_model(fields: Mapping[str, Any], method: DraftMethod) -> Speculation:
     for name in ("model", "revision", "quantization"):
         value = fields.get(name)
-        if (value is not None or name == "model") and not (isinstance(value, str) and value):
+        is_needed = name == "model" and method != "mtp"
+        if (value is not None or is_needed) and not (isinstance(value, str) and value):
             got = "nothing" if value is None else repr(value)
             raise ValueError(f"{name} of speculative_config must be a text that is not empty, got {got}")
     most = _whole(fields, "num_speculative_tokens", fields.get("num_speculative_tokens"))
     size = fields.get("draft_tensor_parallel_size")
     if size is not None:
         size = _whole(fields, "draft_tensor_parallel_size", size)
-    return Speculation(
-        most, 0, 0, draft=DraftModel(fields["model"], fields.get("revision"), fields.get("quantization"), size)
-    )
+    model, revision, quantization = fields.get("model", ""), fields.get("revision"), fields.get("quantization")
+    return Speculation(most, 0, 0, draft=DraftModel(model, revision, quantization, size, method))
 
 
 def _whole(fields: Mapping[str, Any], name: str, value: Any) -> int:

@@ -173,8 +173,8 @@ NO_ADAPTERS = AdapterPlan()
 
 
 class DraftPlan(msgspec.Struct, frozen=True):
-    """A second model, whose guesses are drafts. It runs whole on the ranks of the last stage, in the dtypes of the
-    first one."""
+    """A second model, or a head, whose guesses are drafts. It runs whole on the ranks of the last stage, in the dtypes
+    of the first one."""
 
     model: ModelSource
     spec: DecoderSpec

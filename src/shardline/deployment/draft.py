@@ -1,16 +1,18 @@
-"""A second model, which drafts: on which ranks it runs, what it takes there, and what is refused."""
+"""A second model or a head, which drafts: on which ranks it runs, what it takes there, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from msgspec.structs import replace as replace_struct
 
 from shardline.config.engine import EngineConfig
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import DraftPlan, ModelSource, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.models.kv_groups import kv_groups
-from shardline.models.partition import Span
-from shardline.models.parts import KVDType
+from shardline.models.partition import Span, split_dim
+from shardline.models.parts import DTYPE_BYTES, DType, KVDType
 from shardline.models.sharding import check_tensor_parallel
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.models.spec import DecoderSpec
@@ -18,13 +20,14 @@ from shardline.weights.base import FormatChoice
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:
-    """The configuration as the draft model has it: its own weight format, and experts split over tensor ranks, since it
-    meets no other replica."""
+    """The configuration as the draft model has it: its own weight format, unless its weights are the model's, and
+    experts split over tensor ranks, since it meets no other replica."""
     asked = config.scheduler.speculation.draft
     assert asked is not None
+    quantization = config.model.quantization if asked.method == "mtp" else asked.quantization
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, quantization=asked.quantization),
+        model=dataclasses.replace(config.model, quantization=quantization),
         parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
     )
 
@@ -37,6 +40,7 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
     """
     asked, grid = config.scheduler.speculation.draft, layout.grid
     assert asked is not None
+    name = f"the draft model {asked.model!r}" if asked.model else 'the head of the method "mtp"'
     if asked.tensor_parallel_size not in (None, grid.tensor):
         raise ValueError(
             f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: the draft model runs on "
@@ -44,13 +48,22 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
         )
     if drafting.num_labels is not None:
         raise ValueError(
-            f"the draft model {asked.model!r} classifies (ForSequenceClassification) and cannot guess tokens; use one "
-            "that generates"
+            f"{name} classifies (ForSequenceClassification) and cannot guess tokens; use one that generates"
         )
     if config.parallel.enable_expert_parallel and any(layer.feed_forward.routing for layer in drafting.layers):
         raise ValueError(
-            f"the draft model {asked.model!r} has experts, which enable_expert_parallel would spread over ranks; use a "
-            "dense draft model, or leave enable_expert_parallel out"
+            f"{name} has experts, which enable_expert_parallel would spread over ranks; use a dense draft model, or "
+            "leave enable_expert_parallel out"
+        )
+    if drafting.head_input is not None and grid.context > 1:
+        raise ValueError(
+            f"{name} reads hidden states of all tokens, and with context_parallel_size {grid.context} no rank keeps "
+            f"them all; use a draft model, or tensor_parallel_size {grid.sharing}"
+        )
+    if drafting.head_input is not None and drafting.hidden_size != spec.hidden_size:
+        raise ValueError(
+            f"{name} reads hidden states of {drafting.hidden_size} elements, and those of the model "
+            f"have {spec.hidden_size}; use a head that was trained for this model"
         )
     if all(group.window is not None for group in kv_groups(spec)):
         raise ValueError(
@@ -60,7 +73,7 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
     try:
         check_tensor_parallel(drafting, grid.tensor, grid.context)
     except ValueError as error:
-        raise ValueError(f"the draft model {asked.model!r}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 def check_draft_length(config: EngineConfig, drafting: DecoderSpec, length: int) -> None:
@@ -86,10 +99,15 @@ def plan_draft(
     drafting: DecoderSpec,
     held: FormatChoice,
     weights: tuple[RankWeights, ...],
+    dtype: DType,
     kv_dtype: KVDType,
 ) -> DraftPlan:
     """The draft model `model`, of the spec `drafting`, beside a model of `spec`. `weights`: of each rank of an engine,
-    as if each stage had the whole draft model."""
+    as if each stage had the whole draft model.
+
+    A head has rows of hidden states beside its keys, of which ranks share the columns. If its stage is not the first
+    one, it needs an embedding there, unless the lm_head is one.
+    """
     limits, block_size, grid = config.scheduler, config.cache.block_size, layout.grid
     assert block_size is not None, "it is chosen before"
     # Ranks that share the keys of a request divide the heads of the draft model, which has few keys.
@@ -97,16 +115,25 @@ def plan_draft(
     places = [apart.place(rank) for rank in range(grid.world_size)]
     stages = whole_stages(drafting, grid.pipeline)
     has_it = [place.pp_rank == grid.pipeline - 1 for place in places]
+    kept, embedding = [0] * grid.world_size, [0] * grid.world_size
+    if drafting.head_input is not None:
+        columns, rows = (split_dim(size, grid.tensor) for size in (spec.hidden_size, spec.vocab_size))
+        kept = [columns[place.share].size * DTYPE_BYTES[dtype] for place in places]
+        if grid.pipeline > 1 and not spec.tied_embeddings:
+            embedding = [rows[place.share].size * spec.hidden_size * DTYPE_BYTES[dtype] for place in places]
     return DraftPlan(
         model=model,
         spec=drafting,
         weight_format=held,
         group=next(index for index, group in enumerate(kv_groups(spec)) if group.window is None),
         num_spare_blocks=limits.max_num_seqs * -(-limits.speculation.num_speculative_tokens // block_size),
-        weights=tuple(rank if has else RankWeights(0, 0) for rank, has in zip(weights, has_it, strict=True)),
+        weights=tuple(
+            replace_struct(rank, num_bytes=rank.num_bytes + more) if has else RankWeights(0, 0)
+            for rank, has, more in zip(weights, has_it, embedding, strict=True)
+        ),
         block_bytes=tuple(
-            has * block_size * kv_bytes_per_token(drafting, place, stages, kv_dtype, latents_shared=False)
-            for place, has in zip(places, has_it, strict=True)
+            has * block_size * (kv_bytes_per_token(drafting, place, stages, kv_dtype, latents_shared=False) + row)
+            for place, has, row in zip(places, has_it, kept, strict=True)
         ),
     )
 

@@ -168,7 +168,7 @@ def _plan_draft(
     check_numerics(own, held, devices)
     stages = whole_stages(drafting, layout.grid.pipeline)
     weights = _rank_weights(own, layout, drafts, drafting, stages, dtype, held)
-    return plan_draft(config, layout, model_source(own, drafts), spec, drafting, held, weights, kv_dtype)
+    return plan_draft(config, layout, model_source(own, drafts), spec, drafting, held, weights, dtype, kv_dtype)
 
 
 def _embeds(config: EngineConfig, spec: DecoderSpec) -> bool:

@@ -29,7 +29,8 @@ def check_deployment(config: EngineConfig, nodes: Sequence[NodeFacts]) -> Iterat
         # The doctor asks no hub, not even for another tokenizer.
         local = dataclasses.replace(config.model, model=model.folder, tokenizer=None)
         second = config.scheduler.speculation.draft
-        if second is not None and find_local_model(second.model, second.revision, config.model.hub_access) is None:
+        access = config.model.hub_access
+        if second is not None and second.model and find_local_model(second.model, second.revision, access) is None:
             text = f"the draft model {second.model} is not on this node, so the layout was not checked"
             yield Finding(where, "layout", "warning", text, f"shardline download {second.model}")
             return

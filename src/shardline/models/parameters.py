@@ -15,6 +15,9 @@ Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `att
 `attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
 order, the rows of the key's other part and then the rows of the value.
 
+A head has `head_input.projection.weight` [hidden, 2 * hidden] and perhaps its bias and the norms
+`head_input.{token_norm,hidden_norm}`, but no embedding and no lm_head.
+
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only) or
 `feed_forward.router_logits.bias` [experts], `feed_forward.expert_scale.bias` [experts], norms of its own
 `feed_forward.{router,experts,experts_output,shared_output}_norm.weight`,
@@ -186,7 +189,7 @@ def stage_parameters(spec: DecoderSpec, layers: Span) -> Parameters:
 
 def embeds_tokens(spec: DecoderSpec, layers: Span) -> bool:
     """Whether a pipeline stage with `layers` looks up token embeddings."""
-    return layers.start == 0 or spec.token_input is not None
+    return spec.head_input is None and (layers.start == 0 or spec.token_input is not None)
 
 
 def is_looked_up(name: str) -> bool:
@@ -195,6 +198,9 @@ def is_looked_up(name: str) -> bool:
 
 
 def _before_layers(spec: DecoderSpec, layers: Span) -> Parameters:
+    if spec.head_input is not None:
+        yield from spec.head_input.parameters(spec.hidden_size)
+        return
     if embeds_tokens(spec, layers):
         yield "embed.weight", (spec.vocab_size, spec.hidden_size)
     if layers.start == 0 and spec.learned_positions is not None:
@@ -206,9 +212,12 @@ def _before_layers(spec: DecoderSpec, layers: Span) -> Parameters:
 def _after_layers(spec: DecoderSpec, layers: Span) -> Parameters:
     if layers.stop < len(spec.layers):
         return
-    hidden, vocab = spec.hidden_size, spec.vocab_size
+    hidden, vocab, head = spec.hidden_size, spec.vocab_size, spec.head_input
     yield from spec.layers[0].head_parameters(hidden)
-    yield from norm_parameters("final_norm", spec.final_norm, hidden)
+    if head is None or head.output_norm:
+        yield from norm_parameters("final_norm", spec.final_norm, hidden)
+    if head is not None:
+        return
     if spec.num_labels is not None:
         yield "classifier.weight", (spec.num_labels, hidden)
         return

@@ -38,9 +38,11 @@ def shard(
     if layer is None:
         if part in ("embed", "lm_head"):
             return _split(0, split_dim(spec.vocab_size, tp_size)[tp_rank], whole)
+        if part == "head_input.projection":
+            return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
         if part in ("positions", "head_streams", "classifier"):
             return whole
-        if part in ("final_norm", "token_input_norm"):
+        if part in ("final_norm", "token_input_norm", "head_input.token_norm", "head_input.hidden_norm"):
             return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":

@@ -151,8 +151,35 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
         yield from ()
 
 
+class HeadInput(Part, frozen=True, array_like=True):
+    """What the layers of a head read: projection([norm(token); norm(hidden)]).
+
+    Here token is the embedding of the next token, and hidden the normed output of the model that the head belongs to.
+    The head guesses the token after the next one with that model's lm_head, and reads its own output as `hidden` behind
+    a guess.
+    """
+
+    norm: Norm | None = None
+    """The kind of both norms; None: there are none (EAGLE)."""
+    bias: bool = False
+    hidden_first: bool = False
+    """Whether `hidden` comes first in the input of the projection (MiMo)."""
+    output_norm: bool = False
+    """Whether a final norm comes before the lm_head."""
+    returns_normed: bool = False
+    """Whether the normed output is read behind a guess."""
+    place: int = 0
+    """The number of its layer in the checkpoint of the model; for names of weights only."""
+
+    def parameters(self, hidden_size: int) -> Parameters:
+        """The parameters, see `models.parameters`."""
+        yield from norm_parameters("head_input.token_norm", self.norm, hidden_size)
+        yield from norm_parameters("head_input.hidden_norm", self.norm, hidden_size)
+        yield from linear_parameters("head_input.projection", hidden_size, 2 * hidden_size, self.bias)
+
+
 class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
-    """A decoder-only language model."""
+    """A decoder-only language model, or a head of one."""
 
     words: ClassVar[Mapping[str, str]] = {"logits_scale": "scaled logits"}
 
@@ -176,6 +203,8 @@ class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
     """Factor of the logits (Cohere, Granite)."""
     num_labels: int | None = None
     """Rows of the classifier in the place of the lm_head; None: the model has an lm_head."""
+    head_input: HeadInput | None = None
+    """Set: these are the layers of a head. It has neither an embedding nor an lm_head, and perhaps no final norm."""
 
     @property
     def token_input(self) -> TokenInput | None:

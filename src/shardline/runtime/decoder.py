@@ -21,6 +21,7 @@ from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
 from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.layers.kept_output import KeptOutput
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
@@ -57,7 +58,7 @@ class DecoderLayer:
         """The layer of the model whose pages this layer reads: itself, or an earlier one."""
         kv_group = next(g for g, group in enumerate(stage.kv_groups) if self.storing in group.layers)
         self._kernels = stage.kernels
-        self._narrows = index == last_storing_layer(stage.spec)
+        self._narrows = index == last_storing_layer(stage.spec) and not stage.keeps_output
         kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
         attention, feed_forward = kinds[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
         self.attention = attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
@@ -154,16 +155,16 @@ class DecoderStage:
         tables = RotaryTables(stage)
         self._kernels = stage.kernels
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
-        last = layers.stop == len(spec.layers)
+        last = layers.stop == len(spec.layers) and spec.head_input is None
         self.lm_head = make_lm_head(loader) if last and not stage.embeds else None
         self._classifier = Classifier(loader) if last and spec.num_labels is not None else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
-        self._embedding = make_embedding(loader, tied) if embeds_tokens(spec, layers) else None
+        self.embedding = make_embedding(loader, tied) if embeds_tokens(spec, layers) else None
         self.is_first = layers.start == 0
         self._token_inputs: TokenInputs | None = None
         if spec.token_input is not None:
-            assert self._embedding is not None
-            self._token_inputs = TokenInputs(loader, layers, spec, self._embedding)
+            assert self.embedding is not None
+            self._token_inputs = TokenInputs(loader, layers, spec, self.embedding)
         self.layers: list[DecoderLayer] = []
         self.stream = stage.stream
         """Reads the weights of layers that do not stay in memory."""
@@ -177,6 +178,8 @@ class DecoderStage:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.is_last = last
+        self.kept = KeptOutput(stage) if last and stage.keeps_output else None
+        """What a head reads; None: there is none."""
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
         """The linears that adapters can change; none if the deployment takes no adapters."""
@@ -185,8 +188,8 @@ class DecoderStage:
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
-        assert self._embedding is not None
-        return self._embedding(step.token_ids, step.rows, step.given)
+        assert self.embedding is not None
+        return self.embedding(step.token_ids, step.rows, step.given)
 
     def add_inputs(self, step: StepInput, hidden: Tensor) -> StepInput:
         """The step with all that the layers read beside `hidden`, the stage's input [T, H]."""
@@ -198,6 +201,8 @@ class DecoderStage:
         """Allocate the memory that decode steps of up to `max_seqs` sequences share."""
         if self._token_inputs is not None:
             self._token_inputs.keep_memory(max_seqs)
+        if self.kept is not None:
+            self.kept.keep_memory(max_seqs)
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """Run the layers on hidden states [T, H]. Returns the input of the next stage, [T, H]. The last stage returns
@@ -254,9 +259,10 @@ class DecoderStage:
         return logits
 
     def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `run_layers`, fused if that is faster."""
+        """As `run_layers`, fused if that is faster, for the rows that go on."""
         fused = self.fused
-        return fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
+        output = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
+        return output if self.kept is None else self.kept.keep(step, *output)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
@@ -265,7 +271,7 @@ class DecoderStage:
         rows, finite_checker = step.rows, self._finite_checker
         if finite_checker is not None:
             finite_checker.begin_step(len(hidden))
-            finite_checker.check_tensor("the embedding" if self._embedding else "what the previous stage sent", hidden)
+            finite_checker.check_tensor("the embedding" if self.embedding else "what the previous stage sent", hidden)
         for index, layer in enumerate(self.layers, self._first_layer):
             if self.stream is not None:
                 self.stream.acquire(index)

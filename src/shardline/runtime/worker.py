@@ -18,11 +18,13 @@ from shardline.messages.worker import RankReport
 from shardline.models.kv_groups import KVGroup
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
+from shardline.runtime.features.draft_head import DraftHead
 from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
+from shardline.runtime.layers.head import Head
 from shardline.runtime.loader.adapters import AdapterLoader
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
@@ -64,6 +66,7 @@ class Worker:
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
         self._draft_stage: DecoderStage | None = None
+        self._head: Head | None = None
         self._draft: DraftModel | None = None
         self._kv_store: KVStore | None = None
         self._expert_load: Counters | None = None
@@ -196,6 +199,9 @@ class Worker:
                 own_loader = self._make_loader(drafting, count, is_draft=True)
                 self._draft_stage = DecoderStage(own_loader, drafting.stages[place.pp_rank])
                 self._draft_stage.keep_memory(draft_sizes(deployment).max_seqs)
+                if drafting.spec.head_input is not None:
+                    assert stage.lm_head is not None
+                    self._head = Head(own_loader, loader, stage.lm_head, stage.embedding)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
@@ -223,6 +229,7 @@ class Worker:
             adapters=deployment.adapters,
             context_group=SingleRank() if is_draft else self._groups["context"],
             stream=self._open_stream(deployment),
+            keeps_output=deployment.draft is not None and deployment.draft.spec.head_input is not None,
             moves_experts=deployment.expert_balancing.step_interval > 0,
             redundant_experts=deployment.expert_balancing.num_redundant_experts,
         )
@@ -248,16 +255,16 @@ class Worker:
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
     def _make_draft(self, sequences: SequenceTable) -> DraftModel:
-        """The draft model, once the pool is allocated."""
-        assert self._draft_stage is not None
-        self._draft = DraftModel(
-            self._deployment,
-            self._backend,
-            self._draft_stage,
-            self._groups["tensor"],
-            self.kv_store.num_blocks * self._deployment.cache.context,
-            sequences,
-        )
+        """The draft model or head, once the pool is allocated."""
+        deployment, backend, stage = self._deployment, self._backend, self._draft_stage
+        num_blocks = self.kv_store.num_blocks * deployment.cache.context
+        group, kept = self._groups["tensor"], self.stage.kept
+        assert stage is not None
+        if self._head is not None and kept is not None:
+            self._draft = DraftHead(deployment, backend, stage, self._head, kept, group, num_blocks, sequences)
+        else:
+            assert stage.lm_head is not None
+            self._draft = DraftModel(deployment, backend, stage, stage.lm_head, group, num_blocks, sequences)
         return self._draft
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_LAYER_KEYS, deepseek_like, group_routing
+from shardline.models.heads import LAYER_LAYOUT
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import checkpoint_keys
 from shardline.models.spec import DecoderSpec
@@ -12,7 +13,7 @@ _DEFAULTS = Defaults(vocab=129280, hidden=7168, intermediate=18432, layers=61, h
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
-    """See `lookup.Family`. The layers for multi-token prediction are left out."""
+    """See `lookup.Family`. The layer for multi-token prediction is a head of its own."""
     hf.only("topk_method", "noaux_tc")
     hf.only("scoring_func", "sigmoid")
     return deepseek_like(
@@ -28,3 +29,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
 
 tensor_source = checkpoint_keys(DEEPSEEK_LAYER_KEYS)
+PREDICTOR = LAYER_LAYOUT

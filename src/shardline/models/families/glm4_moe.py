@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardline.models.config_fields import Defaults
 from shardline.models.deepseek_like import DEEPSEEK_MOE_LAYER_KEYS, dense_first, group_routing, mixture
+from shardline.models.heads import LAYER_LAYOUT
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import checkpoint_keys, llama_like
 from shardline.models.parts import Norm
@@ -13,7 +14,7 @@ _DEFAULTS = Defaults(vocab=151552, hidden=4096, intermediate=10944, layers=46, h
 
 
 def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
-    """See `lookup.Family`. The layers for multi-token prediction are left out."""
+    """See `lookup.Family`. The layer for multi-token prediction is a head of its own."""
     hf = hf.with_values(defaults={"partial_rotary_factor": 0.5})
     llama = llama_like(hf, max_model_len, _DEFAULTS, norm=Norm("rms", 1e-5), partial=True)
     qk_norm = llama.norm if hf.flag("use_qk_norm", False) else None
@@ -24,3 +25,4 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
 
 
 tensor_source = checkpoint_keys(DEEPSEEK_MOE_LAYER_KEYS)
+PREDICTOR = LAYER_LAYOUT

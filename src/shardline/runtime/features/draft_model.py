@@ -22,15 +22,21 @@ from shardline.messages.step import RankStep, SequenceResult, SequenceStart, Seq
 from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
+from shardline.runtime.layers.vocabulary import LMHead
 from shardline.runtime.machines.base import Backend, StepSizes
 from shardline.runtime.ops.sampling.sample import find_best
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.step import StepInput
 
-_SHORT = 2
-"""Rows that a sequence has in the first pass after a draft: those of its last token, and of the last guess if all were
-right. Passes of no more than these are replayed."""
+
+def _most_short(deployment: Deployment) -> int:
+    """Rows that a sequence has at most in the first pass after a draft: those of its last token, and of the last guess
+    if all were right; a head computes all guesses again. Passes of no more than these are replayed."""
+    draft = deployment.draft
+    assert draft is not None
+    return 2 if draft.spec.head_input is None else 1 + deployment.limits.speculation.num_speculative_tokens
 
 
 def draft_sizes(deployment: Deployment) -> StepSizes:
@@ -38,7 +44,7 @@ def draft_sizes(deployment: Deployment) -> StepSizes:
     draft, cache, limits = deployment.draft, deployment.cache, deployment.limits
     assert draft is not None
     return StepSizes(
-        max_seqs=_SHORT * limits.max_num_seqs,
+        max_seqs=max(2 * limits.max_num_seqs, _most_short(deployment)),
         max_blocks=cache.max_blocks + draft.num_spare_blocks // limits.max_num_seqs,
         num_kv_groups=1,
         block_size=cache.block_size,
@@ -62,16 +68,20 @@ class _Cursor:
 
 
 @dataclass
-class _Asked:
+class Asked:
     """A sequence whose next tokens are guessed."""
 
     sequence: WorkerSequence
     num_tokens: int
     """With those that the step has just sampled."""
+    num_rows: int
+    """Of these tokens, see `DraftModel.next_token`."""
     count: int
     """The most guesses."""
     cursor: _Cursor
     guesses: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+    """[hidden_size]: what a head reads behind the last guess."""
 
 
 class _BlockTables:
@@ -102,11 +112,15 @@ class DraftModel(Feature):
     It runs in Python after each step, on all ranks of the last stage alike: all know the same tokens and blocks.
     """
 
+    next_token = 0
+    """How far the token that a row reads lies behind the row's position; the row guesses the one after."""
+
     def __init__(
         self,
         deployment: Deployment,
         backend: Backend,
         stage: DecoderStage,
+        lm_head: LMHead,
         group: Collectives,
         num_blocks: int,
         sequences: SequenceTable,
@@ -114,21 +128,20 @@ class DraftModel(Feature):
         """`stage`: all layers of the draft model; `group`: the ranks that share them; `num_blocks`: of the pool."""
         draft, sizes = deployment.draft, draft_sizes(deployment)
         assert draft is not None
-        assert stage.lm_head is not None
         self._stage, self._kernels, self._sequences = stage, backend.kernels, sequences
         self._group, self._block_size = draft.group, sizes.block_size
         self._num_blocks = num_blocks
         self._context, self._of_split = deployment.cache.context, SPLIT_TOKENS // sizes.block_size
         self._spare_each = sizes.max_blocks - deployment.cache.max_blocks
-        self._max_short = sizes.max_seqs
+        self._max_short, self._most_short = sizes.max_seqs, _most_short(deployment)
         self._max_rows = max(deployment.limits.max_num_batched_tokens, sizes.max_seqs)
         self._max_model_len = deployment.max_model_len
         self._vocab_size, self._own_vocab_size = deployment.spec.vocab_size, draft.spec.vocab_size
         self._tables = _BlockTables(sizes.max_blocks)
         self._inputs = backend.make_step_inputs(self._tables, sizes)
         self._forward = backend.make_replay(stage.forward, sizes, can_capture=False)
-        self._sampler = Sampler(backend.kernels, stage.lm_head.spans, group, backend.device)
-        self._fuses_argmax = stage.lm_head.fuses_argmax
+        self._sampler = Sampler(backend.kernels, lm_head.spans, group, backend.device)
+        self._fuses_argmax, self._collectives = lm_head.fuses_argmax, group
         self._cursors: dict[int, _Cursor] = {}
         """By the rows of sequences."""
         self._content: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
@@ -158,7 +171,7 @@ class DraftModel(Feature):
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         steps = {step.seq_id: step for step in running.plan.steps if step.num_guesses}
         sequences = {sequence.seq_id: sequence for sequence in running.sampled}
-        asked: dict[int, _Asked] = {}
+        asked: dict[int, Asked] = {}
         for result in results:
             step = steps.get(result.seq_id)
             if step is None or result.error or not result.token_ids:
@@ -169,20 +182,21 @@ class DraftModel(Feature):
             if count > 0:
                 # The runner writes the same tokens there later. What is behind a sequence's tokens is free.
                 sequence.write_tokens(known, result.token_ids)
-                asked[result.seq_id] = _Asked(sequence, num_tokens, count, self._cursors[sequence.row])
+                num_rows = num_tokens - self.next_token
+                asked[result.seq_id] = Asked(sequence, num_tokens, num_rows, count, self._cursors[sequence.row])
         self._guess(list(asked.values()))
         return [
             msgspec.structs.replace(result, guesses=asked[result.seq_id].guesses) if result.seq_id in asked else result
             for result in results
         ]
 
-    def _guess(self, asked: Sequence[_Asked]) -> None:
+    def _guess(self, asked: Sequence[Asked]) -> None:
         """Find the guesses of these sequences; none for those whose tokens are too many for one pass."""
-        parts: list[tuple[_Asked, int, int]] = []
+        parts: list[tuple[Asked, int, int]] = []
         left = self._max_rows
         for place, one in enumerate(asked):
             self._find_computed(one)
-            length = min(one.num_tokens - one.cursor.computed, left)
+            length = min(one.num_rows - one.cursor.computed, left)
             if length:
                 left -= length
                 self._prepare_blocks(place, one)
@@ -191,25 +205,27 @@ class DraftModel(Feature):
             following = []
             for (one, first, length), token in zip(parts, self._run(parts), strict=True):
                 cursor, end = one.cursor, first + length
-                if end <= one.num_tokens:
+                if end <= one.num_rows:
                     # Behind the sequence's blocks, the last token's are in a spare one, which is not kept.
                     cursor.computed = min(end, len(self._blocks(one)) * self._block_size)
                     self._note_content(one)
-                if end < one.num_tokens or token >= self._vocab_size:  # an id that only pads the draft's vocabulary
+                if end < one.num_rows or token >= self._vocab_size:  # an id that only pads the draft's vocabulary
                     continue
                 one.guesses.append(token)
                 if len(one.guesses) < one.count:
-                    one.sequence.write_tokens(end, [token])
+                    one.sequence.write_tokens(end + self.next_token, [token])
                     following.append((one, end, 1))
             parts = following
         for one in asked:
-            covered = len(self._blocks(one)) * self._block_size - one.num_tokens
-            one.cursor.ahead = one.guesses[: max(0, min(len(one.guesses) - 1, covered))]
+            covered = len(self._blocks(one)) * self._block_size - one.num_rows
+            # A head computes them again, with the model's hidden states.
+            kept = 0 if self.next_token else max(0, min(len(one.guesses) - 1, covered))
+            one.cursor.ahead = one.guesses[:kept]
 
-    def _run(self, parts: Sequence[tuple[_Asked, int, int]]) -> list[int]:
+    def _run(self, parts: Sequence[tuple[Asked, int, int]]) -> list[int]:
         """The best token after each of some parts of sequences: (sequence, first position, number of tokens)."""
         lengths = [length for _, _, length in parts]
-        num_rows, is_short = sum(lengths), max(lengths) <= _SHORT
+        num_rows, is_short = sum(lengths), max(lengths) <= self._most_short
         is_short = is_short and num_rows <= self._max_short
         steps = [
             SequenceStep(one.sequence.seq_id, first, length, [], -1, True, False, [0] * (length - 1) * is_short)
@@ -218,17 +234,20 @@ class DraftModel(Feature):
         rank_step = RankStep(StepPlan(0, [], steps, []), (num_rows,), (num_rows if is_short else len(parts),))
         sequences = [one.sequence for one, _, _ in parts]
         step = self._inputs.make_step(rank_step, sequences, None, self._fuses_argmax)
-        if self._own_vocab_size < self._vocab_size:
-            step.token_ids.clamp_(max=self._own_vocab_size - 1)
-        hidden = self._stage.embed(step)
-        output = self._forward(self._stage.add_inputs(step, hidden), hidden)
-        best = output if self._fuses_argmax else find_best(self._kernels, output)
-        tokens: list[int] = self._sampler.choose_best(best).tokens.tolist()
+        tokens: list[int] = self._sampler.choose_best(self._compute(step, parts)).tokens.tolist()
         if len(tokens) == len(parts):
             return tokens
         return [tokens[end - 1] for end in np.cumsum(lengths).tolist()]
 
-    def _blocks(self, one: _Asked) -> npt.NDArray[np.int32]:
+    def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+        """The best of this rank's logits in each row of a step that has these parts, see `LMHead.find_best`."""
+        if self._own_vocab_size < self._vocab_size:
+            step.token_ids.clamp_(max=self._own_vocab_size - 1)
+        hidden = self._stage.embed(step)
+        output = self._forward(self._stage.add_inputs(step, hidden), hidden)
+        return output if self._fuses_argmax else find_best(self._kernels, output)
+
+    def _blocks(self, one: Asked) -> npt.NDArray[np.int32]:
         """The blocks of a sequence that its plans have named. Ranks that share its keys know each by its number on the
         rank that has it, see `CachePlan`, and all have the draft model's keys of it."""
         blocks = self._sequences.blocks_of(one.sequence.row, self._group)
@@ -236,9 +255,9 @@ class DraftModel(Feature):
             return blocks
         return blocks * self._context + np.arange(len(blocks), dtype=np.int32) // self._of_split % self._context
 
-    def _find_computed(self, one: _Asked) -> None:
+    def _find_computed(self, one: Asked) -> None:
         """Find out which keys and values are there; at least those of the last token are computed again."""
-        cursor, tokens, last = one.cursor, one.sequence.tokens, one.num_tokens - 1
+        cursor, tokens, last = one.cursor, one.sequence.tokens, one.num_rows - 1
         if cursor.is_new:
             cursor.is_new = False
             blocks = self._blocks(one)
@@ -254,14 +273,14 @@ class DraftModel(Feature):
         cursor.ahead = []
         self._note_content(one)
 
-    def _prepare_blocks(self, place: int, one: _Asked) -> None:
+    def _prepare_blocks(self, place: int, one: Asked) -> None:
         """Lay out the blocks of a sequence, with spare ones behind them for the guesses."""
         blocks, first = self._blocks(one), one.cursor.computed // self._block_size
         self._content[blocks[first:]] = 0
         spare = self._num_blocks + place * self._spare_each
         self._tables.write(one.sequence.row, blocks, range(spare, spare + self._spare_each))
 
-    def _note_content(self, one: _Asked) -> None:
+    def _note_content(self, one: Asked) -> None:
         """Note which blocks have become full."""
         cursor, blocks = one.cursor, self._blocks(one)
         while (cursor.num_hashed + 1) * self._block_size <= cursor.computed and cursor.num_hashed < len(blocks):
@@ -269,7 +288,8 @@ class DraftModel(Feature):
             self._content[blocks[cursor.num_hashed]] = cursor.digest
             cursor.num_hashed += 1
 
-    def _digest(self, one: _Asked) -> int:
-        """The digest of a sequence up to the end of the first block that its cursor's does not cover."""
+    def _digest(self, one: Asked) -> int:
+        """The digest of what rows have read up to the end of the first block that its cursor's does not cover."""
         first = one.cursor.num_hashed * self._block_size
-        return hash((one.cursor.digest, one.sequence.tokens[first : first + self._block_size].tobytes()))
+        end = first + self._block_size + self.next_token
+        return hash((one.cursor.digest, one.sequence.tokens[first:end].tobytes()))

@@ -1,0 +1,79 @@
+"""A head on the ranks of the last stage: it reads the model's last hidden states, and its guesses are the next draft.
+
+The row of a token has the hidden state of this token and the embedding of the next one, and guesses the one after. So
+it can be computed once the next token is known. Hidden states lie in pages under the same block ids as the keys of the
+model, whose steps write them; ranks share their columns. So they are there for whatever part of a sequence is computed
+late, or was computed for another sequence. A block that came back from an offloading tier has those of another text:
+its guesses are worse, and answers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.deployment.deployment import Deployment
+from shardline.models.partition import split_dim
+from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.features.base import RunningStep
+from shardline.runtime.features.draft_model import Asked, DraftModel
+from shardline.runtime.layers.head import Head
+from shardline.runtime.layers.kept_output import KeptOutput
+from shardline.runtime.machines.base import Backend
+from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.step import StepInput
+
+
+class DraftHead(DraftModel):
+    """As `DraftModel`, for a head."""
+
+    next_token = 1
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        backend: Backend,
+        stage: DecoderStage,
+        head: Head,
+        kept: KeptOutput,
+        group: Collectives,
+        num_blocks: int,
+        sequences: SequenceTable,
+    ) -> None:
+        """`kept`: the output of the model's last layer."""
+        super().__init__(deployment, backend, stage, head.lm_head, group, num_blocks, sequences)
+        self._head, self._kept = head, kept
+        columns = split_dim(deployment.spec.hidden_size, group.size)
+        self._own, self._widths = columns[group.rank], [span.size for span in columns]
+        assert deployment.draft is not None
+        num_rows = (num_blocks + deployment.draft.num_spare_blocks) * deployment.cache.block_size
+        self._pages = backend.pages_empty((num_rows, self._own.size), getattr(torch, deployment.dtype))
+        self.num_bytes += self._pages.nbytes
+
+    def begin(self, running: RunningStep) -> DraftHead:
+        return self
+
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        rows = self._kept.rows_of(step)[:, self._own.start : self._own.stop]
+        self._pages.index_copy_(0, step.rows.slots[self._group], rows)
+
+    def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+        tokens = [one.sequence.tokens[first + 1 : first + 1 + length] for one, first, length in parts]
+        token_ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+        behind = [one.hidden for one, _, _ in parts if one.hidden is not None]
+        hidden = torch.stack(behind) if behind else self._head.norm_output(self._read(step.rows.slots[0]))
+        output = self._forward(step, self._head.join(token_ids, step.rows, hidden))
+        read, best = self._head.finish(output, step.rows.narrow())
+        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
+        for (one, _, _), row in zip(parts, last, strict=True):
+            one.hidden = read[row]
+        return best
+
+    def _read(self, slots: Tensor) -> Tensor:
+        """The rows [M, H] of these slots."""
+        own = torch.index_select(self._pages, 0, slots)
+        return own if self._collectives.size == 1 else self._collectives.all_gather_columns(own, self._widths)

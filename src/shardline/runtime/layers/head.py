@@ -1,0 +1,69 @@
+"""What a head has before and behind its layers (see `spec.HeadInput`): the input of hidden states and tokens, and the
+embedding, final norm and lm_head of the model that it belongs to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.kernels.tensors import as_tensor
+from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.norm import InputNorm, NormLayer
+from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
+from shardline.runtime.ops.sampling.sample import find_best
+from shardline.runtime.step import Rows
+from shardline.weights.formats import plain
+
+
+class Head:
+    """The ends of a head. Ranks share the outputs of its projection."""
+
+    def __init__(
+        self, loader: LayerLoader, model: LayerLoader, lm_head: LMHead, embedding: TokenEmbedding | None
+    ) -> None:
+        """`loader`: of the head's weights; `model`: of those of the model, whose lm_head is here. The embedding is read
+        again if it is on another stage."""
+        context, spec = loader.stage, loader.stage.spec.head_input
+        assert spec is not None
+        self.lm_head = lm_head
+        self._kernels, self._group = context.kernels, context.group
+        tied = lm_head.look_up_rows if model.stage.spec.tied_embeddings else None
+        self._embedding = embedding or TokenEmbedding(model, tied)
+        self._model_norm = InputNorm(model, "final_norm", model.stage.spec.final_norm, input_form="tensor")
+
+        def norm(name: str) -> NormLayer | None:
+            return None if spec.norm is None else NormLayer(loader, f"head_input.{name}", spec.norm)
+
+        self._token_norm, self._hidden_norm = norm("token_norm"), norm("hidden_norm")
+        name = "head_input.projection"
+        self._projection = plain.Format().pack_linear(context.kernels, loader.read(f"{name}.weight"))
+        loader.on_loaded(self._projection.nbytes)
+        self._bias = loader.load(f"{name}.bias") if spec.bias else None
+        self._widths = [span.size for span in context.spans(f"{name}.weight")]
+        self._hidden_first, self._returns_normed = spec.hidden_first, spec.returns_normed
+        self._final_norm: InputNorm | None = None
+        if spec.output_norm:
+            self._final_norm = InputNorm(loader, "final_norm", context.spec.final_norm, input_form="tensor")
+
+    def norm_output(self, rows: Tensor) -> Tensor:
+        """[M, H] behind the model's last layer -> what the head reads of it, [M, H]."""
+        return as_tensor(self._model_norm(rows)[0])
+
+    def join(self, token_ids: Tensor, table: Rows, hidden: Tensor) -> Tensor:
+        """The input of the head's layers, [M, H], for the tokens behind M rows and the `hidden` states of the rows."""
+        token = self._embedding(token_ids, table)
+        if self._token_norm is not None and self._hidden_norm is not None:
+            token, hidden = self._token_norm(token), self._hidden_norm(hidden)
+        both = torch.cat((hidden, token) if self._hidden_first else (token, hidden), dim=1)
+        projected = self._projection(both, self._bias)
+        return projected if self._group.size == 1 else self._group.all_gather_columns(projected, self._widths)
+
+    def finish(self, output: Tensor, table: Rows) -> tuple[Tensor, Tensor]:
+        """The output of the layers, [R, H] -> the hidden states that the head reads behind a guess, [R, H], and the
+        best of this rank's logits in each row, see `LMHead.find_best`."""
+        normed = output if self._final_norm is None else as_tensor(self._final_norm(output)[0])
+        if self.lm_head.fuses_argmax:
+            best = self.lm_head.find_best(normed)
+        else:
+            best = find_best(self._kernels, self.lm_head(normed, table))
+        return (normed if self._returns_normed else output), best

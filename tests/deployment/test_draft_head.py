@@ -1,0 +1,93 @@
+"""Heads in a deployment: what they take, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from shardline.deployment.deployment import Deployment
+from tests.deployment.machines import machine, resolve_on
+from tests.models.checkpoints import make_checkpoint
+from tests.models.heads import make_eagle, make_predicting
+
+_HIDDEN, _VOCAB = 64, 256
+
+
+def resolved(model: Path, head: Path | None = None, **options: object) -> Deployment:
+    asked: dict[str, object] = {"method": "mtp", "num_speculative_tokens": 3}
+    if head is not None:
+        asked |= {"method": "eagle", "model": str(head)}
+    asked |= options.pop("draft", {})  # type: ignore[call-overload]
+    return resolve_on(machine(), model=str(model), speculative_config=asked, **options)
+
+
+def test_it_has_the_embedding_and_the_lm_head_of_the_model(tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head")
+    draft = resolved(model, head, dtype="float32").draft
+    assert draft is not None
+    own = sum(tensor.nbytes for key, tensor in load_file(head / "model.safetensors").items() if "embed" not in key)
+    assert draft.weights[0].num_bytes == own
+    assert draft.spec.max_position_embeddings == 256  # the model's
+    # Hidden states lie beside the keys and values of its layer.
+    alone = resolve_on(machine(), model=str(model), dtype="float32")
+    block_size = alone.cache.block_size
+    assert draft.block_bytes[0] == alone.cache.block_bytes[0] // 4 + block_size * _HIDDEN * 4
+    # A later stage has no embedding, so it is read there, too.
+    split = resolved(model, head, dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2).draft
+    assert split is not None
+    assert [rank.num_bytes for rank in split.weights[:2]] == [0, 0]
+    replicated = _HIDDEN * 4  # one norm
+    assert sum(rank.num_bytes for rank in split.weights[2:]) == own + replicated + _VOCAB * _HIDDEN * 4
+
+
+def test_layers_for_multi_token_prediction_have_the_format_of_the_model(tmp_path: Path) -> None:
+    both = resolved(make_predicting("mimo", tmp_path), quantization="int8")
+    assert both.draft is not None
+    assert both.draft.weight_format == both.weight_format
+    assert both.draft.model.folder == both.model.folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 32}, "reads hidden states of 32 elements, and those of the model have 64"),
+        ({"vocab_size": 512}, "its vocabulary has 512 tokens, and that of the model 256"),
+    ],
+)
+def test_heads_of_other_models_are_refused(overrides: dict[str, int], message: str, tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **overrides)
+    with pytest.raises(ValueError, match=message) as error:
+        resolved(model, head)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head")
+    with pytest.raises(ValueError, match=r"it is no EAGLE head \(fc.weight is missing\)"):
+        resolved(model, model)
+    with pytest.raises(ValueError, match=r"whose checkpoint has layers for it .*deepseek_v3.* and this is llama"):
+        resolved(model)
+    file = head / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "d2t": tensors["fc.weight"].clone()}, file)
+    with pytest.raises(ValueError, match="it is an EAGLE 3 head"):
+        resolved(model, head)
+    save_file({**tensors, "fc.weight": tensors["fc.weight"][:, :9].contiguous()}, file)
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        resolved(model, head)
+
+
+def test_a_checkpoint_without_these_weights_is_refused(tmp_path: Path) -> None:
+    model = make_checkpoint("deepseek_v3", tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match="the model has no layers for it"):
+        resolved(model)
+    file.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    with pytest.raises(ValueError, match=r'the method "mtp" .* no weights for it \(model.layers.4.eh_proj.weight is'):
+        resolved(model)
+    assert resolved(model, load_format="dummy").draft is not None

@@ -1,0 +1,179 @@
+"""Tiny random heads in their published layouts, and their guesses in plain torch.
+
+The layers are those of one-layer models of transformers, which knows no heads: it gets their inputs as embeddings.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.models.checkpoints import make_checkpoint, make_config, make_model
+
+_SIZE = 64
+_ONE_LAYER = {"num_hidden_layers": 1, "max_position_embeddings": 48}
+"""Many published heads name the length of their training texts, which is shorter than those of their models."""
+PREDICTING = ("deepseek_v3", "glm4_moe", "mimo")
+"""Model types whose checkpoints have a head."""
+
+
+def make_eagle(folder: Path, *, bias: bool = False, norms: bool = False, seed: int = 5, **overrides: Any) -> Path:
+    """Save an EAGLE head for models of 64 hidden elements; `norms`: as HASS has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _eagle_files(bias, norms, seed, json.dumps(overrides)).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@functools.lru_cache(maxsize=8)
+def _eagle_files(bias: bool, norms: bool, seed: int, overrides: str) -> Mapping[str, bytes]:
+    """As `checkpoints._checkpoint_files`."""
+    layer = make_model("llama", seed, **{**_ONE_LAYER, **json.loads(overrides)})
+    size = layer.config.hidden_size
+    tensors = {
+        key.removeprefix("model."): value
+        for key, value in layer.state_dict().items()
+        if key.startswith(("model.layers.", "model.embed_tokens.")) and "input_layernorm" not in key
+    }
+    tensors |= _ends(size, seed, ("fc", "embedding_layernorm", "hidden_states_layernorm") if norms else ("fc",))
+    if bias:
+        tensors["fc.bias"] = 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    config = {**layer.config.to_dict(), "architectures": ["LlamaForCausalLM"], "add_para_norm": norms}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "model.safetensors")
+        content = (Path(folder) / "model.safetensors").read_bytes()
+    return {"config.json": json.dumps(config).encode(), "model.safetensors": content}
+
+
+def make_predicting(model_type: str, folder: Path, seed: int = 5, **overrides: Any) -> Path:
+    """Save a checkpoint of a model type with its layer for multi-token prediction."""
+    family = "qwen2" if model_type == "mimo" else model_type
+    make_checkpoint(family, folder, **overrides)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": model_type, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = predicting_layer(model_type, seed, **overrides)
+    if model_type == "mimo":
+        place, ends = "model.mtp_layers.0", ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    else:
+        place, ends = f"model.layers.{config['num_hidden_layers']}", ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    own = {
+        key.replace("model.layers.0", place): value
+        for key, value in layer.state_dict().items()
+        if key.startswith("model.layers.")
+    }
+    own = _apart(own)
+    own |= {f"{place}.{key}": value for key, value in _ends(_SIZE, seed, ends).items()}
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **own}, file, {"format": "pt"})
+    return folder
+
+
+def predicting_layer(model_type: str, seed: int = 5, **overrides: Any) -> transformers.PreTrainedModel:
+    """A model whose one layer is as the last one of a model type."""
+    family = "qwen2" if model_type == "mimo" else model_type
+    dense = {} if family == "qwen2" else {"first_k_dense_replace": 0}
+    return make_model(family, seed, **{**overrides, "num_hidden_layers": 1, **dense})
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as checkpoints have them: experts one by one."""
+    apart: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        module, _, name = key.rpartition(".")
+        if name == "gate_up_proj":
+            for expert, weight in enumerate(value):
+                gate, up = weight.chunk(2)
+                apart |= {f"{module}.{expert}.gate_proj.weight": gate, f"{module}.{expert}.up_proj.weight": up}
+        elif name == "down_proj" and value.dim() == 3:
+            apart |= {f"{module}.{expert}.down_proj.weight": weight for expert, weight in enumerate(value)}
+        else:
+            apart[key] = value
+    return {key: value.clone().contiguous() for key, value in apart.items()}
+
+
+def _ends(size: int, seed: int, names: Sequence[str]) -> dict[str, Tensor]:
+    """A projection and norms by their names."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    projection = torch.randn(size, 2 * size, generator=generator) * (2 * size) ** -0.5
+    norms = {f"{name}.weight": 1 + 0.2 * torch.randn(size, generator=generator) for name in names[1:]}
+    return {f"{names[0]}.weight": projection, **norms}
+
+
+class Reference:
+    """A model and its head in plain torch."""
+
+    def __init__(self, model: Path, head: Path | None = None) -> None:
+        """`head`: of EAGLE; None: the one in the model's checkpoint."""
+        config = json.loads((model / "config.json").read_text())
+        self._type = config["model_type"] if head is None else "eagle"
+        family = "qwen2" if config["model_type"] == "mimo" else config["model_type"]
+        values = {key: value for key, value in config.items() if key not in ("model_type", "architectures", "dtype")}
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            model,
+            config=make_config(family, **values),
+            dtype="float32",
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
+        self._tensors = load_file((head or model) / "model.safetensors")
+        if head is None:
+            self._layers = predicting_layer(self._type)
+            place = "model.mtp_layers.0." if self._type == "mimo" else f"model.layers.{config['num_hidden_layers']}."
+        else:
+            self._layers = make_model("llama", 5, **_ONE_LAYER)
+            self._layers.model.layers[0].input_layernorm = nn.Identity()
+            place = ""
+        self._layers.model.norm = nn.Identity()
+        self._tensors = {key.removeprefix(place): value for key, value in self._tensors.items()}
+        self._eps = self._model.config.rms_norm_eps
+
+    @torch.no_grad()
+    def margins(self, tokens: Sequence[int], guesses: Sequence[int]) -> list[float]:
+        """By how much the logit of each guess behind `tokens` is below the best one, if the guesses before it are as
+        they are."""
+        ids = torch.tensor([list(tokens)])
+        embed = self._model.get_input_embeddings()
+        rows = self._join(embed(ids[0, 1:]), self._model.model(ids[:, :-1]).last_hidden_state[0])
+        margins = []
+        for guess in guesses:
+            output = self._layers.model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0, -1:]
+            normed, read = self._finish(output)
+            logits = self._model.lm_head(normed)[0]
+            assert float(logits.std()) > 0.1, "the logits are all alike"
+            margins.append(float(logits.max() - logits[guess]))
+            rows = torch.cat([rows, self._join(embed(torch.tensor([guess])), read)])
+        return margins
+
+    def _join(self, token: Tensor, hidden: Tensor) -> Tensor:
+        names = {
+            "eagle": ("embedding_layernorm", "hidden_states_layernorm", "fc"),
+            "mimo": ("token_layernorm", "hidden_layernorm", "input_proj"),
+        }
+        token_norm, hidden_norm, projection = names.get(self._type, ("enorm", "hnorm", "eh_proj"))
+        if f"{token_norm}.weight" in self._tensors:
+            token, hidden = self._norm(token, token_norm), self._norm(hidden, hidden_norm)
+        both = torch.cat([hidden, token] if self._type == "mimo" else [token, hidden], dim=-1)
+        weight, bias = self._tensors[f"{projection}.weight"], self._tensors.get(f"{projection}.bias")
+        return nn.functional.linear(both, weight, bias)
+
+    def _finish(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """What the lm_head reads, and what the head reads behind a guess."""
+        if self._type == "eagle":
+            return output, output
+        if self._type == "mimo":
+            normed = self._norm(output, "final_layernorm")
+            return normed, normed
+        return self._norm(output, "shared_head.norm"), output
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._tensors[f"{name}.weight"], self._eps)

@@ -1,0 +1,65 @@
+"""Heads guess as their papers say, and answers are those without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from shardline.runtime.features.draft_head import DraftHead
+from tests.exactness.harness import make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+from tests.models.heads import PREDICTING, Reference, make_eagle, make_predicting
+from tests.runtime.features.test_draft_model import Noted, drafting_always, greedy_requests
+
+_CLOSE = 1e-3
+"""Of logits in float32: how far rounding may move them."""
+
+
+def check_guesses(
+    model: Path, head: Path | None, tensor: int = 1, pipeline: int = 1, most: int = 3, **options: object
+) -> None:
+    """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
+    torch."""
+    asked: dict[str, object] = {"method": "mtp", "num_speculative_tokens": most}
+    if head is not None:
+        asked |= {"method": "eagle", "model": str(head)}
+    requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()
+    engine, executor = start_engine(model, **options)
+    expected = run(engine, requests, "together")
+    executor.close()
+    with (
+        drafting_always(most),
+        patch.object(DraftHead, "_guess", lambda draft, asked: noted.guess(draft, asked)),
+    ):
+        engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, speculative_config=asked, **options)
+        assert run(engine, requests, "staggered") == expected
+        assert run(engine, requests, "staggered") == expected  # prefixes are in the cache
+        assert engine.stats().prefix_hits > 0
+        executor.close()
+    assert len(noted.guesses) > 20
+    reference = Reference(model, head)
+    for text, guesses in list(noted.guesses.items())[:: max(1, len(noted.guesses) // 12)]:
+        assert max(reference.margins(text, guesses)) < _CLOSE
+    assert max(map(len, noted.guesses.values())) == most
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "made", "options"),
+    [
+        (1, 1, {}, {}),
+        (2, 2, {"bias": True}, {}),
+        (1, 2, {"norms": True}, {"max_num_batched_tokens": 13}),
+    ],
+)
+def test_guesses_of_eagle(
+    tensor: int, pipeline: int, made: dict[str, bool], options: dict[str, object], tmp_path: Path
+) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **made)
+    check_guesses(model, head, tensor, pipeline, **options)
+
+
+@pytest.mark.parametrize("model_type", PREDICTING)
+def test_guesses_of_layers_for_multi_token_prediction(model_type: str, tmp_path: Path) -> None:
+    check_guesses(make_predicting(model_type, tmp_path), None, tensor=1 + (model_type == "glm4_moe"))
