@@ -148,6 +148,12 @@ def test_without_a_request_the_text_is_the_content(http: httpx.Client) -> None:
 SCORE = {"token_id": 1, "logprob": -1.0, "rank": 1}
 
 
+def test_scores_may_be_missing(http: httpx.Client) -> None:
+    answers = [answer_of(1, logprobs={"content": [SCORE]}), answer_of(1)]
+    answer = http.post(f"{COMPLETION}/derender", json={"generate_responses": answers}).json()
+    assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == [[-1.0], [0.0]]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -175,6 +181,7 @@ SCORE = {"token_id": 1, "logprob": -1.0, "rank": 1}
             {"stream": True, "generate_chunk": answer_of(1), "stream_state": {"output_token_ids": [1]}},
             "invalid stream_state",
         ),
+        (CHAT, {"generate_response": {**answer_of(1), "usage": {"prompt_tokens": "1"}}}, "usage"),
         (COMPLETION, {"generate_responses": []}, "generate_responses"),
         (COMPLETION, {"generate_responses": [answer_of(1)], "prompt_tokens": [1, 2]}, "prompt_tokens length (2)"),
         (COMPLETION, {"generate_responses": [answer_of(1)], "prompt_token_ids": [[1], [2]]}, "prompt_token_ids length"),

@@ -88,6 +88,13 @@ class _Choice(RequestModel):
         return scores
 
 
+class _Usage(RequestModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class _Tokens(RequestModel):
     """An answer of /inference/v1/generate in the mode "tokens", or a chunk of one."""
 
@@ -95,7 +102,7 @@ class _Tokens(RequestModel):
 
     request_id: Annotated[str, Field(max_length=1024)]
     choices: Annotated[list[_Choice], Field(max_length=MAX_CHOICES_PER_HTTP_REQUEST)]
-    usage: dict[str, Any] | None = None
+    usage: _Usage | None = None
     prompt_token_ids: TokenIds | None = None
     prompt_logprobs: list[Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -219,6 +226,8 @@ class _Reader:
         choice = self._state.choices[place]
         if choice.output.finished():  # a stop string has ended it
             return
+        if scores is None and choice.output.token_logprobs is not None:
+            scores = [UNKNOWN_SCORE] * len(ids)
         reason = None if end is None else end.finish_reason
         stop_id = None
         if end is not None and reason == "stop" and ids and not isinstance(end.stop_reason, str):
@@ -312,10 +321,8 @@ def _read_chunk(
     _check_tokens(service, state.output_token_ids, None, "stream_state")
     update = (0, reader.output)
     begun, start = next(events), 0
-    with_scores = reader.output.outputs[0].token_logprobs is not None
     for length in state.output_chunk_lens:
-        ids = state.output_token_ids[start : start + length]
-        reader.add(0, ids, [UNKNOWN_SCORE] * length if with_scores else None, None)
+        reader.add(0, state.output_token_ids[start : start + length], None, None)
         events.send(update)
         start, begun = start + length, b""
     for choice in chunk.choices:
@@ -385,8 +392,8 @@ def _answer_chunk(
             ids += choice.token_ids
             lengths.append(len(choice.token_ids))
     if chunk.usage is not None:
-        count = prompt_tokens if prompt_tokens is not None else chunk.usage.get("prompt_tokens") or 0
-        event["usage"] = _usage({}, count, chunk.usage.get("completion_tokens") or 0)
+        count = prompt_tokens if prompt_tokens is not None else chunk.usage.prompt_tokens or 0
+        event["usage"] = _usage({}, count, chunk.usage.completion_tokens or 0)
     if chunk.metrics is not None:
         event["metrics"] = chunk.metrics
     derendered = DerenderedChunk(event, {"output_token_ids": ids, "output_chunk_lens": lengths})
