@@ -94,7 +94,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --data-parallel-hybrid-lb", "is not supported yet: one head serves all replicas"),
         ("serve --lora-modules a=b", "lora_modules needs enable_lora"),
         ("serve --enable-lora --lora-modules b", "lora_modules must be name=folder, got 'b'"),
-        ("serve --enable-lora --lora-module a=b a=c", "lora_modules names 'a' twice"),
+        ("serve --enable-lora --lora-modules a=b a=c", "lora_modules names 'a' twice"),
         ('serve --enable-lora --lora-modules {"name":1}', "lora_modules must be name=folder, or JSON with name, path"),
         ("serve --enable-lora --max-lora-rank 1024", "max_lora_rank must be at most 512, got 1024"),
         ("serve --enable-lora --max-loras 0", "max_loras must be at least 1, got 0"),

@@ -61,13 +61,14 @@ def test_chunks_of_a_stream_are_the_whole(http: httpx.Client, path: str) -> None
     whole = http.post(path, json=body).json()["choices"][0]
     rendered = http.post(f"{path}/render", json=body).json()
     rendered = rendered if path == CHAT else rendered[0]
-    state, parts = None, []
+    state: dict[str, Any] = {}
+    parts = []
     request = {
         "chat_request" if path == CHAT else "completion_request": body,
         "prompt_token_ids": rendered["token_ids"],
     }
     for chunk in chunks(http, {**rendered, "stream_options": {"include_usage": True}}):
-        asked = {"stream": True, "generate_chunk": chunk, "stream_state": state, **request}
+        asked = {"stream": True, "generate_chunk": chunk, "stream_state": state or None, **request}
         answer = http.post(f"{path}/derender", json=asked)
         assert answer.status_code == 200, answer.text
         state = answer.json()["stream_state"]

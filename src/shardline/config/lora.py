@@ -33,7 +33,6 @@ class LoRAConfig:
         (),
         "adapters and the names by which requests choose them as their model: name=folder, or JSON, "
         """'{"name": …, "path": …, "base_model_name": …}'""",
-        aliases=("lora-module",),
     )
     max_loras: int = option(8, "adapters in memory at once; requests with further ones wait until one is not in use")
     max_lora_rank: int = option(16, f"largest rank of an adapter, at most {MOST_RANK}")

@@ -374,8 +374,8 @@ def _answer_chunk(
     service: Service, body: _Body, chunk: _Tokens, kind: str, events: bytes, prompt_tokens: int | None
 ) -> Response:
     """The chunk for the client, with the state of the next one. `kind`: what the chunk is."""
-    nothing = {"delta": {}} if kind == "chat.completion.chunk" else {"text": ""}
-    event = {
+    nothing: dict[str, Any] = {"delta": {}} if kind == "chat.completion.chunk" else {"text": ""}
+    event: dict[str, Any] = {
         "id": chunk.request_id,
         "object": kind,
         "created": int(time.time()),
