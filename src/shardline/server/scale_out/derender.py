@@ -19,7 +19,6 @@ from starlette.responses import Response
 from shardline.api.output_processor import RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import UNKNOWN_SCORE
 from shardline.messages.request import FinishReason, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
@@ -43,10 +42,11 @@ T = TypeVar("T")
 _ADDED = ("content", "reasoning", "reasoning_content", "text", "token_ids", "tool_calls")
 """Fields of which a stream's events have parts."""
 
-_UNUSED: dict[str, Any] = dict.fromkeys(
-    ("stream", "stream_options", "return_metrics", "receipt", "logits_digest", "echo", "prompt_logprobs", "resume")
-)
-"""Fields of a rendered request that its engine has answered, or whose answer is not in tokens."""
+_UNUSED: dict[str, Any] = dict.fromkeys(("stream", "stream_options", "return_metrics", "logits_digest", "echo"))
+"""Fields of a rendered request whose answer is not in tokens."""
+
+_NO_SCORE = TokenLogprobs(0.0, 1, [], [])
+"""In place of log probabilities that are not there."""
 
 
 class _Score(RequestModel):
@@ -96,17 +96,14 @@ class _Usage(RequestModel):
 
 
 class _Tokens(RequestModel):
-    """An answer of /inference/v1/generate in the mode "tokens", or a chunk of one."""
+    """An answer of /inference/v1/generate in the mode "tokens", or a chunk of one. Other fields may be passed on."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     request_id: Annotated[str, Field(max_length=1024)]
     choices: Annotated[list[_Choice], Field(max_length=MAX_CHOICES_PER_HTTP_REQUEST)]
     usage: _Usage | None = None
     prompt_token_ids: TokenIds | None = None
-    prompt_logprobs: list[Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    metrics: dict[str, Any] | None = None
 
 
 class StreamState(RequestModel):
@@ -227,7 +224,7 @@ class _Reader:
         if choice.output.finished():  # a stop string has ended it
             return
         if scores is None and choice.output.token_logprobs is not None:
-            scores = [UNKNOWN_SCORE] * len(ids)
+            scores = [_NO_SCORE] * len(ids)
         reason = None if end is None else end.finish_reason
         stop_id = None
         if end is not None and reason == "stop" and ids and not isinstance(end.stop_reason, str):
@@ -250,17 +247,14 @@ def _prepare(
 ) -> _Reader:
     """A reader of the answer to a prompt; `ids` is None: the prompt is not known, and does not change the text."""
     unseen = [min(service.require_tokenizer().special_token_ids, default=0)]
-    params = msgspec.structs.replace(
-        params,
+    params = SamplingParams(
         n=max(1, num_choices),
-        max_tokens=None,
-        min_tokens=0,
         logprobs=0 if has_scores else None,
-        prompt_logprobs=None,
-        logprob_token_ids=None,
-        detokenize=True,
-        receipt=False,
-        logits_digest=False,
+        stop=params.stop_strings,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
     )
     try:
         request = service.llm.model.builder.build_from_ids(
@@ -358,16 +352,19 @@ def _add_fields(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     return joined
 
 
-def _answer_whole(answers: Sequence[_Tokens], whole: dict[str, Any], prompt_tokens: int) -> Response:
-    """The answer for the client; what is not of tokens is as it came."""
-    first = answers[0]
-    transfer = first.kv_transfer_params
-    passed: dict[str, Any] = {
-        "usage": _usage(whole["usage"], prompt_tokens, sum(map(_count_tokens, answers))),
-        "kv_transfer_params": transfer if all(one.kv_transfer_params == transfer for one in answers) else None,
-        "metrics": first.metrics,
-    }
-    return Response(msgspec.json.encode({**whole, **passed}), media_type="application/json")
+def _answer_whole(
+    answers: Sequence[_Tokens],
+    whole: dict[str, Any],
+    prompt_tokens: int,
+    response: type[ChatResponse | CompletionResponse],
+) -> Response:
+    """The answer for the client; what is not of tokens is as it came, if all answers have the same."""
+    first, *others = [answer.model_extra or {} for answer in answers]
+    for name in response.__struct_fields__:
+        if whole.get(name) is None and all(other.get(name) == first.get(name) for other in others):
+            whole[name] = first.get(name)
+    whole["usage"] = _usage(whole["usage"], prompt_tokens, sum(map(_count_tokens, answers)))
+    return Response(msgspec.json.encode(whole), media_type="application/json")
 
 
 def _answer_chunk(
@@ -394,8 +391,8 @@ def _answer_chunk(
     if chunk.usage is not None:
         count = prompt_tokens if prompt_tokens is not None else chunk.usage.prompt_tokens or 0
         event["usage"] = _usage({}, count, chunk.usage.completion_tokens or 0)
-    if chunk.metrics is not None:
-        event["metrics"] = chunk.metrics
+    if metrics := (chunk.model_extra or {}).get("metrics"):
+        event["metrics"] = metrics
     derendered = DerenderedChunk(event, {"output_token_ids": ids, "output_chunk_lens": lengths})
     return Response(msgspec.json.encode(derendered), media_type="application/json")
 
@@ -466,8 +463,7 @@ def derender_routes(service: Service) -> APIRouter:
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
         for written, choice in zip(whole["choices"], answer.choices, strict=True):
             written["index"] = choice.index
-        whole["prompt_logprobs"] = answer.prompt_logprobs
-        return _answer_whole([answer], whole, _count_prompt(body.prompt_tokens, body.prompt_token_ids))
+        return _answer_whole([answer], whole, _count_prompt(body.prompt_tokens, body.prompt_token_ids), ChatResponse)
 
     @router.post("/v1/completions/derender", responses=json_answers(CompletionResponse))
     async def derender_completion(body: DerenderCompletionRequest) -> Response:
@@ -483,7 +479,7 @@ def derender_routes(service: Service) -> APIRouter:
         num_choices = max(1, *(len(answer.choices) for answer in answers))
         request = request.model_copy(
             update={**_UNUSED, "n": num_choices, "logprobs": 0 if has_scores else None, "best_of": None}
-            | {"model": body.model, "prompt_logprobs": None, "prompt_embeds": None}
+            | {"model": body.model, "prompt_embeds": None}
         )
         params = request.sampling_params(max_tokens=None, logprobs=None, defaults=service.sampling_defaults)
         readers = []
@@ -505,6 +501,6 @@ def derender_routes(service: Service) -> APIRouter:
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
         for index, written in enumerate(whole["choices"]):
             written["index"] = index
-        return _answer_whole(answers, whole, sum(map(_count_prompt, counts, prompts)))
+        return _answer_whole(answers, whole, sum(map(_count_prompt, counts, prompts)), CompletionResponse)
 
     return router
