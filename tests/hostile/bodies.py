@@ -23,6 +23,7 @@ from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.pooling.generative import GenerativeScoringRequest
 from shardline.server.pooling.routes import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from shardline.server.pooling.scores import RerankRequest, ScoreRequest
+from shardline.server.scale_out.derender import DerenderChatRequest, DerenderCompletionRequest
 from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas
 
@@ -32,6 +33,7 @@ EMBEDDING, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/inference/v1/generate"
 RENDER = "/render"
 """After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
+DERENDER = "/derender"
 POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
 LABELS = "/generative_scoring"
 MODELS: dict[str, type[BaseModel]] = {
@@ -49,6 +51,8 @@ MODELS: dict[str, type[BaseModel]] = {
     COMPLETION + RENDER: CompletionRequest,
     RESPONSE + RENDER: ResponsesRequest,
     MESSAGES + RENDER: MessagesRequest,
+    CHAT + DERENDER: DerenderChatRequest,
+    COMPLETION + DERENDER: DerenderCompletionRequest,
     POOLING: PoolingRequest,
     CLASSIFY: ClassificationRequest,
     SCORE: ScoreRequest,
@@ -86,6 +90,7 @@ def _tool(parameters: Any, index: int = 0) -> Fields:
 
 def usual(path: str) -> Fields:
     """A harmless request."""
+    tokens = {"request_id": "a", "choices": [{"index": 0, "token_ids": [5, 6], "finish_reason": "stop"}]}
     requests: dict[str, Fields] = {
         CHAT: {"messages": _user(), "max_tokens": 4},
         CHATS: {"messages": [_user(), _user()], "max_tokens": 4},
@@ -102,6 +107,8 @@ def usual(path: str) -> Fields:
         SCORE: {"text_1": "Hi", "text_2": ["a", "b"]},
         RERANK: {"query": "Hi", "documents": ["a", "b"]},
         LABELS: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]},
+        CHAT + DERENDER: {"generate_response": tokens},
+        COMPLETION + DERENDER: {"generate_responses": [tokens, tokens], "prompt_tokens": [1, 2]},
     }
     return requests[path.removesuffix(RENDER)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -19,11 +20,12 @@ from shardline import __version__
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
 from shardline.server import sse
+from shardline.server.app import create_app
 from shardline.server.errors import ApiError
-from shardline.server.launch import open_listener, url_of
+from shardline.server.launch import make_http_server, open_listener, url_of
 from shardline.server.openai.completions.request import CompletionRequest
 from tests.server.conftest import Running, serve, wait_until
-from tests.server.fake_engine import REPLY
+from tests.server.fake_engine import REPLY, fake_llm
 
 ENDLESS = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -467,3 +469,25 @@ def test_listens_on_a_unix_socket(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot listen there"):
         open_listener(ServerConfig(uds=str(path)))
     assert path.read_text() == "precious"
+
+
+def test_answers_on_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+
+    async def ask() -> int:
+        llm, engine = fake_llm()
+        engine.load.set()
+        await llm.wait_ready()
+        config = ServerConfig(uds=path)
+        listener = open_listener(config)
+        server = make_http_server(create_app(llm, config), config, num_engines=1)
+        serving = asyncio.create_task(server.serve([listener]))
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path)) as http:
+            answer = await http.get("http://socket/health")
+        server.should_exit = True
+        await serving
+        listener.close()
+        await llm.close()
+        return answer.status_code
+
+    assert asyncio.run(ask()) == 200

@@ -43,6 +43,7 @@ from shardline.server.pooling.cohere import cohere_routes
 from shardline.server.pooling.generative import generative_scoring_routes
 from shardline.server.pooling.routes import pooling_routes
 from shardline.server.pooling.scores import score_routes
+from shardline.server.scale_out.derender import derender_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service, cache_config
@@ -102,6 +103,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     if not config.tokens_only:
         app.include_router(tokenize_routes(service), dependencies=[ready])
         app.include_router(render_routes(service), dependencies=generates)
+        app.include_router(derender_routes(service), dependencies=generates)
     is_whole = not (config.tokens_only or config.render_only)
     if is_whole:
         for routes in (generating_routes, batched_chat_routes, response_routes, message_routes):

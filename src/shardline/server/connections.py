@@ -345,7 +345,8 @@ class Acceptor:
             return protocol
 
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.family != socket.AF_UNIX:  # --uds: such a socket has no such option
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(make_protocol, connection, ssl=self._tls)
         except OSError as error:  # a handshake of TLS has failed, or the client has left
             logger.debug("a connection could not be opened: %s", error)

@@ -212,8 +212,9 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
     Raises:
         ApiError: 400, a field is invalid or unsupported; 404, another model is asked for.
     """
-    service.require_model(body.model)
     body.check()
+    embedded = await _read_embeds(service, body)  # what nobody could read is a 400, whichever model it is for
+    service.require_model(body.model)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(
         max_tokens=1 if body.generates_nothing else max_tokens,
@@ -227,7 +228,6 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         if params.logprobs is None and params.logprob_token_ids is None:
             params.logprobs = 0
     given = [] if body.prompt is None else list_prompts(body.prompt, "prompt")
-    embedded = await _read_embeds(service, body)
     ids, echoes = await _encode_prompts(service, body, given)
     echoes = [""] * len(embedded) + echoes
     texts = [None] * len(embedded) + [prompt if isinstance(prompt, str) else None for prompt in given]
