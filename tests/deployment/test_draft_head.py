@@ -64,6 +64,12 @@ def test_heads_of_other_models_are_refused(overrides: dict[str, int], message: s
     assert "\n" not in str(error.value)
 
 
+def test_ranks_that_share_keys_have_no_head(tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head")
+    with pytest.raises(ValueError, match="with context_parallel_size 2 no rank keeps them all; use a draft model, or"):
+        resolved(model, head, context_parallel_size=2, device="cpu", max_model_len=1024)
+
+
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head")
     with pytest.raises(ValueError, match=r"it is no EAGLE head \(fc.weight is missing\)"):
