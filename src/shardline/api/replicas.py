@@ -275,7 +275,8 @@ class Placement:
     def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
         """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
         replica = self._replicas[index]
-        self._router.kv.apply(index, 0, event.kv_events)
+        if event.kv_events:
+            self._router.kv.apply(index, 0, event.kv_events)
         outputs = replica.note_outputs(event.outputs)
         for output in outputs:
             if output.finish_reason is not None:
