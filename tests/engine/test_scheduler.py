@@ -136,8 +136,8 @@ def test_stages_of_a_pipeline_rarely_wait_for_each_other() -> None:
         engine.collect()
         while finished < sum(outputs[-1].finish_reason is not None for outputs in engine.outputs.values()):
             finished += 1
-            if (later := next(following, None)) is not None:
-                add(later)
+            if (follower := next(following, None)) is not None:
+                add(follower)
     engine.check_done()
     bubble = 1 - busy / now
     assert bubble < 0.1
