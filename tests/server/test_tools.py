@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.server.openai.chat.conversation import ChatMessage
 from shardline.server.openai.chat.tools import _warn_of_unknown_format
 from tests.server.conftest import Running, serve
 
@@ -156,6 +157,17 @@ def test_reasoning(shared: Running, client: openai.OpenAI) -> None:
     parts, chunks = stream(client, stream_options={"include_usage": True})
     assert (parts["content"], parts["reasoning"]) == ("Two.", "Hm, 1+1.")
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == details.reasoning_tokens
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_answer_that_only_reasons_has_no_content(shared: Running, client: openai.OpenAI, shown: bool) -> None:
+    shared.engine.reply = "<think>Hm, 1+1."
+    body = {"include_reasoning": shown}
+    message = client.chat.completions.create(model="demo", messages=HI, extra_body=body).choices[0].message
+    assert message.content is None
+    assert message.reasoning == ("Hm, 1+1." if shown else None)  # type: ignore[attr-defined]
+    sent_back = ChatMessage(role="assistant", content=None, reasoning=message.reasoning)  # type: ignore[attr-defined]
+    assert sent_back.for_template()["content"] == "", "templates join texts"
 
 
 def test_reasoning_can_be_left_out(shared: Running, client: openai.OpenAI) -> None:

@@ -74,6 +74,8 @@ class ChatMessage(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it. They do not know the role "developer", so it becomes "system"."""
         message = self.model_dump(exclude_none=True)
+        if not self.tool_calls:
+            message.setdefault("content", "")  # an answer may only reason, and templates join texts
         if self.role == "developer":
             message["role"] = "system"
         if isinstance(self.content, list):

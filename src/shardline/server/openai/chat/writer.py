@@ -382,7 +382,7 @@ class ChatWriter:
         calls = [_tool_call(call, parser) for call in whole]
         shown, use = reasoning or None, self._format.tool_use
         has_reasoning = self._format.reasoning is not None and self._with_reasoning
-        has_content = bool(self._echo or content or not calls or (use is not None and use.required))
+        has_content = bool(self._echo or content or not (calls or reasoning) or (use is not None and use.required))
         return AssistantMessage(
             role=self._role,
             content=self._echo + content if has_content else None,
