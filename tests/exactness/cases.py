@@ -170,6 +170,29 @@ def layouts_of_own_parts() -> list[Case]:
     return cases
 
 
+def layouts_with_heads() -> list[Case]:
+    """Layouts of an EAGLE head, beside parts of models that it could disturb. Samples do without this axis: its way
+    is that of a draft model, but for the hidden states."""
+    whole = ("whole", "cold", "roomy")
+    return [
+        Case("llama", "bfloat16", 3, 1, 2, "together", "chunked", "warm", "tight", "none", *_HEAD_REST[0]),
+        Case("gemma2", "bfloat16", 1, 3, 2, "together", "chunked", "off", "tight", "fp8", *_HEAD_REST[1]),
+        Case("deepseek_v3", "float32", 2, 2, 1, "staggered", *whole, "fp8", *_HEAD_REST[2]),
+        Case("deepseek_v2", "bfloat16", 1, 1, 2, "staggered", *whole, PACKED, *_HEAD_REST[3]),
+        Case("mixtral", "bfloat16", 4, 1, 1, "together", "chunked", "off", "roomy", "int4_fast", *_HEAD_REST[4]),
+        Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[0]),
+    ]
+
+
+_HEAD_REST = (
+    ("split-experts", INT8_KV, "in-turns", HEAD_DRAFTS, NO_MARK),
+    ("split-experts", INT8_KV, "two-hosts", HEAD_DRAFTS, KGW),
+    ("split-experts", "kv-auto", "in-turns", HEAD_DRAFTS, KGW),
+    (WHOLE_EXPERTS, "kv-auto", "one-host", HEAD_DRAFTS, NO_MARK),
+    (WHOLE_EXPERTS, INT8_KV, "in-turns", HEAD_DRAFTS, KGW),
+)
+
+
 def layouts_of_formats() -> list[Case]:
     """A layout of the checkpoints in some formats."""
     cases = []
@@ -223,7 +246,7 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
 
     `quick`: chosen among more candidates, and those that take little time are preferred.
     """
-    values = axes(families, schemes, KV_TYPES[:2])
+    values = [[value for value in axis if value != HEAD_DRAFTS] for axis in axes(families, schemes, KV_TYPES[:2])]
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
     rng = random.Random(0)

@@ -20,6 +20,7 @@ from tests.exactness.cases import (
     latent_layouts,
     layouts_of_formats,
     layouts_of_own_parts,
+    layouts_with_heads,
     pairwise_sample,
 )
 from tests.exactness.harness import Answer, golden, make_requests, marked, run, run_case, start_engine
@@ -100,6 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                         *latent_layouts(),
                         *layouts_of_own_parts(),
                         *layouts_of_formats(),
+                        *layouts_with_heads(),
                     ]
                 )
             )
