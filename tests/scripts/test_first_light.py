@@ -49,7 +49,7 @@ def test_a_part_that_crashes_hides_no_other(tmp_path: Path, monkeypatch: pytest.
         Path(command[command.index("--output") + 1]).write_text('{"card": "A card", "ok": true}')
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(first_light.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     page = tmp_path / "page.md"
     words = ["first_light", "--device", "cpu", "--parts", "ceilings,proof,server", "--page", str(page)]
     monkeypatch.setattr(sys, "argv", words)

@@ -208,7 +208,7 @@ def _launch_mla(
     **strides: int,
 ) -> None:
     itemsize, rank = query.element_size(), query.shape[2]
-    tiles = (_Tile(16, 4, 2), _Tile(16, 4, 1))
+    tiles: tuple[_Tile, ...] = (_Tile(16, 4, 2), _Tile(16, 4, 1))
     if itemsize == 2:
         # Narrow tiles are for cores whose instructions have 16 rows.
         tiles = (_Tile(64, 8, 2),) if generation().holds_all_stages else (_Tile(32, 4, 2), _Tile(32, 4, 1), *tiles)
