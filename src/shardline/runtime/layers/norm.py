@@ -19,6 +19,7 @@ class NormLayer:
     def __init__(self, loader: LayerLoader, name: str, norm: Norm) -> None:
         self._kernels = loader.stage.kernels
         self._spec = norm
+        self._offset = norm.kernel_offset
         self.weight = loader.load(f"{name}.weight")
         self._bias = loader.load(f"{name}.bias") if norm.bias else None
 
@@ -26,7 +27,7 @@ class NormLayer:
         """[M, H] or heads [T, N, H] -> the same, contiguous."""
         spec = self._spec
         if spec.kind == "rms":
-            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=spec.kernel_offset)
+            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=self._offset)
         return layer_norm(self._kernels, x, self.weight, self._bias, spec.eps)
 
 
@@ -76,6 +77,7 @@ class InputNorm:
         """`input_form`: the form that the linears read; only they read the norm."""
         self._kernels = loader.stage.kernels
         self.spec = norm
+        self._offset = norm.kernel_offset
         self.weight = loader.load(f"{name}.weight")
         self._bias = loader.load(f"{name}.bias") if norm.bias else None
         self._is_quantized = input_form == "quantized"
@@ -85,6 +87,7 @@ class InputNorm:
         residual, s = x."""
         spec, kernels, quantized = self.spec, self._kernels, self._is_quantized
         if spec.kind == "rms":
-            offset = spec.kernel_offset
-            return add_rms_norm(kernels, x, residual, self.weight, spec.eps, weight_offset=offset, quantized=quantized)
+            return add_rms_norm(
+                kernels, x, residual, self.weight, spec.eps, weight_offset=self._offset, quantized=quantized
+            )
         return add_layer_norm(kernels, x, residual, self.weight, self._bias, spec.eps, quantized=quantized)
