@@ -1,6 +1,10 @@
-"""Inputs of the checks, and the comparison of their results."""
+"""Random inputs on a device, and calls that may fail."""
 
 from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +15,8 @@ from shardline.kernels.cuda.gpu_kernels import CudaKernels
 class Inputs:
     """Inputs on one device, of one dtype."""
 
-    def __init__(self, device: str, dtype: torch.dtype, small: bool) -> None:
-        self.device, self.dtype, self.small = device, dtype, small
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
         self.kernels = CudaKernels(torch.device(device))
         self.rng = torch.Generator().manual_seed(7)
 
@@ -23,13 +27,9 @@ class Inputs:
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times the transpose of weight, plus bias, with sums in fp64: [M, N] of x's dtype."""
-    product = x.double() @ weight.double().T
-    return (product if bias is None else product + bias.double()).to(x.dtype)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|; infinite if anything is NaN."""
-    difference = (actual.double().cpu() - expected.double()).norm() / expected.double().norm()
-    return float("inf") if difference.isnan() else difference.item()
+def attempt(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of a call, or its traceback: one broken part must not hide the others."""
+    try:
+        return function(*arguments, **options)
+    except Exception:
+        return traceback.format_exc(limit=-3)

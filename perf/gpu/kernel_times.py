@@ -19,7 +19,7 @@ from shardline.kernels.cuda.triton.gemm import Tile
 from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
 from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
 
-from .checks import attempt
+from .inputs import attempt
 from .tiles import FEW_ROWS, MANY_ROWS
 
 kernels = CudaKernels(torch.device("cuda"))

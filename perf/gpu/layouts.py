@@ -1,11 +1,11 @@
-"""Several ranks share one GPU over gloo. Every layout must give exactly the tokens of a single rank."""
+"""Several ranks, which share one GPU over gloo. Every layout must give exactly the tokens of a single rank."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .checks import attempt
 from .families import random_model, tokens_of
+from .inputs import attempt
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "demo": [
@@ -24,25 +24,26 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 """Layouts by model. A single rank replays CUDA graphs and these layouts do not, so this compares graphs too."""
 
 
-def same_tokens(model: str, device: str, layouts: list[dict[str, Any]]) -> dict[str, Any]:
+def same_tokens(model: str, on: dict[str, str], layouts: list[dict[str, Any]]) -> dict[str, Any]:
     """Compare greedy tokens in bf16, in a batch and alone."""
-    options = {"device": device, "dtype": "bfloat16", "max_num_seqs": 16, "kv_cache_memory": "256MiB"}
+    options = {**on, "dtype": "bfloat16", "max_num_seqs": 16, "kv_cache_memory": "256MiB", "max_model_len": 512}
+    gloo = {} if on["device"] == "cpu" else {"collectives": "gloo"}
     expected = tokens_of(model, **options)
     result: dict[str, Any] = {}
     for layout in layouts:
         name = " ".join(f"{key}={value}" for key, value in layout.items())
-        tokens = attempt(lambda chosen: tokens_of(model, **options, **chosen, collectives="gloo"), layout)
+        tokens = attempt(lambda chosen: tokens_of(model, **options, **chosen, **gloo), layout)
         result[name] = tokens if isinstance(tokens, str) else {"ok": tokens == expected}
     return result
 
 
-def run(device: str) -> dict[str, Any]:
+def run(on: dict[str, str]) -> dict[str, Any]:
     """Run all layouts."""
     result = {}
     for model, layouts in LAYOUTS.items():
         if model == "demo":
-            result[model] = attempt(same_tokens, model, device, layouts)
+            result[model] = attempt(same_tokens, model, on, layouts)
             continue
         with random_model(model) as folder:
-            result[model] = attempt(same_tokens, folder, device, layouts)
+            result[model] = attempt(same_tokens, folder, on, layouts)
     return result

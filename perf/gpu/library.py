@@ -13,8 +13,9 @@ from shardline.kernels.cuda.library import use_library
 from shardline.kernels.cuda.library_trial import try_library
 from shardline.kernels.cuda.triton.linear import launch_linear
 
-from .checks import BUCKETS, attempt
+from .bits import BUCKETS
 from .engine import shape_folder, throughput_bar
+from .inputs import attempt
 
 _SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 """Weight shapes of Llama-3.1-8B."""

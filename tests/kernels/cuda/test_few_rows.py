@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from perf.gpu.checks import TOLERANCE
-from perf.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
 from shardline.deployment.kernel_cases import fits_tile
@@ -172,8 +170,3 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     for ours, theirs in zip(actual, two_steps(worker), strict=True):
         assert_same_bits(ours, theirs)
     assert launched == []
-
-
-def test_the_checks_for_a_card():
-    checks = FewRowsChecks("cpu", torch.float32, small=True)
-    assert max(checks.added_and_normed(), checks.queries_keys_and_values()) < TOLERANCE[torch.float32]

@@ -18,7 +18,8 @@ class NormLayer:
 
     def __init__(self, loader: LayerLoader, name: str, norm: Norm) -> None:
         self._kernels = loader.stage.kernels
-        self._spec, self._offset = norm, norm.kernel_offset
+        self._spec = norm
+        self._offset = norm.kernel_offset
         self.weight = loader.load(f"{name}.weight")
         self._bias = loader.load(f"{name}.bias") if norm.bias else None
 
@@ -75,7 +76,8 @@ class InputNorm:
     def __init__(self, loader: LayerLoader, name: str, norm: Norm, *, input_form: InputForm) -> None:
         """`input_form`: the form that the linears read; only they read the norm."""
         self._kernels = loader.stage.kernels
-        self.spec, self._offset = norm, norm.kernel_offset
+        self.spec = norm
+        self._offset = norm.kernel_offset
         self.weight = loader.load(f"{name}.weight")
         self._bias = loader.load(f"{name}.bias") if norm.bias else None
         self._is_quantized = input_form == "quantized"
@@ -85,6 +87,7 @@ class InputNorm:
         residual, s = x."""
         spec, kernels, quantized = self.spec, self._kernels, self._is_quantized
         if spec.kind == "rms":
-            weight, offset = self.weight, self._offset
-            return add_rms_norm(kernels, x, residual, weight, spec.eps, weight_offset=offset, quantized=quantized)
+            return add_rms_norm(
+                kernels, x, residual, self.weight, spec.eps, weight_offset=self._offset, quantized=quantized
+            )
         return add_layer_norm(kernels, x, residual, self.weight, self._bias, spec.eps, quantized=quantized)
