@@ -39,8 +39,8 @@ def _role(name: str) -> Any:
         return "lm_head"
     if ".experts." in name:
         return "expert"
-    if name.endswith((".attention.v.weight", ".attention.kv_down.weight")):
-        return "value"
+    if name.endswith((".attention.k.weight", ".attention.v.weight", ".attention.kv_down.weight")):
+        return "key_value"
     return "down" if name.endswith((".feed_forward.down.weight", ".shared.down.weight")) else "layer"
 
 

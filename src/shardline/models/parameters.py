@@ -45,8 +45,9 @@ from shardline.weights.base import Role
 _IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
 _STREAMS = "_streams"
 _ROLES: dict[str, Role] = {
-    "attention.v": "value",
-    "attention.kv_down": "value",
+    "attention.k": "key_value",
+    "attention.v": "key_value",
+    "attention.kv_down": "key_value",
     "feed_forward.down": "down",
     "feed_forward.shared.down": "down",
 }

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardline.kernels.tensors import LinearInput
     from shardline.weights.grouped import GroupedWeight
 
-Role = Literal["layer", "value", "down", "expert", "lm_head"]
-"""What a weight is for; a format may hold weights of different roles in different ways. Errors in "value", the
-projection to values or to latents, and in "down", which closes a dense feed-forward block, cost more than others."""
+Role = Literal["layer", "key_value", "down", "expert", "lm_head"]
+"""What a weight is for; a format may hold weights of different roles in different ways. Errors in "key_value", the
+projections to keys, values or latents, and in "down", which closes a dense feed-forward block, cost most."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True):

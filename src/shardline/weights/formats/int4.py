@@ -45,7 +45,7 @@ class Format(int8_w8a16.Format):
         return "int4"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
-        if role in ("lm_head", "value"):
+        if role in ("lm_head", "key_value"):
             return super().num_bytes(rows, columns, dtype_bytes, role)
         if role == "down":
             return rows * (-(-columns * 3 // 4) + 2 * num_groups(columns))
@@ -56,7 +56,7 @@ class Format(int8_w8a16.Format):
         return int8_w8a16.Format().pack_lm_head(kernels, weight)
 
     def hold(self, kernels: Kernels, weight: Tensor, role: Role) -> Tensor | GroupedWeight:
-        if role == "value":
+        if role == "key_value":
             return quantize_symmetric(kernels, weight, 8, self.label)
         return quantize_symmetric(kernels, weight, 6, self.label) if role == "down" else weight
 
