@@ -189,8 +189,20 @@ def door(request, servers: list[Server], tmp_path_factory) -> Iterator[Door]:
         yield Door(url, servers, request.param is not nginx)
 
 
+_clients: list[openai.OpenAI] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Clients of a test are closed at its end."""
+    yield
+    while _clients:
+        _clients.pop().close()
+
+
 def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0)
+    _clients.append(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0))
+    return _clients[-1]
 
 
 def answer(url: str, **fields: Any) -> tuple[Any, ...]:
