@@ -1,8 +1,8 @@
 """W4A16: weights in 4 bits with a scale and a minimum for each 32 neighbours along K. Products read activations as they
 are; many rows take longer than with `int4_fast`. On CPUs; GPUs have `int4_fast` under this name.
 
-Where errors cost most, codes have more bits: 8 in the projections to keys and values, the embedding and the lm_head, 6 in
-the projection that closes a dense feed-forward block.
+Where errors cost most, codes have more bits: 8 in the projections to keys and values, the embedding and the lm_head,
+6 in the projection that closes a dense feed-forward block.
 
 A minimum costs a byte for each group, and lets the 16 values of a group lie where its weights are. Scales and minimums
 have two levels, as in GGUF's Q4_K: a byte for each group, times a number in float16 that up to 8 groups share. They are
