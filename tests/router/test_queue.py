@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.router import proxy
 from shardline.router.queue import Queue
 from tests.router.backends import Call, Site, open_site, stream_words
 
@@ -19,7 +20,8 @@ from tests.router.backends import Call, Site, open_site, stream_words
 class OneSeat:
     """A backend that runs one request at a time, until it is told to answer, and refuses others."""
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after: str = "9") -> None:
+        self._retry_after = retry_after
         self._may_answer = threading.Semaphore(0)
         self._is_taken = False
         self.ran: list[str] = []
@@ -28,13 +30,15 @@ class OneSeat:
     async def behave(self, call: Call) -> None:
         if self._is_taken:
             self.num_refused += 1
-            await call.answer(429, {"error": {"message": "full"}}, retry_after="9")
+            await call.answer(429, {"error": {"message": "full"}}, retry_after=self._retry_after)
             return
         self._is_taken = True
         self.ran.append(call.fields["prompt"])
-        while not self._may_answer.acquire(blocking=False):
-            await asyncio.sleep(0.002)
-        self._is_taken = False
+        try:
+            while not self._may_answer.acquire(blocking=False):
+                await asyncio.sleep(0.002)
+        finally:
+            self._is_taken = False
         await stream_words(call)
 
     def answer(self, count: int = 1) -> None:
@@ -134,12 +138,39 @@ def test_a_client_that_leaves_gives_its_place_back(site: Site) -> None:
     assert seat.ran == ["first", "second"]
 
 
+def test_a_client_that_leaves_makes_room_at_its_backend(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "_MOST_BUSY_SECONDS", 600.0)
+    seat = OneSeat(retry_after="600")
+    site.add_backend(seat.behave)
+    site.start_router(queue_timeout=20.0)
+    writer = site.run(_send(site))
+    site.wait_for(lambda: seat.ran == ["gone"])
+    statuses: dict[str, int] = {}
+    thread = ask_beside(site, statuses, "second")
+    wait_until(site, 1)
+    site.run(_close(writer))
+    # The backend may notice the departure later than the router.
+    site.wait_for(lambda: len(seat.ran) + seat.num_refused > 2 or "second" in statuses)
+    assert len(seat.ran) + seat.num_refused > 2
+    seat.answer()
+    thread.join(60.0)
+
+
 async def _leave(site: Site) -> None:
     """Send a request, and leave before the answer."""
+    writer = await _send(site)
+    await asyncio.sleep(0.1)
+    await _close(writer)
+
+
+async def _send(site: Site) -> asyncio.StreamWriter:
     _, writer = await asyncio.open_connection("127.0.0.1", site.client.base_url.port)
     body = b'{"model": "m", "prompt": "gone"}'
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    await asyncio.sleep(0.1)
+    return writer
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
     await writer.wait_closed()
 

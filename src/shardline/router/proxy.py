@@ -231,7 +231,7 @@ class Proxy:
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
     ) -> Refusal | None:
         """Give a request to a backend. None: the client has its answer, or as much of it as there was."""
-        with _running(backend, len(job.body), job.choice):
+        with self._running(backend, job):
             try:
                 timeout = self._config.answer_timeout
                 body = job.body_for(backend)
@@ -322,10 +322,33 @@ class Proxy:
         if is_stream and job.choice is not None and not went_on:
             self._fleet.note_pace(job.choice, num_parts)
         self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
+        self._note_room(backend)
+        return None
+
+    @contextlib.contextmanager
+    def _running(self, backend: Backend, job: Job) -> Iterator[None]:
+        """The request counts as the backend's load."""
+        choice = job.choice
+        backend.breaker.begin(time.monotonic())
+        backend.num_requests += 1
+        backend.num_bytes += len(job.body)
+        try:
+            yield
+        except BaseException:  # the client has left
+            self._note_room(backend)
+            raise
+        finally:
+            backend.breaker.give_up()
+            backend.num_requests -= 1
+            backend.num_bytes -= len(job.body)
+            if choice is not None:
+                choice.begin()
+
+    def _note_room(self, backend: Backend) -> None:
+        """A request that the backend had taken is over: it may have room for another."""
         if self._queue:
             backend.busy_until = 0.0
             self._queue.let_next_try()
-        return None
 
     def _note_cached(self, choice: Choice | None, tail: bytes) -> None:
         """Compare what was expected in a cache with what the answer says at its end."""
@@ -388,22 +411,6 @@ class Proxy:
         raise ApiError(
             HTTPStatus.BAD_GATEWAY, f"No backend has answered: {problems}.", type=SERVER_ERROR, code="backend_failed"
         )
-
-
-@contextlib.contextmanager
-def _running(backend: Backend, num_bytes: int, choice: Choice | None) -> Iterator[None]:
-    """The request counts as the backend's load."""
-    backend.breaker.begin(time.monotonic())
-    backend.num_requests += 1
-    backend.num_bytes += num_bytes
-    try:
-        yield
-    finally:
-        backend.breaker.give_up()
-        backend.num_requests -= 1
-        backend.num_bytes -= num_bytes
-        if choice is not None:
-            choice.begin()
 
 
 async def _read_body(receive: Receive) -> bytes:
