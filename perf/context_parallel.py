@@ -11,7 +11,6 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,24 +39,25 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "2 ranks": {"cpu_threads": 1, "context_parallel_size": 2},
 }
 _DECODED = 64
+_SHORT, _SHORT_PROMPTS = 448, 4
 
 
-def seconds(llm: LLM, rng: random.Random, length: int, num_tokens: int) -> float:
-    """How long a prompt that no cache has and the tokens after it take."""
+def seconds(llm: LLM, rng: random.Random, length: int) -> tuple[float, float]:
+    """How long a prompt that no cache has takes, and the tokens after its first one."""
     prompt = [rng.randrange(8192) for _ in range(length)]
-    params = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, detokenize=False)
-    began = time.perf_counter()
-    llm.generate([prompt], params, use_tqdm=False)
-    return time.perf_counter() - began
+    params = SamplingParams(max_tokens=1 + _DECODED, min_tokens=1 + _DECODED, temperature=0.0, detokenize=False)
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    times = output.metrics
+    assert times is not None
+    return times.first_token_ts - times.scheduled_ts, times.last_token_ts - times.first_token_ts
 
 
 def measure(llm: LLM, rng: random.Random, long: int) -> Iterator[tuple[str, float]]:
     """Names and seconds of the parts of a round."""
-    prefill = seconds(llm, rng, long, 1)
+    prefill, decode = seconds(llm, rng, long)
     yield f"prefill of {long}", prefill
-    yield f"decode at {long}", seconds(llm, rng, long, 1 + _DECODED) - prefill
-    short = seconds(llm, rng, 448, 1)
-    yield "decode at 512", seconds(llm, rng, 448, 1 + _DECODED) - short
+    yield f"decode at {long}", decode
+    yield "decode at 512", sum(seconds(llm, rng, _SHORT)[1] for _ in range(_SHORT_PROMPTS))
 
 
 def longest(model: Path, memory: str, **options: Any) -> int:

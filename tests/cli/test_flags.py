@@ -102,7 +102,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --enable-sleep-mode", "a server cannot sleep"),
         ("serve --max-logprobs -2", "max_logprobs must be at least 0, or -1 for all"),
         ("serve --cpu-offload-gb 4", "cpu_offload_gb needs offload_to on a CPU"),
-        ("serve --speculative-config {}", 'must be "ngram", "suffix", "draft_model", "eagle" or "mtp"'),
+        ("serve --speculative-config {}", 'must be "ngram", "suffix", "draft_model", "eagle", "eagle3" or "mtp"'),
         ("serve --kv-events-config on", "kv_events_config must be a JSON object like"),
         ('serve --kv-events-config {"topics":1}', "kv_events_config has the unknown key 'topics'"),
         ('serve --kv-events-config {"endpoint":"http://a"}', "endpoint of kv_events_config must be like tcp://"),

@@ -64,7 +64,7 @@ def test_heads_are_methods() -> None:
         ("[1]", "must be a JSON object like"),
         (
             '{"method": "medusa", "num_speculative_tokens": 2}',
-            'must be "ngram", "suffix", "draft_model", "eagle" or "mtp", got \'medusa\'',
+            'must be "ngram", "suffix", "draft_model", "eagle", "eagle3" or "mtp", got \'medusa\'',
         ),
         ('{"num_speculative_tokens": 2}', "got None"),
         (
@@ -78,7 +78,7 @@ def test_heads_are_methods() -> None:
             "is above",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 2, "draft_tp": 2}', "unknown key 'draft_tp'; known: method"),
-        ('{"method": "eagle3", "model": "x"}', '"eagle" or "mtp", got \'eagle3\''),
+        ('{"method": "eagle3"}', "model of speculative_config must be a text that is not empty, got nothing"),
         ('{"method": "eagle", "num_speculative_tokens": 2}', "model of speculative_config must be a text"),
         ('{"method": "eagle", "model": "x"}', "must be a whole number from 1 to 64, got nothing"),
         (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shardline.deployment.deployment import Deployment
 from tests.deployment.machines import machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import make_eagle, make_predicting
+from tests.models.heads import make_eagle, make_eagle3, make_predicting
 
 _HIDDEN, _VOCAB = 64, 256
 
@@ -79,12 +79,52 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
         resolved(model)
     file = head / "model.safetensors"
     tensors = load_file(file)
-    save_file({**tensors, "d2t": tensors["fc.weight"].clone()}, file)
-    with pytest.raises(ValueError, match="it is an EAGLE 3 head"):
-        resolved(model, head)
     save_file({**tensors, "fc.weight": tensors["fc.weight"][:, :9].contiguous()}, file)
     with pytest.raises(ValueError, match=r"fc\.weight"):
         resolved(model, head)
+
+
+def test_a_head_of_eagle_3_has_an_lm_head(tmp_path: Path) -> None:
+    model, method = make_checkpoint("llama", tmp_path / "model"), {"draft": {"method": "eagle3"}}
+    head = make_eagle3(tmp_path / "head", tokens=range(0, 256, 4))
+    draft = resolved(model, head, dtype="float32", **method).draft
+    assert draft is not None
+    tensors = load_file(head / "model.safetensors")
+    offsets = tensors.pop("d2t")
+    tensors.pop("t2d")
+    assert draft.weights[0].num_bytes == sum(tensor.nbytes for tensor in tensors.values()) + 4 * len(offsets)
+    random = resolved(model, head, load_format="dummy", **method).draft
+    assert random is not None
+    assert random.spec.vocab_size == len(offsets)
+
+
+@pytest.mark.parametrize(
+    ("method", "made", "options", "message"),
+    [
+        ("eagle", {}, {}, 'it is an EAGLE 3 head; use the method "eagle3"'),
+        ("eagle3", {"vocab_size": 512}, {}, "its vocabulary has 512 tokens, and that of the model 256"),
+        ("eagle3", {}, {"pipeline_parallel_size": 2}, "layers 2, 2, 1, which are not in one stage .* use tensor_par"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 2]}},
+            {},
+            r"inputs of the layers \[1, 4, 2\], and the model has 4 layers",
+        ),
+    ],
+)
+def test_heads_of_eagle_3_that_do_not_fit_are_refused(
+    method: str, made: dict[str, object], options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "head", **made)
+    with pytest.raises(ValueError, match=message) as error:
+        resolved(model, head, draft={"method": method}, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_an_older_head_is_no_eagle_3_head(tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head")
+    with pytest.raises(ValueError, match=r'it is no EAGLE 3 head .* an older head needs the method "eagle"'):
+        resolved(model, head, draft={"method": "eagle3"})
 
 
 def test_a_checkpoint_without_these_weights_is_refused(tmp_path: Path) -> None:

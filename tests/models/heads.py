@@ -54,6 +54,32 @@ def _eagle_files(bias: bool, norms: bool, seed: int, overrides: str) -> Mapping[
     return {"config.json": json.dumps(config).encode(), "model.safetensors": content}
 
 
+def make_eagle3(folder: Path, *, tokens: Sequence[int] | None = None, seed: int = 5, **overrides: Any) -> Path:
+    """Save an EAGLE 3 head for models of 64 hidden elements and 256 tokens; `tokens`: those that its lm_head has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, rng = make_model("llama", seed, **_ONE_LAYER), torch.Generator().manual_seed(seed)
+    tensors = {
+        key.replace("model.layers.0.", "midlayer.").removeprefix("model."): value
+        for key, value in model.state_dict().items()
+        if "embed_tokens" not in key
+    }
+    for name in ("q", "k", "v"):
+        key = f"midlayer.self_attn.{name}_proj.weight"
+        tensors[key] = torch.randn(len(tensors[key]), 2 * _SIZE, generator=rng) * (2 * _SIZE) ** -0.5
+    for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
+        tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(_SIZE, generator=rng)
+    tensors["fc.weight"] = torch.randn(_SIZE, 3 * _SIZE, generator=rng) * (3 * _SIZE) ** -0.5
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLMEagle3"], **overrides}
+    if tokens is not None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(tokens)].contiguous()
+        tensors["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, torch.tensor(tokens), True)
+        config["draft_vocab_size"] = len(tokens)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def make_predicting(model_type: str, folder: Path, seed: int = 5, **overrides: Any) -> Path:
     """Save a checkpoint of a model type with its layer for multi-token prediction."""
     family = "qwen2" if model_type == "mimo" else model_type
@@ -177,3 +203,55 @@ class Reference:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, (x.shape[-1],), self._tensors[f"{name}.weight"], self._eps)
+
+
+class Eagle3Reference:
+    """As `Reference`, for an EAGLE 3 head."""
+
+    def __init__(self, model: Path, head: Path, sources: Sequence[int]) -> None:
+        """`sources`: the layers whose inputs it reads."""
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+        self._tensors, self._sources = load_file(head / "model.safetensors"), sources
+        self._layers = make_model("llama", 5, **_ONE_LAYER).model
+        self._layers.norm = nn.Identity()
+        layer, self._pairs = self._layers.layers[0], _Given()
+        layer.input_layernorm = self._pairs
+        own = {key.removeprefix("midlayer."): value for key, value in self._tensors.items() if "midlayer" in key}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(layer.self_attn, name, nn.Linear(2 * _SIZE, len(own[f"self_attn.{name}.weight"]), bias=False))
+        norms = {"input_layernorm.weight", "hidden_norm.weight"}
+        layer.load_state_dict({key: value for key, value in own.items() if key not in norms})
+        rows = len(self._tensors["lm_head.weight"])
+        self._token_ids = torch.arange(rows) + self._tensors.get("d2t", torch.zeros(rows, dtype=torch.long))
+
+    @torch.no_grad()
+    def margins(self, tokens: Sequence[int], guesses: Sequence[int]) -> list[float]:
+        """See `Reference.margins`; of the tokens that the lm_head has."""
+        ids = torch.tensor([list(tokens)])
+        states = self._model.model(ids[:, :-1], output_hidden_states=True).hidden_states
+        read = torch.cat([states[layer][0] for layer in self._sources], -1)
+        rows = nn.functional.linear(read, self._tensors["fc.weight"])
+        embed, margins = self._model.get_input_embeddings(), []
+        behind = embed(ids[0, 1:])
+        for guess in guesses:
+            self._pairs.rows = torch.cat(
+                [self._norm(behind, "midlayer.input_layernorm"), self._norm(rows, "midlayer.hidden_norm")], -1
+            )[None]
+            output = self._layers(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0, -1:]
+            logits = nn.functional.linear(self._norm(output, "norm"), self._tensors["lm_head.weight"])[0]
+            assert float(logits.std()) > 0.1, "the logits are all alike"
+            margins.append(float(logits.max() - logits[self._token_ids == guess][0]))
+            rows, behind = torch.cat([rows, output]), torch.cat([behind, embed(torch.tensor([guess]))])
+        return margins
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._tensors[f"{name}.weight"], 1e-5)
+
+
+class _Given(nn.Module):
+    """Returns rows that it was given, whatever its input is."""
+
+    rows: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from shardline.checkpoints.folder_files import not_itself, weight_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
-from shardline.models.parameters import expert_of, parameters, parse_name
+from shardline.models.parameters import expert_of, holds_whole_numbers, parameters, parse_name
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, TensorEntry, tensor_problems
@@ -33,6 +33,7 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 _LOADABLE = ("F32", "BF16", "F16", "F64")
+_WHOLE_NUMBERS = ("I64",)
 _MAX_HEADER_BYTES = 1 << 25
 """The largest published headers, of a hundred thousand tensors, are half as long."""
 _MAX_DIMS = 16
@@ -111,6 +112,7 @@ class Checkpoint:
         tensor_source = family(spec.model_type).tensor_source
         quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
+        whole_numbers: set[str] = set()
         for name, shape in parameters(spec):
             source = self.place(tensor_source(name, spec))
             if quantized.add(name, source, shape, problems):
@@ -123,9 +125,12 @@ class Checkpoint:
             # If parameters share a tensor, the end of the last one gives the full size.
             stored = source.stored_shape(shape)
             expected[key] = max(stored, expected.get(key, stored))
+            if holds_whole_numbers(name):
+                whole_numbers.add(key)
         modules = quantized.finish(problems)
         for key, shape in expected.items():
-            if found := tensor_problems(key, shape, _LOADABLE, self.tensors):
+            types = _WHOLE_NUMBERS if key in whole_numbers else _LOADABLE
+            if found := tensor_problems(key, shape, types, self.tensors):
                 problems += found
                 wrong.append(key)
             bias = f"{key.removesuffix('weight')}bias"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,12 +21,13 @@ from shardline.checkpoints.quantization import read_stored
 from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import EngineConfig, ModelConfig
-from shardline.models.heads import HEADS, eagle_config, mtp_config
+from shardline.models.heads import HEADS, eagle3_config, eagle_config, mtp_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
 
 Found = TypeVar("Found")
+_EAGLE3_KEY = "midlayer.hidden_norm.weight"
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 """Ends of the names of tensors that scale cached keys and values."""
 _PREDICTED = "num_nextn_predict_layers"
@@ -122,12 +123,11 @@ def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescriptio
         if asked.method == "mtp":
             return dataclasses.replace(model, draft=model.keep("mtp", lambda: _read_mtp(model)))
         draft = model.keep(own, lambda: read_model(own))
-        if asked.method == "eagle":
-            drafts, positions = draft, model.spec().max_position_embeddings
-            draft = model.keep(("eagle", own), lambda: _read_eagle(drafts, positions))
-        check_same_vocabulary(
-            (model.tokenizer_file, model.spec().vocab_size), (draft.tokenizer_file, draft.spec().vocab_size)
-        )
+        vocab_size = draft.spec().vocab_size
+        if asked.method in ("eagle", "eagle3"):
+            drafts, read = draft, _read_eagle if asked.method == "eagle" else _read_eagle3
+            draft = model.keep((asked.method, own), lambda: read(drafts, model.spec()))
+        check_same_vocabulary((model.tokenizer_file, model.spec().vocab_size), (draft.tokenizer_file, vocab_size))
     except (ValueError, OSError) as error:
         what = f"the draft model {asked.model!r}" if asked.model else 'the method "mtp"'
         raise ValueError(f"{what} of speculative_config: {error}") from None
@@ -156,18 +156,44 @@ def _read_mtp(model: ModelDescription) -> ModelDescription:
     return head
 
 
-def _read_eagle(head: ModelDescription, positions: int) -> ModelDescription:
-    """The files of a model as those of a head, for a model with so many `positions`.
+def _read_eagle(head: ModelDescription, model: DecoderSpec) -> ModelDescription:
+    """The files of a model as those of a head for `model`.
 
     Raises:
         ValueError: they are no head.
     """
+    tensors = _tensors_of_head(head)
+    if _EAGLE3_KEY in tensors:
+        raise ValueError('it is an EAGLE 3 head; use the method "eagle3"')
+    config, positions = text_config(head.files.config), model.max_position_embeddings
+    return _with_config(head, eagle_config(config, positions, bias="fc.bias" in tensors))
+
+
+def _read_eagle3(head: ModelDescription, model: DecoderSpec) -> ModelDescription:
+    """As `_read_eagle`, for an EAGLE 3 head; raises the same errors, and those of `eagle3_config`."""
+    tensors = _tensors_of_head(head)
+    if tensors and _EAGLE3_KEY not in tensors:
+        raise ValueError(f'it is no EAGLE 3 head ({_EAGLE3_KEY} is missing); an older head needs the method "eagle"')
+    config = eagle3_config(
+        text_config(head.files.config),
+        model.max_position_embeddings,
+        len(model.layers),
+        bias="fc.bias" in tensors,
+        names_tokens="d2t" in tensors,
+    )
+    return _with_config(head, config)
+
+
+def _tensors_of_head(head: ModelDescription) -> Collection[str]:
+    """The keys of an EAGLE head; none if its weights are random.
+
+    Raises:
+        ValueError: it is a whole model.
+    """
     tensors = head.checkpoint.tensors if isinstance(head.checkpoint, Checkpoint) else {}
-    if "d2t" in tensors or "midlayer.hidden_norm.weight" in tensors:
-        raise ValueError("it is an EAGLE 3 head, and only the first EAGLE heads are supported; use one of these")
     if head.checkpoint is not None and "fc.weight" not in tensors:
         raise ValueError('it is no EAGLE head (fc.weight is missing); a whole model needs the method "draft_model"')
-    return _with_config(head, eagle_config(text_config(head.files.config), positions, bias="fc.bias" in tensors))
+    return tensors
 
 
 def _with_config(model: ModelDescription, config: dict[str, Any]) -> ModelDescription:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 _DEFAULT_LENGTH = 5
 _MOST_TOKENS = 64
 _MOST_REQUESTS = 1_000_000
-_METHODS = ("ngram", "suffix", "draft_model", "eagle", "mtp")
+_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 _NGRAM_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = "suffix_decoding_"
 _DRAFT_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
@@ -38,7 +38,7 @@ class Suffixes:
 NO_SUFFIXES = Suffixes(0, 0, 0.0, 0.0)
 
 
-DraftMethod = Literal["draft_model", "eagle", "mtp"]
+DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
     if method not in _METHODS:
         names = ", ".join(f'"{name}"' for name in _METHODS[:-1])
         raise ValueError(f'the method of speculative_config must be {names} or "{_METHODS[-1]}", got {method!r}')
-    if model is not None and method not in ("draft_model", "eagle"):
+    if model is not None and method not in ("draft_model", "eagle", "eagle3"):
         source = "by layers of the served model" if method == "mtp" else "from the text"
         raise ValueError(f'the method "{method}" of speculative_config drafts {source}: leave out the model {model!r}')
     own = {
@@ -104,6 +104,7 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
         "suffix": tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1],
         "draft_model": _DRAFT_KEYS,
         "eagle": _DRAFT_KEYS,
+        "eagle3": _DRAFT_KEYS,
         "mtp": _MTP_KEYS,
     }[method]
     known = ("method", "num_speculative_tokens", *own)

@@ -312,6 +312,12 @@ class Deployment(msgspec.Struct, frozen=True):
         )
 
     @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs a head reads; the number of layers stands for the output of the last one."""
+        head = None if self.draft is None else self.draft.spec.head_input
+        return () if head is None else head.sources or (len(self.spec.layers),)
+
+    @property
     def keeps_packed(self) -> bool:
         """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed

@@ -191,7 +191,10 @@ def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> floa
 class Projections(Trait, frozen=True, array_like=True):
     """The linears of queries, keys, values and of the output."""
 
-    words: ClassVar[Mapping[str, str]] = {"value_is_key": "values made of keys"}
+    words: ClassVar[Mapping[str, str]] = {
+        "value_is_key": "values made of keys",
+        "reads_token": "attention to hidden states beside tokens",
+    }
 
     num_kv_heads: int
     head_dim: int
@@ -199,6 +202,8 @@ class Projections(Trait, frozen=True, array_like=True):
     output_bias: bool = False
     value_is_key: bool = False
     """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
+    reads_token: bool = False
+    """Whether they read 2 * hidden_size elements, see `HeadInput.sources`."""
 
 
 class HeadNorms(Trait, frozen=True, array_like=True):
@@ -326,11 +331,12 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
     def parameters(self, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
         linears, stored = self.projections, 0 if self.kv_source is not None else self.num_kv_heads
-        yield from linear_parameters("attention.q", self.query_rows, hidden_size, linears.qkv_bias)
+        inputs = 2 * hidden_size if linears.reads_token else hidden_size
+        yield from linear_parameters("attention.q", self.query_rows, inputs, linears.qkv_bias)
         if stored:
-            yield from linear_parameters("attention.k", stored * self.head_dim, hidden_size, linears.qkv_bias)
+            yield from linear_parameters("attention.k", stored * self.head_dim, inputs, linears.qkv_bias)
         if stored and not linears.value_is_key:
-            yield from linear_parameters("attention.v", stored * self.value_head_dim, hidden_size, linears.qkv_bias)
+            yield from linear_parameters("attention.v", stored * self.value_head_dim, inputs, linears.qkv_bias)
         yield from self.norms.parameters(self.head_dim, self.num_heads, stored)
         yield from self.score.parameters(self.num_heads)
         yield from linear_parameters("attention.o", hidden_size, self.output_size, linears.output_bias)

@@ -15,8 +15,9 @@ Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `att
 `attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
 order, the rows of the key's other part and then the rows of the value.
 
-A head has `head_input.projection.weight` [hidden, 2 * hidden] and perhaps its bias and the norms
-`head_input.{token_norm,hidden_norm}`, but no embedding and no lm_head.
+A head has `head_input.projection.weight` [hidden, 2 * hidden, or as many as the layers have that it reads] and perhaps
+its bias and the norms `head_input.{token_norm,hidden_norm}`, but no embedding. If it has an lm_head, its rows may stand
+for the tokens `row + head_input.token_offsets.bias[row]`.
 
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only) or
 `feed_forward.router_logits.bias` [experts], `feed_forward.expert_scale.bias` [experts], norms of its own
@@ -42,7 +43,11 @@ from shardline.models.parts import Parameters, Shape, norm_parameters
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.weights.base import Role
 
-_IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
+_WHOLE_NUMBERS = "head_input.token_offsets"
+_IN_FLOAT32 = (
+    *("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale"),
+    _WHOLE_NUMBERS,
+)
 _STREAMS = "_streams"
 _ROLES: dict[str, Role] = {
     "attention.k": "key_value",
@@ -101,10 +106,15 @@ def is_kept_in_float32(name: str) -> bool:
     """Whether `name` stays in float32 for every dtype.
 
     These are attention sinks and learned factors, since their kernels read float32, and a router's bias, since it
-    decides between close scores. Mixtures of residual streams stay too.
+    decides between close scores. Mixtures of residual streams and whole numbers stay too.
     """
     _, part, kind = parse_name(name)
     return (kind == "bias" and part in _IN_FLOAT32) or part.endswith(_STREAMS)
+
+
+def holds_whole_numbers(name: str) -> bool:
+    """Whether a checkpoint has `name` as integers."""
+    return parse_name(name).part == _WHOLE_NUMBERS
 
 
 def expert_of(part: str) -> int | None:
@@ -218,6 +228,7 @@ def _after_layers(spec: DecoderSpec, layers: Span) -> Parameters:
     if head is None or head.output_norm:
         yield from norm_parameters("final_norm", spec.final_norm, hidden)
     if head is not None:
+        yield from head.parameters_of_lm_head(vocab, hidden)
         return
     if spec.num_labels is not None:
         yield "classifier.weight", (spec.num_labels, hidden)

@@ -44,6 +44,8 @@ def shard(
             return whole
         if part in ("final_norm", "token_input_norm", "head_input.token_norm", "head_input.hidden_norm"):
             return (None,)
+        if part == "head_input.token_offsets":
+            return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":
         return (None,)

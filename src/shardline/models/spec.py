@@ -157,6 +157,9 @@ class HeadInput(Part, frozen=True, array_like=True):
     Here token is the embedding of the next token, and hidden the normed output of the model that the head belongs to.
     The head guesses the token after the next one with that model's lm_head, and reads its own output as `hidden` behind
     a guess.
+
+    With `sources`, hidden is the projection of what these layers of the model read, and the attention of the head's
+    layer reads [norm(token); norm(hidden)].
     """
 
     norm: Norm | None = None
@@ -170,12 +173,26 @@ class HeadInput(Part, frozen=True, array_like=True):
     """Whether the normed output is read behind a guess."""
     place: int = 0
     """The number of its layer in the checkpoint of the model; for names of weights only."""
+    sources: tuple[int, ...] = ()
+    """Layers of the model, in the order in which the projection reads their inputs (EAGLE 3)."""
+    own_lm_head: bool = False
+    """Whether the head has an lm_head of its own, with `vocab_size` rows."""
+    names_tokens: bool = False
+    """Whether the lm_head has some of the model's tokens: row i is token i + offset i."""
 
     def parameters(self, hidden_size: int) -> Parameters:
         """The parameters, see `models.parameters`."""
         yield from norm_parameters("head_input.token_norm", self.norm, hidden_size)
         yield from norm_parameters("head_input.hidden_norm", self.norm, hidden_size)
-        yield from linear_parameters("head_input.projection", hidden_size, 2 * hidden_size, self.bias)
+        inputs = len(self.sources) or 2
+        yield from linear_parameters("head_input.projection", hidden_size, inputs * hidden_size, self.bias)
+
+    def parameters_of_lm_head(self, vocab_size: int, hidden_size: int) -> Parameters:
+        """The parameters of an lm_head of its own."""
+        if self.own_lm_head:
+            yield from linear_parameters("lm_head", vocab_size, hidden_size)
+        if self.names_tokens:
+            yield "head_input.token_offsets.bias", (vocab_size,)
 
 
 class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
@@ -204,7 +221,7 @@ class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
     num_labels: int | None = None
     """Rows of the classifier in the place of the lm_head; None: the model has an lm_head."""
     head_input: HeadInput | None = None
-    """Set: these are the layers of a head. It has neither an embedding nor an lm_head, and perhaps no final norm."""
+    """Set: these are the layers of a head. It has no embedding, and perhaps no final norm and no lm_head."""
 
     @property
     def token_input(self) -> TokenInput | None:

@@ -107,6 +107,8 @@ _LOOP_ROUNDS = 4
 _LITTLE_ROUNDS = 12
 USUAL_ROUNDS = 10.0
 """Requests of a benchmark for each that runs at once, where nothing is stated."""
+_STORAGE_SHARE = 0.82
+"""Of a disk's rate: what is left for reads while the cores compute (`perf/weight_stream.py`)."""
 _FULLEST_QUEUE = 0.98
 """Most of its time that a replica is taken to compute prompts, for the wait of a prompt: a full queue has no end."""
 
@@ -205,7 +207,7 @@ def step_load(
         messages=sum(traffic.num_messages for traffic, _ in work.exchanges) + work.hand_off.num_messages,
         launches=work.num_launches,
         requests=num_seqs,
-        storage=work.streamed_bytes / (gpu.storage_gbs * 1e9) if work.streamed_bytes else 0.0,
+        storage=work.streamed_bytes / (_STORAGE_SHARE * gpu.storage_gbs * 1e9) if work.streamed_bytes else 0.0,
     )
 
 

@@ -58,7 +58,7 @@ class DecoderLayer:
         """The layer of the model whose pages this layer reads: itself, or an earlier one."""
         kv_group = next(g for g, group in enumerate(stage.kv_groups) if self.storing in group.layers)
         self._kernels = stage.kernels
-        self._narrows = index == last_storing_layer(stage.spec) and not stage.keeps_output
+        self._narrows = index == last_storing_layer(stage.spec) and index >= max(stage.kept_layers, default=0)
         kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
         attention, feed_forward = kinds[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
         self.attention = attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
@@ -178,7 +178,7 @@ class DecoderStage:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.is_last = last
-        self.kept = KeptOutput(stage) if last and stage.keeps_output else None
+        self.kept = KeptOutput(stage) if last and stage.kept_layers else None
         """What a head reads; None: there is none."""
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
@@ -262,7 +262,7 @@ class DecoderStage:
         """As `run_layers`, fused if that is faster, for the rows that go on."""
         fused = self.fused
         output = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
-        return output if self.kept is None else self.kept.keep(step, *output)
+        return output if self.kept is None else self.kept.keep_output(step, *output)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
@@ -275,6 +275,8 @@ class DecoderStage:
         for index, layer in enumerate(self.layers, self._first_layer):
             if self.stream is not None:
                 self.stream.acquire(index)
+            if self.kept is not None:
+                self.kept.keep_input(index, step, hidden, delta)
             hidden, delta, rows = layer(hidden, delta, rows)
             if self.stream is not None:
                 self.stream.release(index)

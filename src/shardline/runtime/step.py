@@ -61,7 +61,8 @@ class Rows:
     scored: ScoredRows | None = None
     """In a narrowed table. None: all rows are sampled, and none is scored."""
     token_inputs: Tensor | None = None
-    """[num_rows, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
+    """[num_rows, layers of the stage, 2, local size]: see `layers.token_input`; of a head, [num_rows, 2 * hidden_size]:
+    what its attention reads. None: the model has none."""
     adapters: Tensor | None = None
     """[num_rows] int32: the slot of each row's adapter; negative: it has none. None: no row has any."""
     shared: tuple[SharedRows, ...] | None = None

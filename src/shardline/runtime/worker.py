@@ -193,7 +193,7 @@ class Worker:
             loader = self._make_loader(deployment, count)
             self._stage = stage = DecoderStage(loader, deployment.stages[place.pp_rank])
             stage.keep_memory(self._sizes.max_seqs)
-            if self._finite_checker is None:
+            if self._finite_checker is None and not (stage.kept and stage.kept.reads_inputs):
                 stage.fused = backend.fuse_layers(stage)
             if drafting is not None:
                 own_loader = self._make_loader(drafting, count, is_draft=True)
@@ -202,6 +202,7 @@ class Worker:
                 if drafting.spec.head_input is not None:
                     assert stage.lm_head is not None
                     self._head = Head(own_loader, loader, stage.lm_head, stage.embedding)
+                    self._head.keep_memory(draft_sizes(deployment).max_seqs)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
@@ -229,7 +230,7 @@ class Worker:
             adapters=deployment.adapters,
             context_group=SingleRank() if is_draft else self._groups["context"],
             stream=self._open_stream(deployment),
-            keeps_output=deployment.draft is not None and deployment.draft.spec.head_input is not None,
+            kept_layers=() if is_draft else deployment.kept_layers,
             moves_experts=deployment.expert_balancing.step_interval > 0,
             redundant_experts=deployment.expert_balancing.num_redundant_experts,
         )

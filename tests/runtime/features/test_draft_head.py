@@ -10,7 +10,7 @@ import pytest
 from shardline.runtime.features.draft_head import DraftHead
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import PREDICTING, Reference, make_eagle, make_predicting
+from tests.models.heads import PREDICTING, Eagle3Reference, Reference, make_eagle, make_eagle3, make_predicting
 from tests.runtime.features.test_draft_model import Noted, drafting_always, greedy_requests
 
 _CLOSE = 1e-3
@@ -18,13 +18,19 @@ _CLOSE = 1e-3
 
 
 def check_guesses(
-    model: Path, head: Path | None, tensor: int = 1, pipeline: int = 1, most: int = 3, **options: object
+    reference: Reference | Eagle3Reference,
+    model: Path,
+    head: Path | None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    most: int = 3,
+    **options: object,
 ) -> None:
     """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
     torch."""
     asked: dict[str, object] = {"method": "mtp", "num_speculative_tokens": most}
     if head is not None:
-        asked |= {"method": "eagle", "model": str(head)}
+        asked |= {"method": "eagle3" if isinstance(reference, Eagle3Reference) else "eagle", "model": str(head)}
     requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()
     engine, executor = start_engine(model, **options)
     expected = run(engine, requests, "together")
@@ -40,7 +46,6 @@ def check_guesses(
         assert engine.stats().prefix_hits > 0
         executor.close()
     assert len(noted.guesses) > 20
-    reference = Reference(model, head)
     for text, guesses in list(noted.guesses.items())[:: max(1, len(noted.guesses) // 12)]:
         assert max(reference.margins(text, guesses)) < _CLOSE
     assert max(map(len, noted.guesses.values())) == most
@@ -58,9 +63,24 @@ def test_guesses_of_eagle(
     tensor: int, pipeline: int, made: dict[str, bool], options: dict[str, object], tmp_path: Path
 ) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **made)
-    check_guesses(model, head, tensor, pipeline, **options)
+    check_guesses(Reference(model, head), model, head, tensor, pipeline, **options)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sources", "tokens", "options"),
+    [(1, None, None, {}), (2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13})],
+)
+def test_guesses_of_eagle_3(
+    tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, object], tmp_path: Path
+) -> None:
+    model = make_checkpoint("llama", tmp_path / "model")
+    named = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}
+    head = make_eagle3(tmp_path / "head", tokens=tokens, **named)
+    reference = Eagle3Reference(model, head, sources or (2, 2, 1))
+    check_guesses(reference, model, head, tensor, **options)
 
 
 @pytest.mark.parametrize("model_type", PREDICTING)
 def test_guesses_of_layers_for_multi_token_prediction(model_type: str, tmp_path: Path) -> None:
-    check_guesses(make_predicting(model_type, tmp_path), None, tensor=1 + (model_type == "glm4_moe"))
+    model = make_predicting(model_type, tmp_path)
+    check_guesses(Reference(model), model, None, tensor=1 + (model_type == "glm4_moe"))

@@ -47,7 +47,11 @@ def rms_norm(
 ) -> None:
     rows = _added(x, residual, summed)
     if weight_offset == 0.0:
-        normed = F.rms_norm(rows, rows.shape[-1:], eps=eps) * weight
+        normed = F.rms_norm(rows, rows.shape[-1:], eps=eps)
+        if isinstance(out, Tensor):
+            torch.mul(normed, weight, out=out)
+            return
+        normed = normed * weight
     else:
         normed = (F.rms_norm(rows.float(), rows.shape[-1:], eps=eps) * (weight.float() + weight_offset)).to(x.dtype)
     _write(normed, out)
@@ -76,7 +80,7 @@ def activation(x: Tensor, out: Tensor, name: str, gated: bool) -> None:
     if name == "clamped_swish":
         out.copy_(acted.float() * (up.float().clamp(-7.0, 7.0) + 1))
     else:
-        out.copy_(acted * up)
+        torch.mul(acted, up, out=out)
 
 
 def softcap(logits: Tensor, cap: float) -> None:

@@ -61,8 +61,8 @@ class CacheKernels:
         key_scales: Tensor | None,
         value_scales: Tensor | None,
     ) -> None:
-        self.apply_rope(query, positions, table, interleaved)
-        self.apply_rope(key, positions, table, interleaved)
+        for heads in _together(query, key):
+            self.apply_rope(heads, positions, table, interleaved)
         self.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
     def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
@@ -89,6 +89,16 @@ class CacheKernels:
             return kept, (first[:, None] + heads).flatten()
 
         return self._kept.value_of((slots,), (num_heads, block_size), places)
+
+
+def _together(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Both, or one tensor of all heads if the keys [T, Hk, D] lie behind the queries [T, Hq, D] in memory."""
+    num_heads, dim = query.shape[1:]
+    behind = query.storage_offset() + num_heads * dim
+    same = query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+    if not same or key.storage_offset() != behind or key.stride() != query.stride() or query.stride()[1:] != (dim, 1):
+        return query, key
+    return (query.as_strided((len(query), num_heads + key.shape[1], dim), query.stride()),)
 
 
 def _write_rows(new: Tensor, cache: Tensor, scales: Tensor | None, places: Tensor) -> None:

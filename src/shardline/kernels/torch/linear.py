@@ -74,7 +74,9 @@ class DenseKernels:
         if bias is not None:
             bias = torch.cat([F.pad(bias[:width], (0, half - width)), bias[width:]])
         product = self.multiply(x, panels, bias, x.dtype)
-        activation(torch.cat([product[:, :width], product[:, half : half + width]], 1), out, gate, True)
+        if half != width:
+            product = torch.cat([product[:, :width], product[:, half : half + width]], 1)
+        activation(product, out, gate, True)
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None

@@ -1,4 +1,4 @@
-"""A head on the ranks of the last stage: it reads the model's last hidden states, and its guesses are the next draft.
+"""A head on the ranks of the last stage: it reads hidden states of the model, and its guesses are the next draft.
 
 The row of a token has the hidden state of this token and the embedding of the next one, and guesses the one after. So
 it can be computed once the next token is known. Hidden states lie in pages under the same block ids as the keys of the
@@ -44,29 +44,32 @@ class DraftHead(DraftModel):
         num_blocks: int,
         sequences: SequenceTable,
     ) -> None:
-        """`kept`: the output of the model's last layer."""
+        """`kept`: the hidden states of the model that the head reads."""
         super().__init__(deployment, backend, stage, head.lm_head, group, num_blocks, sequences)
         self._head, self._kept = head, kept
         columns = split_dim(deployment.spec.hidden_size, group.size)
-        self._own, self._widths = columns[group.rank], [span.size for span in columns]
+        self._widths = [span.size for span in columns]
         assert deployment.draft is not None
         num_rows = (num_blocks + deployment.draft.num_spare_blocks) * deployment.cache.block_size
-        self._pages = backend.pages_empty((num_rows, self._own.size), getattr(torch, deployment.dtype))
+        self._pages = backend.pages_empty((num_rows, columns[group.rank].size), getattr(torch, deployment.dtype))
         self.num_bytes += self._pages.nbytes
 
     def begin(self, running: RunningStep) -> DraftHead:
         return self
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
-        rows = self._kept.rows_of(step)[:, self._own.start : self._own.stop]
-        self._pages.index_copy_(0, step.rows.slots[self._group], rows)
+        columns = self._head.kept_columns(self._kept.rows_of(step))
+        self._pages.index_copy_(0, step.rows.slots[self._group], columns)
+
+    def _run(self, parts: Sequence[tuple[Asked, int, int]]) -> list[int]:
+        return self._head.name_tokens(super()._run(parts))
 
     def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
         tokens = [one.sequence.tokens[first + 1 : first + 1 + length] for one, first, length in parts]
         token_ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
         behind = [one.hidden for one, _, _ in parts if one.hidden is not None]
-        hidden = torch.stack(behind) if behind else self._head.norm_output(self._read(step.rows.slots[0]))
-        output = self._forward(step, self._head.join(token_ids, step.rows, hidden))
+        hidden = torch.stack(behind) if behind else self._head.read_kept(self._read(step.rows.slots[0]))
+        output = self._forward(*self._head.join(step, token_ids, hidden))
         read, best = self._head.finish(output, step.rows.narrow())
         last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
         for (one, _, _), row in zip(parts, last, strict=True):

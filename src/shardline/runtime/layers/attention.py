@@ -53,7 +53,7 @@ class AttentionLayer:
         self.spec = spec
         self.kv_group = kv_group
         self._kernels = loader.stage.kernels
-        self._reads_only = spec.kv_source is not None
+        self._reads_only, self._reads_token = spec.kv_source is not None, spec.projections.reads_token
         parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
         self.parts = ["q"] if self._reads_only else parts
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
@@ -97,6 +97,9 @@ class AttentionLayer:
         self.pages = KVPages(*pages)
 
     def __call__(self, x: LinearInput, rows: Rows, left: Rows) -> Tensor:
+        if self._reads_token:
+            assert rows.token_inputs is not None
+            x = rows.token_inputs
         query = self.store(self.qkv(x, rows), rows)
         if left is not rows:
             query = left.take(query)

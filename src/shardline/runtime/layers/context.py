@@ -79,8 +79,8 @@ class StageContext:
     """The adapters that requests may name."""
     stream: WeightStream | None = None
     """None: all weights stay in memory."""
-    keeps_output: bool = False
-    """Whether a head reads the output of the last layer, which then computes all rows."""
+    kept_layers: tuple[int, ...] = ()
+    """The layers whose inputs a head reads, see `layers.kept_output`."""
     moves_experts: bool = False
     """Whether experts move between the ranks of `expert_group`."""
     redundant_experts: int = 0

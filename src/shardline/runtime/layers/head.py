@@ -3,6 +3,9 @@ embedding, final norm and lm_head of the model that it belongs to."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.runtime.step import Rows
+from shardline.runtime.step import Rows, StepInput
 from shardline.weights.formats import plain
 
 
@@ -25,11 +28,17 @@ class Head:
         again if it is on another stage."""
         context, spec = loader.stage, loader.stage.spec.head_input
         assert spec is not None
-        self.lm_head = lm_head
+        self.lm_head = LMHead(loader) if spec.own_lm_head else lm_head
+        self._token_ids: Sequence[int] | None = None
+        if spec.names_tokens:
+            offsets = loader.load("head_input.token_offsets.bias").long().cpu()
+            self._token_ids = (torch.arange(len(offsets)) + offsets).tolist()
         self._kernels, self._group = context.kernels, context.group
         tied = lm_head.look_up_rows if model.stage.spec.tied_embeddings else None
         self._embedding = embedding or TokenEmbedding(model, tied)
-        self._model_norm = InputNorm(model, "final_norm", model.stage.spec.final_norm, input_form="tensor")
+        self._model_norm: InputNorm | None = None
+        if not spec.sources:
+            self._model_norm = InputNorm(model, "final_norm", model.stage.spec.final_norm, input_form="tensor")
 
         def norm(name: str) -> NormLayer | None:
             return None if spec.norm is None else NormLayer(loader, f"head_input.{name}", spec.norm)
@@ -39,24 +48,45 @@ class Head:
         self._projection = plain.Format().pack_linear(context.kernels, loader.read(f"{name}.weight"))
         loader.on_loaded(self._projection.nbytes)
         self._bias = loader.load(f"{name}.bias") if spec.bias else None
-        self._widths = [span.size for span in context.spans(f"{name}.weight")]
+        spans = context.spans(f"{name}.weight")
+        self._own, self._widths = spans[context.group.rank], [span.size for span in spans]
+        self._pairs = torch.empty(0, 2 * context.spec.hidden_size, dtype=context.dtype, device=context.device)
         self._hidden_first, self._returns_normed = spec.hidden_first, spec.returns_normed
         self._final_norm: InputNorm | None = None
         if spec.output_norm:
             self._final_norm = InputNorm(loader, "final_norm", context.spec.final_norm, input_form="tensor")
 
-    def norm_output(self, rows: Tensor) -> Tensor:
-        """[M, H] behind the model's last layer -> what the head reads of it, [M, H]."""
-        return as_tensor(self._model_norm(rows)[0])
+    def keep_memory(self, max_rows: int) -> None:
+        """Allocate the memory that short passes of up to `max_rows` rows share."""
+        self._pairs = self._pairs.new_empty(0 if self._model_norm else max_rows, self._pairs.shape[1])
 
-    def join(self, token_ids: Tensor, table: Rows, hidden: Tensor) -> Tensor:
-        """The input of the head's layers, [M, H], for the tokens behind M rows and the `hidden` states of the rows."""
-        token = self._embedding(token_ids, table)
+    def kept_columns(self, rows: Tensor) -> Tensor:
+        """What this rank keeps of `KeptOutput.rows_of`: its columns of [M, H]."""
+        return rows[:, self._own.start : self._own.stop] if self._model_norm else self._projection(rows, self._bias)
+
+    def read_kept(self, rows: Tensor) -> Tensor:
+        """All columns of what was kept, [M, H] -> hidden states of the model, [M, H]."""
+        return as_tensor(self._model_norm(rows)[0]) if self._model_norm else rows
+
+    def join(self, step: StepInput, token_ids: Tensor, hidden: Tensor) -> tuple[StepInput, Tensor]:
+        """The step and the input of the head's layers, [M, H], for the tokens behind M rows and the `hidden` states of
+        the rows."""
+        token, normed = self._embedding(token_ids, step.rows), hidden
         if self._token_norm is not None and self._hidden_norm is not None:
-            token, hidden = self._token_norm(token), self._hidden_norm(hidden)
-        both = torch.cat((hidden, token) if self._hidden_first else (token, hidden), dim=1)
-        projected = self._projection(both, self._bias)
-        return projected if self._group.size == 1 else self._group.all_gather_columns(projected, self._widths)
+            token, normed = self._token_norm(token), self._hidden_norm(hidden)
+        both = (normed, token) if self._hidden_first else (token, normed)
+        if self._model_norm is None:
+            out = self._pairs[: len(token)] if step.is_replayable else None
+            pairs = torch.cat(both, dim=1, out=out)
+            return dataclasses.replace(step, rows=step.rows.with_inputs(pairs)), hidden
+        projected = self._projection(torch.cat(both, dim=1), self._bias)
+        if self._group.size > 1:
+            projected = self._group.all_gather_columns(projected, self._widths)
+        return step, projected
+
+    def name_tokens(self, best: list[int]) -> list[int]:
+        """The model's ids of tokens of the lm_head."""
+        return best if self._token_ids is None else [self._token_ids[token] for token in best]
 
     def finish(self, output: Tensor, table: Rows) -> tuple[Tensor, Tensor]:
         """The output of the layers, [R, H] -> the hidden states that the head reads behind a guess, [R, H], and the
