@@ -22,9 +22,10 @@ from shardline.server.chat_setup import check_chat_config
 from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
-from shardline.server.keys import ApiKeys, AuthMiddleware
+from shardline.server.keys import ApiKeys
 from shardline.server.middleware import (
     AccessMiddleware,
+    AuthMiddleware,
     BodyLimitMiddleware,
     InFlightMiddleware,
     LoadReportMiddleware,
@@ -125,7 +126,7 @@ def _middleware(service: Service) -> list[Middleware]:
     stack = [
         Middleware(
             AccessMiddleware,
-            count=service.metrics.responses.count_response if config.enable_metrics else None,
+            answers=service.metrics.answers if config.enable_metrics else None,
             log=not config.disable_access_log,
             names_all=config.enable_request_id_headers,
         )

@@ -121,7 +121,7 @@ class RequestTimer:
             for choice_metrics in output.metrics.choices:
                 self._observe_choice(len(output.prompt_token_ids), choice_metrics)
         for choice in output.outputs:
-            self._metrics.count_end(choice.finish_reason or "abort")
+            self._metrics.ended(choice.finish_reason or "abort").inc()
 
     def _observe_choice(self, num_prompt_tokens: int, choice: ChoiceMetrics) -> None:
         """Record where the time of a finished choice went."""
