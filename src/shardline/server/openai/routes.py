@@ -11,7 +11,8 @@ from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.beams import search_beams
 from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
-from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.chat.shapes import ChatResponse
+from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest, PreparedCompletion, prepare_completion
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
 from shardline.server.service import Service, new_id

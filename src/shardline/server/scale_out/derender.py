@@ -26,7 +26,8 @@ from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat.request import ChatRequest, TransferParams, prepare_chat
-from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.chat.shapes import ChatResponse
+from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
 from shardline.server.openai.generation import Generation, as_api_error

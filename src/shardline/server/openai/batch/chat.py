@@ -17,7 +17,8 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import Messages
 from shardline.server.openai.chat.request import ChatRequest, prepare_chat
-from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.chat.shapes import ChatResponse
+from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service, new_id
 
