@@ -72,7 +72,7 @@ class Service:
         tokenizer = self.llm.model.tokenizer
         if tokenizer is None or self.chat.template is None or self.config.special_tokens_in_content:
             return []
-        return tokenizer.special.find_ambiguous()
+        return tokenizer.spelled.find_ambiguous()
 
     async def require_ready(self) -> None:
         """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)

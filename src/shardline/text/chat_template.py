@@ -29,7 +29,7 @@ from shardline.text.chat_messages import (
     text_content,
 )
 from shardline.text.model_files import read_chat_templates
-from shardline.text.special_tokens import Marks
+from shardline.text.spelled_tokens import Marks
 from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 MAX_RENDER_SECONDS = 2.0
@@ -235,10 +235,9 @@ def _mark(
     # Before the search: arguments of tool calls are JSON, in which a token can be spelled with escapes.
     chat = replace(chat, messages=normalize_messages(chat.messages))
     given = [chat.messages, chat.tools, dict(chat.variables)]
-    marked = None if special_tokens_in_content else tokenizer.special.mark(given)
-    if marked is None:
+    if special_tokens_in_content or not tokenizer.special.may_occur_in(given):
         return chat, None
-    [messages, tools, variables], marks = marked
+    [messages, tools, variables], marks = tokenizer.spelled.mark(given)
     return replace(chat, messages=messages, tools=tools, variables=variables), marks
 
 
@@ -261,7 +260,7 @@ def _encode(
 def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
     if marks is None:
         return tokenizer.encode_text(rendered, add_special_tokens)
-    return tokenizer.special.encode(rendered, marks, add_special_tokens)
+    return tokenizer.spelled.encode(rendered, marks, add_special_tokens)
 
 
 def _encode_around_gaps(

@@ -12,6 +12,7 @@ import tokenizers
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.model_files import read_tokenizer
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
+from shardline.text.spelled_tokens import SpelledTokens
 from shardline.text.text_growth import check_growth
 
 MAX_INLINE_CHARS = 2048
@@ -56,7 +57,6 @@ class Tokenizer:
         """The bytes of tokens. None: a text is not just the bytes of its tokens."""
         named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
         self.special = SpecialTokens(backend, named)
-        """Keeps special tokens that users spell apart from those of the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -72,6 +72,11 @@ class Tokenizer:
             return cls(stored.backend, special_tokens=stored.special_tokens, eos_token_ids=stored.eos_token_ids)
         except ValueError as error:
             raise ValueError(f"{stored.file} cannot be used: {error}") from None
+
+    @cached_property
+    def spelled(self) -> SpelledTokens:
+        """Keeps special tokens that users spell apart from those of the chat template."""
+        return SpelledTokens(self._backend, self.special)
 
     @property
     def vocab_size(self) -> int:
