@@ -10,7 +10,7 @@ from shardline.api.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from shardline.api.requests import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from shardline.api.prompts import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 
 __all__ = [
     "ClassificationOutput",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
-from shardline.api.requests import Prompt
+from shardline.api.prompts import Prompt
 from shardline.messages.request import AdapterRef, TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.text.detokenizer import make_detokenizer

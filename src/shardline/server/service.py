@@ -190,14 +190,14 @@ class Service:
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
 
-    def check_top_logprobs(self, count: int | None) -> None:
+    def check_top_logprobs(self, count: int) -> None:
         """Refuse a `top_logprobs` that the engine was not started for.
 
         Raises:
             ApiError: 400.
         """
         try:
-            self.llm.model.builder.count_logprobs("top_logprobs", count)
+            self.llm.model.builder.logprob_counts.count("top_logprobs", count)
         except ValueError as error:
             raise bad_request(str(error), "top_logprobs") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardline.api.beam_search import search_async
 from shardline.api.outputs import RequestOutput
-from shardline.api.requests import Prompt
+from shardline.api.prompts import Prompt
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.server.errors import answer_failed
 from shardline.server.openai.generation import as_api_error

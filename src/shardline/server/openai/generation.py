@@ -25,7 +25,7 @@ from shardline.server.service import Service
 from shardline.server.sse import Events
 
 if TYPE_CHECKING:
-    from shardline.api.requests import Prompt
+    from shardline.api.prompts import Prompt
 
 
 RETRY_QUEUE_FULL_SECONDS = 1

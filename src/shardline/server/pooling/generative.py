@@ -12,8 +12,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from shardline.api.logprob_counts import MAX_NAMED_LOGPROBS
 from shardline.api.outputs import RequestOutput
-from shardline.api.requests import MAX_NAMED_LOGPROBS
 from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
@@ -157,9 +158,10 @@ def render_routes(service: Service) -> APIRouter:
         base = f"cmpl-{base_request_id(request, body.request_id)}"
         single = len(completion.prompts) == 1
         rendered = []
-        for index, (ids, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
-            refuse_if(not isinstance(ids, list), "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
-            assert isinstance(ids, list)
+        for index, (prompt, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
+            assert isinstance(prompt, EncodedPrompt)
+            refuse_if(prompt.embeds is not None, "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
+            ids = prompt.token_ids
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)
             request_id = base if single else f"{base}-{index}"
             rendered.append(render(body, body.model, request_id, ids, completion.params, completion.grammar, offsets))

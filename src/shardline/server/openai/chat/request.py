@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardline.api.requests import Prompt
+from shardline.api.prompts import EncodedPrompt, Prompt
 from shardline.messages.request import PromptEmbeds
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
@@ -149,9 +149,7 @@ class PreparedChat:
     @property
     def prompts(self) -> list[Prompt]:
         """The one prompt as the engine takes it."""
-        if self.embeds is None:
-            return [self.token_ids]
-        return [{"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}]
+        return [EncodedPrompt(self.token_ids, self.embeds)]
 
     async def start(
         self,
@@ -234,7 +232,8 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """
     service.require_model(body.model)
     body.check()
-    service.check_top_logprobs(body.top_logprobs)
+    if body.top_logprobs is not None:
+        service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shardline.api.outputs import Logprob
+from shardline.api.outputs import Logprob, RequestOutput
 from shardline.receipts.receipt import Receipt
 from shardline.server.openai.answer_parts import ChatLogprobs, Usage
 
@@ -92,3 +92,13 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     prompt_text: str | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
     metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+def whole_fields(output: RequestOutput, prompt_text: str | None) -> dict[str, Any]:
+    """The fields that only whole answers have."""
+    return {
+        "prompt_logprobs": output.prompt_logprobs,
+        "prompt_text": prompt_text,
+        "service_tier": None,
+        "kv_transfer_params": None,
+    }

@@ -15,7 +15,7 @@ from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.parsed import ParsedChoice
 from shardline.server.openai.chat.request import ChatRequest
-from shardline.server.openai.chat.shapes import AssistantMessage, ChatChoice, ChatDelta, ChatResponse
+from shardline.server.openai.chat.shapes import AssistantMessage, ChatChoice, ChatDelta, ChatResponse, whole_fields
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
@@ -36,7 +36,6 @@ class ChatEnvelope:
         self._model = service.name_of(body.model)
         self._fingerprint = service.llm.model.fingerprint
         self._with_ids = bool(body.return_token_ids)
-        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_metrics = bool(body.return_metrics)
         self._prompt_text = answer_format.prompt if body.return_prompt_text else None
         self._counters: list[ReasoningCounter | None] = []
@@ -57,10 +56,7 @@ class ChatEnvelope:
             self._usage([output]),
             output.prompt_token_ids if self._with_ids else None,
             [output],
-            prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else None,
-            prompt_text=self._prompt_text,
-            service_tier=None,
-            kv_transfer_params=None,
+            **whole_fields(output, self._prompt_text),
         )
 
     def encode_event(self, outputs: Sequence[RequestOutput], choice: ChatChoice, *, first: bool = False) -> bytes:

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field
 
 from shardline.api.prompt_embeds import join_parts
-from shardline.api.requests import MixedPrompt, Prompt
+from shardline.api.prompts import EncodedPrompt, Prompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.openai.answer_grammar import make_answer_grammar
@@ -239,10 +239,10 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         service.llm.grammars,
         disable_any_whitespace=service.config.disable_any_whitespace,
     )
-    return PreparedCompletion(params, [*embedded, *ids], echoes, texts, grammar)
+    return PreparedCompletion(params, [*embedded, *map(EncodedPrompt, ids)], echoes, texts, grammar)
 
 
-async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedPrompt]:
+async def _read_embeds(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
     """The prompts that are tensors.
 
     Raises:
@@ -251,12 +251,12 @@ async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedP
     data = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
     if len(data) > MAX_PROMPTS:
         raise bad_request(f"'prompt_embeds' has {len(data)} entries; at most {MAX_PROMPTS} are taken.", "prompt_embeds")
-    prompts: list[MixedPrompt] = []
+    prompts: list[EncodedPrompt] = []
     for one in data:
         ids, embeds = join_parts([await service.read_embeds(one)])
         if embeds is None:
             raise bad_request("A tensor of 'prompt_embeds' must have at least one row.", "prompt_embeds")
-        prompts.append({"prompt_token_ids": ids, "embeds": embeds, "prompt": None})
+        prompts.append(EncodedPrompt(ids, embeds))
     return prompts
 
 

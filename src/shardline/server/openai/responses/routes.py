@@ -203,7 +203,8 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     """
     service.require_model(body.model)
     body.check()
-    service.check_top_logprobs(body.top_logprobs)
+    if body.top_logprobs is not None:
+        service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs,
