@@ -35,8 +35,8 @@ from shardline.server.observer import RequestObserver
 from shardline.server.openai.adapters import adapter_routes
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
+from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes, tokenize_routes
-from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.routes import generating_routes
 from shardline.server.operations import admin_routes, health_routes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pydantic_core
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,23 @@ from shardline.server.errors import bad_request
 
 MAX_TEMPLATE_VALUES = 65_536
 """Values in one field that chat templates write as JSON."""
+
+
+MAX_FIELDS = 256
+"""The most fields of one object. Every unknown field would become an error of its own."""
+
+
+class RequestModel(BaseModel):
+    """A request body, or an object in it. Unknown fields and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(value)} fields; at most {MAX_FIELDS} are taken")
+        return value
 
 
 class StrictRoute(APIRoute):

@@ -20,7 +20,8 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import IgnoredFields, TokenIds
+from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.protocol import TokenIds
 from shardline.server.pooling.request import PoolingUsage, check_tokens
 from shardline.server.service import Service, new_id
 

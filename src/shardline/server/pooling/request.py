@@ -12,7 +12,8 @@ from shardline.server.errors import bad_request
 from shardline.server.openai.chat.conversation import ConversationFields, Messages
 from shardline.server.openai.completions.request import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import IgnoredFields, refuse_if, truncate_prompt
+from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.protocol import refuse_if, truncate_prompt
 from shardline.server.service import Service
 
 

@@ -23,7 +23,7 @@ from shardline.messages.request import FinishReason, SequenceOutput, TokenLogpro
 from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat.request import ChatRequest, TransferParams, prepare_chat
 from shardline.server.openai.chat.shapes import ChatResponse
@@ -31,7 +31,7 @@ from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
 from shardline.server.openai.generation import Generation, as_api_error
-from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, RequestModel, TokenIds, refuse_if
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.server.sse import Events
 

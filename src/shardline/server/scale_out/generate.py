@@ -19,20 +19,14 @@ from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.conversation import EncodedChat
 from shardline.server.openai.chat.request import prepare_answer
 from shardline.server.openai.generation import Generation, SentChoice
-from shardline.server.openai.protocol import (
-    MAX_ID_CHARS,
-    RequestModel,
-    SamplingFields,
-    StreamOptions,
-    TokenIds,
-    refuse_if,
-)
+from shardline.server.openai.ignored_fields import MAX_ID_CHARS
+from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.server.sse import Events, EventStream, make_event
 

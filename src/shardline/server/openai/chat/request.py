@@ -12,11 +12,12 @@ from shardline.api.prompts import EncodedPrompt, Prompt
 from shardline.messages.request import PromptEmbeds
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
+from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
 from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
 from shardline.server.resume import Resume
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
@@ -257,7 +258,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         body.response_format,
         reasoning=reasoning,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
+        max_reasoning_tokens=None
+        if body.thinking_token_budget is None
+        else body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )
