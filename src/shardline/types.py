@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from shardline.api.logprobs import Logprob
 from shardline.api.outputs import (
     ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
-    Logprob,
     RequestOutput,
     ScoringOutput,
 )

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
+from shardline.api.logprobs import Logprob, logprobs_by_token
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.prompts import Prompt
 from shardline.messages.request import AdapterRef, TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, SamplingParams

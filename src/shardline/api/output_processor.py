@@ -10,7 +10,8 @@ from functools import partial
 
 import msgspec
 
-from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
+from shardline.api.logprobs import Decode, decode_nothing
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import PreparedRequest
 from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
 from shardline.messages.request import FinishReason, Request, SequenceOutput

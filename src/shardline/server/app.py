@@ -47,7 +47,7 @@ from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.derender import derender_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
-from shardline.server.service import Service, cache_config
+from shardline.server.service import Service
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.ui import page_routes
 from shardline.server.user_middleware import user_middleware
@@ -71,7 +71,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         model_name,
         llm.stats,
         config.metrics_prefix,
-        lambda: cache_config(llm),
+        lambda: _cache_config(llm),
         llm.num_refused,
         lambda: [engine[0].fallbacks if engine else () for engine in llm.ranks()],
     )
@@ -118,6 +118,22 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     if not config.disable_fastapi_docs:
         app.include_router(documentation_routes(app))
     return app
+
+
+def _cache_config(llm: AsyncLLM) -> dict[str, str]:
+    """The KV cache's configuration, as labels of a metric; empty while the engine starts."""
+    if llm.state() == "starting":
+        return {}
+    cache = llm.config.cache
+    return {
+        "block_size": str(llm.model.block_size),
+        "kv_cache_size_tokens": str(int(llm.model.max_concurrency * llm.model.max_model_len)),
+        "kv_cache_max_concurrency": f"{llm.model.max_concurrency:.2f}",
+        "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+    }
 
 
 def _middleware(service: Service) -> list[Middleware]:

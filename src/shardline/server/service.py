@@ -249,22 +249,6 @@ class Service:
             raise bad_request(str(error), param) from error
 
 
-def cache_config(llm: AsyncLLM) -> dict[str, str]:
-    """The KV cache's configuration, as labels of a metric; empty while the engine starts."""
-    if llm.state() == "starting":
-        return {}
-    cache = llm.config.cache
-    return {
-        "block_size": str(llm.model.block_size),
-        "kv_cache_size_tokens": str(int(llm.model.max_concurrency * llm.model.max_model_len)),
-        "kv_cache_max_concurrency": f"{llm.model.max_concurrency:.2f}",
-        "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
-        "cache_dtype": cache.kv_cache_dtype,
-        "enable_prefix_caching": str(cache.enable_prefix_caching),
-        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
-    }
-
-
 def new_id(prefix: str) -> str:
     """A new id that begins with `prefix`, for example cmpl-1f0c…; the client's own id may not be unique."""
     return prefix + uuid.uuid4().hex

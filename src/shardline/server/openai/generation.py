@@ -20,7 +20,7 @@ from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
 from shardline.server.observer import ObservedRequest
 from shardline.server.openai.protocol import bad_parameter
-from shardline.server.resume import Resume, add_marks
+from shardline.server.resume import Resume, add_marks, begin_resume
 from shardline.server.service import Service
 from shardline.server.sse import Events
 
@@ -90,8 +90,7 @@ class Generation:
             )
         so_far: Sequence[PromptSoFar | None] = [None] * len(prompts)
         if resume is not None:
-            so_far = _check_resume(service, resume, len(prompts)) or so_far
-            resume.id = resume.id or request_id
+            so_far = begin_resume(resume, request_id, service.llm.model.contract.sha256, len(prompts)) or so_far
         observed = service.observer.start(request_id, first)
         generation = cls(service, observed, resume)
         try:
@@ -272,27 +271,6 @@ class SentChoice:
             output.finish_reason,
             output.stop_reason,
         )
-
-
-def _check_resume(service: Service, resume: Resume, num_prompts: int) -> Sequence[PromptSoFar]:
-    """The output so far for each prompt; empty: the answer begins here, and `resume` gets the contract.
-
-    Raises:
-        ApiError: 400, it is of another request; 409, this server would go on with other tokens.
-    """
-    own = service.llm.model.contract.sha256
-    resume.contract = resume.contract or own
-    if resume.contract != own:
-        raise ApiError(
-            409,
-            f"The answer has begun under the numeric contract {resume.contract!r}, and this server's is {own!r}: it "
-            "would go on with other tokens.",
-            param="resume",
-            code="contract_differs",
-        )
-    if len(resume.prompts) not in (0, num_prompts):
-        raise bad_request(f"'resume' has {len(resume.prompts)} prompts, and the request {num_prompts}.", "resume")
-    return resume.prompts
 
 
 def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:

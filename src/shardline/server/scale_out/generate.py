@@ -14,7 +14,8 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
+from shardline.api.logprobs import Logprob, logprobs_by_token
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.server.documentation import json_answers

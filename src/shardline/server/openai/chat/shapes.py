@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from shardline.api.outputs import Logprob, RequestOutput
+from shardline.api.logprobs import Logprob
+from shardline.api.outputs import RequestOutput
 from shardline.receipts.receipt import Receipt
 from shardline.server.openai.answer_parts import ChatLogprobs, Usage
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from shardline.api.outputs import RequestOutput
-from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.parsed import ParsedChoice
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.chat.shapes import AssistantMessage, ChatChoice, ChatDelta, ChatResponse, whole_fields
 from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
 from shardline.text.answer_parser import ReasoningCounter
