@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shardline.api.engines import Client, EngineRestarted, Engines, RestartFailed
 from shardline.api.placement import Placement, Replica, why_all_failed
 from shardline.api.quarantine import RunningChoice
-from shardline.config.engine import ParallelConfig
+from shardline.config.parallel import ParallelConfig
 from shardline.messages.engine import EngineFailed
 from shardline.messages.request import SequenceOutput
 from shardline.messages.stats import EngineStats, merge_stats
