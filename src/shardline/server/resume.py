@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardline.api.resume import PromptSoFar
+from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.api.streams import RequestStream, watch_finish
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.sse import Events
@@ -88,6 +88,11 @@ def begin_resume(resume: Resume, request_id: str, own: str, num_prompts: int) ->
         raise bad_request(f"'resume' has {len(resume.prompts)} prompts, and the request {num_prompts}.", "resume")
     resume.id = resume.id or request_id
     return resume.prompts
+
+
+def request_differs(error: RequestDiffers) -> ApiError:
+    """The answer to a request that goes on with the output of another one."""
+    return ApiError(409, str(error), param="resume", code="request_differs")
 
 
 def make_mark(value: Any) -> bytes:

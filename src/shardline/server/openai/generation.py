@@ -11,25 +11,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardline.api.outputs import CompletionOutput, RequestOutput
-from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.api.streams import RequestStream, watch_finish
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
-from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
+from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.observer import ObservedRequest
-from shardline.server.openai.protocol import bad_parameter
-from shardline.server.resume import Resume, add_marks, begin_resume
+from shardline.server.openai.engine_errors import as_api_error
+from shardline.server.resume import Resume, add_marks, begin_resume, request_differs
 from shardline.server.service import Service
 from shardline.server.sse import Events
 
 if TYPE_CHECKING:
     from shardline.api.prompts import Prompt
 
-
-RETRY_QUEUE_FULL_SECONDS = 1
-RETRY_RECOVERING_SECONDS = 2
 
 usual_priority: ContextVar[int] = ContextVar("usual_priority", default=0)
 """The priority of requests that do not say theirs."""
@@ -112,6 +108,8 @@ class Generation:
                 generation._streams.append(stream)
         except BaseException as error:
             await generation.aclose()
+            if isinstance(error, RequestDiffers):
+                raise request_differs(error) from error
             answer = as_api_error(error, prompt_param)
             if answer is None:
                 raise
@@ -271,24 +269,3 @@ class SentChoice:
             output.finish_reason,
             output.stop_reason,
         )
-
-
-def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
-    """The answer to a request that was not admitted. None: the error is not meant for clients."""
-    if isinstance(error, EngineDraining):
-        return draining()
-    if isinstance(error, EngineRecovering):
-        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
-    if isinstance(error, EngineDead):
-        return engine_dead(str(error))
-    if isinstance(error, QueueFull):
-        return ApiError(
-            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
-        )
-    if isinstance(error, RequestDiffers):
-        return ApiError(409, str(error), param="resume", code="request_differs")
-    if isinstance(error, ContextLengthExceeded):
-        return bad_request(str(error), prompt_param, "context_length_exceeded")
-    if isinstance(error, ValueError):
-        return bad_parameter(str(error))
-    return None

@@ -19,7 +19,7 @@ from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
 from shardline.server.openai.completions.request import CompletionRequest, prepare_completion
-from shardline.server.openai.generation import as_api_error
+from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if
 from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.openai.responses.routes import prepare_response

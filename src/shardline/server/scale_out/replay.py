@@ -13,7 +13,7 @@ from shardline.api.requests import PreparedRequest
 from shardline.messages.request import FinishReason, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
-from shardline.server.openai.generation import as_api_error
+from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.scale_out.derender_bodies import DerenderBody, Scores, StreamState, TokenAnswer, TokenChoice
 from shardline.server.service import Service
 from shardline.server.sse import Events

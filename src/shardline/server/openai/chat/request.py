@@ -141,6 +141,8 @@ class PreparedChat:
     """The field of the request with the messages."""
     embeds: PromptEmbeds | None = None
     """Rows in place of some tokens; None: there are none."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens whose text is read, so it is part of the answer's."""
 
     @property
     def has_form(self) -> bool:
@@ -176,7 +178,7 @@ class PreparedChat:
             priority=priority,
             cache_salt=cache_salt,
             model=model,
-            shown_token_ids=self.answer_format.shown_token_ids,
+            shown_token_ids=self.shown_token_ids,
             grammar=self.grammar,
             resume=resume,
         )
@@ -211,8 +213,8 @@ async def prepare_answer(
     if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
         max_reasoning_tokens = None  # the answer ends before, and needs no grammar
     answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens)
-    grammar = ""
-    if has_form or not answer_format.is_plain:
+    grammar, is_plain = "", chat.tool_use is None and reasoning is None
+    if has_form or not is_plain:
         grammar = await make_answer_grammar(
             answer_format,
             response_format,
@@ -222,7 +224,8 @@ async def prepare_answer(
             format_param=format_param,
             disable_any_whitespace=service.config.disable_any_whitespace,
         )
-    return PreparedChat(params, chat.token_ids, answer_format, grammar, param, chat.embeds)
+    shown = frozenset() if is_plain else answer_format.shown_token_ids
+    return PreparedChat(params, chat.token_ids, answer_format, grammar, param, chat.embeds, shown)
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:

@@ -146,7 +146,10 @@ class ChatWriter:
         self._tokenizer = service.llm.model.tokenizer
         self._role = body.answer_role or service.config.response_role
         self._echo = body.echoed_text if body.echo else ""
-        self._format = answer_format
+        self._parsed_format: AnswerFormat | None = answer_format
+        """None: all text is content."""
+        if answer_format.tool_use is None and answer_format.reasoning is None:
+            self._parsed_format = None
         self._num_choices = body.n or 1
 
     @cached_property
@@ -161,10 +164,10 @@ class ChatWriter:
             delta = SentChoice().take_delta(choice, tokens_matter=True)
             assert delta is not None
             reason: str | None = delta.finish_reason
-            if self._format.is_plain:
+            if self._parsed_format is None:
                 message = AssistantMessage(role=self._role, content=self._echo + delta.text)
             else:
-                parsed = ParsedChoice(self._format, with_reasoning=self._with_reasoning)
+                parsed = ParsedChoice(self._parsed_format, with_reasoning=self._with_reasoning)
                 message = parsed.read_whole(delta, self._role, self._echo)
                 reason = parsed.finish_reason(delta)
             whole = self._make_choice(choice.index, delta, message=message)
@@ -174,9 +177,9 @@ class ChatWriter:
     def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
         sent = [StreamedChoice() for _ in range(self._num_choices)]
-        if not self._format.is_plain:
+        if self._parsed_format is not None:
             for streamed in sent:
-                streamed.parsed = ParsedChoice(self._format, with_reasoning=self._with_reasoning)
+                streamed.parsed = ParsedChoice(self._parsed_format, with_reasoning=self._with_reasoning)
         only_text = not (self._tokens_matter or self._envelope.counts_always)
         outputs, encode_event = generation.outputs, self._envelope.encode_event
         begin, echo = ChatDelta(self._role, ""), ChatDelta(content=self._echo)
