@@ -225,6 +225,7 @@ async def search_async(
         prompt=text,
         prompt_token_ids=ids,
         outputs=search.choices(tokenizer, top_logprobs),
+        finished=True,
         decode=tokenizer.token_text,
     )
 
