@@ -24,11 +24,32 @@ from shardline.server.service import Service
 from shardline.server.sse import Events
 
 if TYPE_CHECKING:
-    from shardline.api.prompts import Prompt
+    from shardline.api.prompts import EncodedPrompt
 
 
 usual_priority: ContextVar[int] = ContextVar("usual_priority", default=0)
 """The priority of requests that do not say theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request as the engine takes it."""
+
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    own_params: Sequence[SamplingParams] = ()
+    """Those of each prompt; empty: all have `params`."""
+    param: str
+    """The field of the request with the prompts."""
+    grammar: str = ""
+    """Of all outputs; empty: they may be any text."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text even if others are skipped."""
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the outputs cannot be any text."""
+        return bool(self.grammar)
 
 
 class Generation:
@@ -51,38 +72,31 @@ class Generation:
     async def start(
         cls,
         service: Service,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
+        prepared: Prepared,
         request_id: str,
-        prompt_param: str,
+        *,
         priority: int = 0,
         cache_salt: str = "",
         model: str | None = None,
-        shown_token_ids: frozenset[int] = frozenset(),
-        grammar: str = "",
         resume: Resume | None = None,
     ) -> Generation:
-        """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
+        """Admit all prompts, or none.
 
-        `params`: one for all prompts, or one for each. `model`: the name that the request gives; it may be that of an
-        adapter.
-
-        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
-        outputs; empty: there is none. `resume`: what another server has sent of the answer; None: `mark` adds none.
+        `model`: the name that the request gives; it may be that of an adapter. `resume`: what another server has sent
+        of the answer; None: `mark` adds none.
 
         Raises:
             ApiError: 400, a prompt or a parameter is invalid; 404, the model is not served; 409, the other server gave
                 other answers; 429, the queue is full; 503, the engine accepts nothing.
         """
-        own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        prompts, own = prepared.prompts, prepared.own_params or [prepared.params] * len(prepared.prompts)
         adapter = service.require_model(model)
         limit, first = service.llm.config.scheduler.max_num_waiting, own[0]
         if len(prompts) * first.n > limit:
             raise bad_request(
                 f"The request asks for {len(prompts) * first.n} choices ({len(prompts)} prompts, n={first.n}); at "
                 f"most {limit} are taken in one request (--max-num-waiting).",
-                prompt_param,
+                prepared.param,
             )
         so_far: Sequence[PromptSoFar | None] = [None] * len(prompts)
         if resume is not None:
@@ -100,8 +114,8 @@ class Generation:
                     request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                     priority=priority or usual_priority.get(),
                     cache_salt=cache_salt,
-                    shown_token_ids=shown_token_ids,
-                    grammar=grammar,
+                    shown_token_ids=prepared.shown_token_ids,
+                    grammar=prepared.grammar,
                     adapter=adapter,
                     so_far=so_far[index],
                 )
@@ -110,7 +124,7 @@ class Generation:
             await generation.aclose()
             if isinstance(error, RequestDiffers):
                 raise request_differs(error) from error
-            answer = as_api_error(error, prompt_param)
+            answer = as_api_error(error, prepared.param)
             if answer is None:
                 raise
             raise answer from error

@@ -240,7 +240,7 @@ class SamplingFields(IgnoredFields):
 
     @property
     def admission(self) -> dict[str, Any]:
-        """What `PreparedChat.start` takes: `queueing`, and with what the answer goes on."""
+        """`queueing`, and with what the answer goes on, as `Generation.start` takes them."""
         return {**self.queueing, "resume": self.resume}
 
     def origin(self, response_id: str) -> tuple[str, int]:

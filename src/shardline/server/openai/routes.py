@@ -15,6 +15,7 @@ from shardline.server.openai.chat.shapes import ChatResponse
 from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest, PreparedCompletion, prepare_completion
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
+from shardline.server.openai.generation import Generation
 from shardline.server.openai.ignored_fields import IGNORED_NAMES
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
@@ -63,7 +64,7 @@ async def _answer(
         )
         whole = writer.write_whole(outputs)
     else:
-        generation = await prepared.start(service, request_id, **body.admission)
+        generation = await Generation.start(service, prepared, request_id, **body.admission)
         if body.stream:
             return EventStream(generation.mark(writer.write_chunks(generation)), generation, ignored)
         async with generation:

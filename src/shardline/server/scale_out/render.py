@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
@@ -120,7 +119,7 @@ def render_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
-        refuse_if(chat.embeds is not None, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
+        refuse_if(chat.has_embeds, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
         ended = chat.answer_format.reasoning_ended
@@ -159,7 +158,6 @@ def render_routes(service: Service) -> APIRouter:
         single = len(completion.prompts) == 1
         rendered = []
         for index, (prompt, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
-            assert isinstance(prompt, EncodedPrompt)
             refuse_if(prompt.embeds is not None, "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
             ids = prompt.token_ids
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)

@@ -8,17 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardline.api.prompts import EncodedPrompt, Prompt
-from shardline.messages.request import PromptEmbeds
+from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
-from shardline.server.openai.generation import Generation
+from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
-from shardline.server.resume import Resume
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -127,61 +125,16 @@ class ChatRequest(ConversationFields, SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-@dataclass(frozen=True)
-class PreparedChat:
+@dataclass(frozen=True, kw_only=True)
+class PreparedChat(Prepared):
     """A chat request as the engine takes it."""
 
-    params: SamplingParams
     token_ids: list[int]
+    """The prompt's."""
     answer_format: AnswerFormat
     """It has the prompt's text."""
-    grammar: str
-    """Of the answer; empty: it may be any text."""
-    param: str
-    """The field of the request with the messages."""
-    embeds: PromptEmbeds | None = None
-    """Rows in place of some tokens; None: there are none."""
-    shown_token_ids: frozenset[int] = frozenset()
-    """Special tokens whose text is read, so it is part of the answer's."""
-
-    @property
-    def has_form(self) -> bool:
-        """Whether the answer cannot be any text."""
-        return bool(self.grammar)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The one prompt as the engine takes it."""
-        return [EncodedPrompt(self.token_ids, self.embeds)]
-
-    async def start(
-        self,
-        service: Service,
-        request_id: str,
-        *,
-        priority: int,
-        cache_salt: str,
-        model: str | None,
-        resume: Resume | None = None,
-    ) -> Generation:
-        """Admit the request.
-
-        Raises:
-            ApiError: see `Generation.start`.
-        """
-        return await Generation.start(
-            service,
-            self.prompts,
-            self.params,
-            request_id=request_id,
-            prompt_param=self.param,
-            priority=priority,
-            cache_salt=cache_salt,
-            model=model,
-            shown_token_ids=self.shown_token_ids,
-            grammar=self.grammar,
-            resume=resume,
-        )
+    has_embeds: bool
+    """Whether there are rows in place of some tokens."""
 
 
 async def prepare_answer(
@@ -225,7 +178,16 @@ async def prepare_answer(
             disable_any_whitespace=service.config.disable_any_whitespace,
         )
     shown = frozenset() if is_plain else answer_format.shown_token_ids
-    return PreparedChat(params, chat.token_ids, answer_format, grammar, param, chat.embeds, shown)
+    return PreparedChat(
+        prompts=[EncodedPrompt(chat.token_ids, chat.embeds)],
+        params=params,
+        param=param,
+        grammar=grammar,
+        shown_token_ids=shown,
+        token_ids=chat.token_ids,
+        answer_format=answer_format,
+        has_embeds=chat.embeds is not None,
+    )
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
