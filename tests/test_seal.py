@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.channel import Channel, Seal
+from shardline.channel import Channel
+from shardline.seal import Seal
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=5)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from shardline.api.logprobs import Logprob
 from shardline.api.outputs import (
     ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
-    Logprob,
     RequestOutput,
     ScoringOutput,
 )
-from shardline.api.requests import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from shardline.api.prompts import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 
 __all__ = [
     "ClassificationOutput",

@@ -14,9 +14,10 @@ import pytest
 from shardline.api import engines
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
+from shardline.api.failover import RESTART_WINDOW, RestartLimit
 from shardline.api.llm import LLM
 from shardline.api.outputs import RequestOutput
-from shardline.api.replica import ONE_CUT, RESTART_WINDOW, SUSPECT_AFTER, RestartLimit, RunningChoice
+from shardline.api.quarantine import ONE_CUT, SUSPECT_AFTER, RunningChoice
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineRecovering
 from shardline.config.engine import EngineConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardline.api.outputs import Logprob, RequestOutput
+from shardline.api.logprobs import Logprob
+from shardline.api.outputs import RequestOutput
 from shardline.messages.request import TokenLogprobs
 
 

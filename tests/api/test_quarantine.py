@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from shardline.api.engines import EngineEvent, EngineRestarted
-from shardline.api.replica import CLEARED_AFTER, ReplicaState, RestartLimit, RunningChoice, ran_at
-from shardline.api.replicas import Quarantine, Replicas
+from shardline.api.failover import RestartLimit, ran_at
+from shardline.api.quarantine import CLEARED_AFTER, Quarantine, ReplicaState, RunningChoice
+from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
@@ -153,7 +154,7 @@ class World:
         replicas = self.replicas
         homes = [name for replica in replicas._replicas for name in replica.in_flight]
         placement = replicas._placement
-        waiting = [*placement._unplaced, *placement.quarantine._suspects]
+        waiting = [*placement._unplaced, *placement.quarantine.suspects]
         assert len({*homes, *waiting}) == len(homes) + len(waiting), "a choice is in two places"
         assert {*homes, *waiting} == {*self.tokens} - {*self.ended}, "a choice is lost"
         assert len(homes) == len(placement._replica_of)

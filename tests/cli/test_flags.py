@@ -12,7 +12,8 @@ import pytest
 
 from shardline.cli.flags import engine_config, fields_from_flags
 from shardline.cli.main import build_parser, main
-from shardline.config.engine import EngineConfig, ParallelConfig, option_names
+from shardline.config.engine import EngineConfig, option_names
+from shardline.config.parallel import ParallelConfig
 from shardline.config.server import ServerConfig
 
 COMMANDS = (["serve"], ["chat"], ["bench", "throughput"], ["bench", "latency"])

@@ -15,7 +15,8 @@ import pytest
 from shardline.checkpoints.hub import find_local_model
 from shardline.cli.main import main
 from shardline.cluster.wire import NodeSocket
-from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.engine import EngineConfig
+from shardline.config.parallel import ParallelConfig
 from shardline.doctor import examine, gather
 from shardline.doctor.facts import Finding, ModelFacts, NodeFacts, Report
 from shardline.messages.node import Measured

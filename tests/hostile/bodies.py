@@ -23,7 +23,7 @@ from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.pooling.generative import GenerativeScoringRequest
 from shardline.server.pooling.routes import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from shardline.server.pooling.scores import RerankRequest, ScoreRequest
-from shardline.server.scale_out.derender import DerenderChatRequest, DerenderCompletionRequest
+from shardline.server.scale_out.derender_bodies import DerenderChatRequest, DerenderCompletionRequest
 from shardline.server.scale_out.generate import GenerateRequest
 from tests.hostile import draws, lark, regexes, schemas
 

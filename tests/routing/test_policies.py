@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.config.engine import ParallelConfig
+from shardline.config.parallel import ParallelConfig
 from shardline.routing.policies import find_policy, policy_names
 from shardline.routing.policies.base import Arrival, ReplicaLoad
 from shardline.routing.router import CHUNK_BYTES, CHUNK_TOKENS, Router, hash_chunks

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardline.sandbox import pool as pools
-from shardline.sandbox.client import Sandbox, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool, Setup
+from shardline.sandbox.worker import WorkerEnded
 from tests.sandbox.test_sandbox import MEMORY, wait_until_gone
 
 

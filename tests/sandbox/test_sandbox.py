@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shardline.sandbox.client import Sandbox, Worker, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
+from shardline.sandbox.worker import Worker, WorkerEnded
 
 MEMORY = 64 << 20
 

@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect
 
 from shardline.config.server import ServerConfig
 from shardline.server import connections
-from shardline.server.connections import RefusedRequests
 from shardline.server.json_body import _StrictRequest
 from shardline.server.middleware import MAX_LARGE_BODIES
+from shardline.server.refusals import RefusedRequests
 from tests.server.conftest import Running, serve, wait_until
 
 
@@ -50,7 +50,7 @@ def test_refused_requests_are_logged_with_addresses_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "refused_requests", RefusedRequests())
-    monkeypatch.setattr("shardline.server.connections.LOG_SECONDS", 0.5)
+    monkeypatch.setattr("shardline.server.refusals.LOG_SECONDS", 0.5)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

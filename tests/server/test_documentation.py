@@ -12,7 +12,7 @@ from openai.resources.responses import Responses
 
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions.request import CompletionRequest
-from shardline.server.openai.protocol import IgnoredFields
+from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.responses.request import ResponsesRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

@@ -58,7 +58,7 @@ def test_a_text_on_which_the_tokenizer_fails_is_answered_400(backend: tokenizers
 def test_special_tokens_are_looked_at_with_a_tokenizer_that_fails() -> None:
     backend = panicking()
     backend.add_special_tokens(["<x>"])
-    assert Tokenizer(backend, special_tokens={"eos_token": "<x>"}).special.find_ambiguous() == []
+    assert Tokenizer(backend, special_tokens={"eos_token": "<x>"}).spelled.find_ambiguous() == []
 
 
 def test_files_that_make_the_library_fail_are_named(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from shardline.config.server import ServerConfig
 from shardline.deployment.deployment import KernelFallback
 from shardline.messages.copies import CopyCounts
 from shardline.messages.stats import DraftStats, EngineStats, ExpertLoad, TierStats, merge_stats
-from shardline.metrics.server import FastHistogram, ServerMetrics
+from shardline.metrics.histogram import FastHistogram
+from shardline.metrics.server import ServerMetrics
 from tests.server.conftest import serve
 from tests.server.fake_engine import MAX_MODEL_LEN, REPLY
 from tests.text.builders import byte_level_json, tokenizer

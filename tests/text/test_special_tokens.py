@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
-from shardline.text.special_tokens import Marks
+from shardline.text.spelled_tokens import Marks
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders
 
@@ -131,7 +131,7 @@ def test_no_text_adds_a_special_token(name: str, texts: list[str], shout: bool, 
 def test_without_spelled_tokens_the_ids_are_the_tokenizers(name: str, text: str, add: bool) -> None:
     tokenizer = TOKENIZERS[name]
     text = text.lower() if name == "lower-case" else text  # other spellings are never the template's
-    assert tokenizer.special.encode(text, Marks([]), add) == tokenizer.encode_text(text, add)
+    assert tokenizer.spelled.encode(text, Marks([]), add) == tokenizer.encode_text(text, add)
 
 
 def test_a_spelled_token_is_encoded_as_its_characters() -> None:
@@ -193,10 +193,10 @@ def test_private_characters_of_a_user_are_no_marks() -> None:
 
 
 def test_tokens_that_are_words_of_the_model_are_named() -> None:
-    assert TOKENIZERS["byte-level"].special.find_ambiguous() == []
+    assert TOKENIZERS["byte-level"].spelled.find_ambiguous() == []
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "<s>": 2, "[x]": 3}, unk_token="<unk>")
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<s>"])
-    assert Tokenizer(words, special_tokens={"eos_token": "[x]"}).special.find_ambiguous() == ["<s>", "[x]"]
+    assert Tokenizer(words, special_tokens={"eos_token": "[x]"}).spelled.find_ambiguous() == ["<s>", "[x]"]

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_eos_token_ids
+from shardline.text.model_files import read_eos_token_ids
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 from tests.text import builders
 
 TEXTS = ["What does it do?", " leading", "", "Grüße 🙂\n\n你好", "<|user|>hi<|end|>"]

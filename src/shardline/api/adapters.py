@@ -10,7 +10,6 @@ from shardline.config.engine import USUAL_ACCESS, HubAccess
 from shardline.config.lora import LoRAConfig
 from shardline.messages.request import AdapterRef
 from shardline.models.spec import DecoderSpec
-from shardline.receipts.check import ContractDiffers
 
 
 @dataclass(frozen=True)
@@ -89,21 +88,6 @@ class Adapters:
     def put(self, name: str, ref: AdapterRef, parent: str = "") -> None:
         """Let requests name an adapter that was read. A name that is taken is that of this adapter from now on."""
         self._named[name] = NamedAdapter(name, ref, parent)
-
-    def find(self, digest: str) -> AdapterRef | None:
-        """The named adapter with a content; None: the digest is empty.
-
-        Raises:
-            ContractDiffers: no adapter has it.
-        """
-        if not digest:
-            return None
-        for named in self._named.values():
-            if named.ref.digest == digest:
-                return named.ref
-        raise ContractDiffers(
-            f"the receipt is of the adapter {digest[:16]}…, and none of --lora-modules has this content"
-        )
 
     def remove(self, name: str) -> bool:
         """Forget a name; requests that run go on. Returns whether there was one."""

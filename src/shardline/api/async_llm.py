@@ -14,8 +14,9 @@ from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.pooling import Pooler
+from shardline.api.prompts import EncodedPrompt, Prompt
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineDraining, Prompt, RequestBuilder
+from shardline.api.requests import EngineDead, EngineDraining, RequestBuilder
 from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
@@ -174,11 +175,13 @@ class AsyncLLM:
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
         model = self.require_open()
-        text, ids, embeds = model.builder.split_prompt(prompt)
-        if ids is None:
-            assert text is not None
-            ids = await model.builder.require_tokenizer().encode_text_async(text)
-            self.require_open()
+        if not isinstance(prompt, EncodedPrompt):
+            text, ids, embeds = model.builder.split_prompt(prompt)
+            if ids is None:
+                assert text is not None
+                ids = await model.builder.require_tokenizer().encode_text_async(text)
+                self.require_open()
+            prompt = EncodedPrompt(ids, embeds, text)
         if request_id is None:
             request_id = secrets.token_hex(12)
         if request_id in model.streams:
@@ -188,14 +191,14 @@ class AsyncLLM:
             self.require_open()
         request = model.builder.build_from_ids(
             request_id,
-            text,
-            ids,
+            prompt.text,
+            prompt.token_ids,
             params,
             priority=priority,
             cache_salt=cache_salt,
             shown_token_ids=shown_token_ids,
             grammar=grammar,
-            embeds=embeds,
+            embeds=prompt.embeds,
             adapter=adapter,
             so_far=so_far,
         )

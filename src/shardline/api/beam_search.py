@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
-from shardline.api.requests import Prompt
+from shardline.api.logprobs import Logprob, logprobs_by_token
+from shardline.api.outputs import CompletionOutput, RequestOutput
+from shardline.api.prompts import Prompt
 from shardline.messages.request import AdapterRef, TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.text.detokenizer import make_detokenizer
@@ -224,6 +225,7 @@ async def search_async(
         prompt=text,
         prompt_token_ids=ids,
         outputs=search.choices(tokenizer, top_logprobs),
+        finished=True,
         decode=tokenizer.token_text,
     )
 

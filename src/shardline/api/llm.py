@@ -9,6 +9,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import msgspec
 
 from shardline import env
-from shardline.api.adapters import LoRARequest
+from shardline.api.adapters import Adapters, LoRARequest
 from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
 from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
@@ -27,16 +28,24 @@ from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.pooled_batches import PooledBatches
+from shardline.api.prompts import Prompt, TokensPrompt, as_prompts
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, PreparedRequest, Prompt, TokensPrompt, as_prompts
+from shardline.api.requests import (
+    ADAPTER_SALT,
+    ContextLengthExceeded,
+    EngineDead,
+    PreparedRequest,
+    RequestBuilder,
+    check_vocabulary,
+)
 from shardline.config.engine import EngineConfig
 from shardline.config.server import read_structured_outputs_config
 from shardline.config.vllm import note_variables, options_from_variables
-from shardline.messages.request import AdapterRef
+from shardline.messages.request import AdapterRef, Constraints
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
-from shardline.receipts.check import Verdict, check_output
+from shardline.receipts.check import ContractDiffers, Verdict, check_contract, check_output
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
@@ -247,10 +256,9 @@ class LLM:
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
         with self._lock:
-            adapters = [self._text.adapters.find(receipt.adapter) for receipt in receipts]
             requests = [
-                self._builder.build_from_receipt(str(next(self._ids)), receipt, adapter)
-                for receipt, adapter in zip(receipts, adapters, strict=True)
+                _build_from_receipt(self._builder, self._text.adapters, str(next(self._ids)), receipt)
+                for receipt in receipts
             ]
             outputs, _ = self._run_requests(requests, use_tqdm=False)
         verdicts = []
@@ -485,3 +493,46 @@ def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int
     if len(priority) != count:
         raise ValueError(f"there are {count} prompts but {len(priority)} priorities; give one for all, or one for each")
     return list(priority)
+
+
+def _build_from_receipt(
+    builder: RequestBuilder, adapters: Adapters, request_id: str, receipt: Receipt
+) -> PreparedRequest:
+    """The request of a receipt, which ends where its output would differ from the receipt's.
+
+    Raises:
+        ContractDiffers: it ran under another contract, which the message compares with this one, or with an adapter
+            that has no name here.
+        ContextLengthExceeded: this engine was started for shorter texts.
+        ValueError: it has tokens or parameters that the model does not take.
+    """
+    assert builder.contract is not None
+    check_contract(receipt, builder.contract)
+    adapter = _find_adapter(adapters, receipt.adapter)
+    ids, output = receipt.prompt_token_ids, receipt.output_token_ids
+    builder.check_prompt(ids)
+    if len(ids) + len(output) > builder.max_model_len:
+        raise ContextLengthExceeded(
+            f"prompt and output of the receipt have {len(ids) + len(output)} tokens, more than the "
+            f"{builder.max_model_len} that this engine was started for; raise --max-model-len"
+        )
+    request = receipt.request(f"{request_id}-0", time.monotonic(), adapter)
+    if adapter is not None:
+        request = msgspec.structs.replace(request, cache_salt=ADAPTER_SALT + adapter.digest)
+    own = request.constraints or Constraints()
+    params = msgspec.structs.replace(request.sampling, allowed_token_ids=own.allowed_token_ids or None)
+    builder.check_params(params)
+    check_vocabulary("output_token_ids", output, builder.vocab_size)
+    check_vocabulary("eos_token_ids", receipt.eos_token_ids, builder.vocab_size)
+    check_vocabulary("bad_words", [token_id for word in own.bad_words for token_id in word], builder.vocab_size)
+    return PreparedRequest(request_id, None, ids, request.sampling, [request])
+
+
+def _find_adapter(adapters: Adapters, digest: str) -> AdapterRef | None:
+    """The named adapter with a content; None: the digest is empty."""
+    if not digest:
+        return None
+    for named in adapters.named.values():
+        if named.ref.digest == digest:
+            return named.ref
+    raise ContractDiffers(f"the receipt is of the adapter {digest[:16]}…, and none of --lora-modules has this content")

@@ -10,7 +10,8 @@ from functools import partial
 
 import msgspec
 
-from shardline.api.outputs import CompletionOutput, Decode, RequestOutput, decode_nothing
+from shardline.api.logprobs import Decode, decode_nothing
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import PreparedRequest
 from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
 from shardline.messages.request import FinishReason, Request, SequenceOutput
@@ -257,10 +258,15 @@ class RequestState:
             choices=choices,
         )
 
+    def finish(self) -> None:
+        """Note that every choice has ended."""
+        self.output.finished = True
+        self.output.metrics = self.metrics()
+
     def unfinished_children(self) -> list[Request]:
         """The engine requests that still run, or are to."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
-        return [child for child, output in pairs if not output.finished()]
+        return [child for child, output in pairs if output.finish_reason is None]
 
 
 def _ignore_change() -> None:
@@ -339,7 +345,7 @@ class OutputProcessor:
             elif state.request.request_id not in seen:
                 seen.add(state.request.request_id)
                 updated.append(state)
-            if output.finish_reason is not None and state.output.finished:
+            if output.finish_reason is not None and not state.unfinished_children():
                 self._forget_request(state)
                 done.ended.append(state)
         return done
@@ -364,7 +370,7 @@ class OutputProcessor:
         return list(self._requests)
 
     def _forget_request(self, state: RequestState) -> None:
-        state.output.metrics = state.metrics()
+        state.finish()
         self._requests.pop(state.request.request_id, None)
         for child in state.request.children:
             self._by_child.pop(child.request_id, None)

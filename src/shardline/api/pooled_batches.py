@@ -18,7 +18,8 @@ from shardline.api.pooling import (
     pair_up,
     pooling_request,
 )
-from shardline.api.requests import Prompt, RequestBuilder, as_prompts, split_prompt
+from shardline.api.prompts import Prompt, as_prompts, split_prompt
+from shardline.api.requests import RequestBuilder
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 

@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import msgspec
 
+from shardline.api.logprob_counts import LogprobCounts
 from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
+from shardline.api.prompts import EncodedPrompt, Prompt, split_prompt
 from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import AdapterRef, Constraints, PromptEmbeds, Request
-from shardline.receipts.check import check_contract
-from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.text.tokenizer import Tokenizer
 
@@ -27,17 +27,12 @@ MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
 """The most characters of all stop strings together: every choice builds its own tables of them."""
 MAX_BAD_WORDS = 256
-MAX_NAMED_LOGPROBS = 128
-"""The most tokens of `logprob_token_ids`, as in vLLM."""
-_FEW_LOGPROBS = 64
-MAX_LOGPROBS = 10_000_000
-"""The most log probabilities that a request may ask for, if it asks for more than a few at each token."""
 MAX_SALT_CHARS = 1024
 request_owner: ContextVar[str] = ContextVar("request_owner", default="")
 """`Request.owner` of the requests that a task makes."""
 _EMBEDS_SALT = "prompt_embeds".ljust(MAX_SALT_CHARS + 1)
 """Begins the salts of prompts with rows: those of users are shorter, so none of them names the same prefixes."""
-_ADAPTER_SALT = "adapter".ljust(MAX_SALT_CHARS + 1)
+ADAPTER_SALT = "adapter".ljust(MAX_SALT_CHARS + 1)
 """Begins the salts of prompts that an adapter computes, in the same way."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
@@ -61,37 +56,6 @@ class EngineRecovering(RuntimeError):
 
 class EngineDraining(RuntimeError):
     """The engine finishes its requests and accepts no new ones (HTTP 503)."""
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is their text, for display only."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: str
-
-
-class EmbedsPrompt(TypedDict, total=False):
-    """A prompt as a tensor [number of tokens, hidden size]; `prompt` is for display only."""
-
-    prompt_embeds: Any
-    prompt: str
-
-
-class MixedPrompt(TypedDict):
-    """Token ids with rows of hidden states in place of some of them."""
-
-    prompt_token_ids: Sequence[int]
-    embeds: PromptEmbeds
-    prompt: str | None
-
-
-Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | MixedPrompt | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -183,21 +147,6 @@ class RequestBuilder:
             adapter=adapter,
         )
 
-    def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
-        """The text, the ids and the rows in a prompt; the text or the ids are not None.
-
-        Raises:
-            ValueError: the prompt has none of the known forms, or its tensor is refused.
-        """
-        values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        if values.get("prompt_embeds") is None:
-            text, ids = split_prompt(prompt)
-            return text, ids, values.get("embeds")
-        if unknown := values.keys() - {"prompt_embeds", "prompt"}:
-            raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
-        ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
-        return values.get("prompt"), ids, embeds
-
     def build_from_ids(
         self,
         request_id: str,
@@ -228,8 +177,8 @@ class RequestBuilder:
             raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
         if (count := params.truncate_prompt_tokens) is not None:
             ids = ids[-(self.max_model_len - 1 if count == -1 else count) :]  # -1: the most that leave room for output
-        self._check_prompt(ids)
-        self._check_params(params)
+        self.check_prompt(ids)
+        self.check_params(params)
         if params.receipt:
             self._check_receipt(embeds)
         if not -(2**63) <= priority < 2**63:
@@ -239,13 +188,16 @@ class RequestBuilder:
         if embeds is not None:
             cache_salt = _EMBEDS_SALT + embeds_digest(embeds) + cache_salt
         if adapter is not None:
-            cache_salt = _ADAPTER_SALT + adapter.digest + cache_salt
+            cache_salt = ADAPTER_SALT + adapter.digest + cache_salt
         room = self.max_model_len - len(ids)
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for {room} "
                 f"(the model's maximum length is {self.max_model_len})"
             )
+        counts: dict[str, int | None] = {}
+        if (params.logprobs, params.prompt_logprobs, params.logprob_token_ids) != (None, None, None):
+            counts = self.logprob_counts.count_all(params, len(ids), room)
         seed = params.seed if so_far is None else so_far.seed
         params = msgspec.structs.replace(
             params,
@@ -254,10 +206,12 @@ class RequestBuilder:
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
             watermarking=True if self.has_watermark and params.watermarking is not False else None,
-            **self._reports(params, len(ids), room),
+            **counts,
         )
         sampling = _engine_params(params)
-        constraints = self._make_constraints(params, grammar)
+        constraints = None
+        if grammar or params.bad_words or params.allowed_token_ids:
+            constraints = self._make_constraints(params, grammar)
         known: list[list[int]] = [[] for _ in range(params.n)]
         if so_far is not None:
             so_far.check(params, self.vocab_size)
@@ -290,82 +244,32 @@ class RequestBuilder:
         contract = self.contract if params.receipt else None
         return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far, contract)
 
-    def build_from_receipt(
-        self, request_id: str, receipt: Receipt, adapter: AdapterRef | None = None
-    ) -> PreparedRequest:
-        """The request of a receipt, which ends where its output would differ from the receipt's. `adapter`: the one
-        with the receipt's digest.
-
-        Raises:
-            ContractDiffers: it ran under another contract, which the message compares with this one.
-            ContextLengthExceeded: this engine was started for shorter texts.
-            ValueError: it has tokens or parameters that the model does not take.
-        """
-        assert self.contract is not None
-        check_contract(receipt, self.contract)
-        ids, output = receipt.prompt_token_ids, receipt.output_token_ids
-        self._check_prompt(ids)
-        if len(ids) + len(output) > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"prompt and output of the receipt have {len(ids) + len(output)} tokens, more than the "
-                f"{self.max_model_len} that this engine was started for; raise --max-model-len"
-            )
-        request = receipt.request(f"{request_id}-0", time.monotonic(), adapter)
-        if adapter is not None:
-            request = msgspec.structs.replace(request, cache_salt=_ADAPTER_SALT + adapter.digest)
-        own = request.constraints or Constraints()
-        params = msgspec.structs.replace(request.sampling, allowed_token_ids=own.allowed_token_ids or None)
-        self._check_params(params)
-        _check_vocabulary("output_token_ids", output, self.vocab_size)
-        _check_vocabulary("eos_token_ids", receipt.eos_token_ids, self.vocab_size)
-        _check_vocabulary("bad_words", [token_id for word in own.bad_words for token_id in word], self.vocab_size)
-        return PreparedRequest(request_id, None, ids, request.sampling, [request])
-
     def _check_receipt(self, embeds: PromptEmbeds | None) -> None:
         if self.contract is None or self.contract.numerics.startswith("fast"):
             raise ValueError("receipt needs exact numerics: the bits of fast ones depend on the batch and the layout")
         if embeds is not None:
             raise ValueError("receipt is not compatible with prompt_embeds: it holds token ids only")
 
-    def _reports(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
-        """The numbers of log probabilities at each token, without -1.
+    @property
+    def logprob_counts(self) -> LogprobCounts:
+        """Counts the log probabilities that requests ask for."""
+        return LogprobCounts(self.vocab_size, self.max_logprobs)
+
+    def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
+        """The text, the ids and the rows in a prompt; the text or the ids are not None.
 
         Raises:
-            ValueError: they are more than the model's, or than memory can hold.
+            ValueError: the prompt has none of the known forms, or its tensor is refused.
         """
-        counts: dict[str, int | None] = {}
-        total = 0
-        for name, num_tokens in (
-            ("logprobs", params.n * min(params.max_tokens or room, room)),
-            ("prompt_logprobs", num_prompt_tokens),
-        ):
-            count = getattr(params, name)
-            if name == "logprobs" and params.logprob_token_ids is not None:
-                _check_named(params.logprob_token_ids, count)
-                count = 0
-            counts[name] = count = self.count_logprobs(name, count)
-            total += num_tokens * count if count is not None and count > _FEW_LOGPROBS else 0
-        if total > MAX_LOGPROBS:
-            raise ValueError(
-                f"logprobs and prompt_logprobs ask for {total} log probabilities, and at most {MAX_LOGPROBS} are "
-                "reported of one request; ask for fewer tokens, or for those of logprob_token_ids"
-            )
-        return counts
-
-    def count_logprobs(self, name: str, count: int | None) -> int | None:
-        """How many log probabilities at each token the parameter `name` asks for; None: none.
-
-        Raises:
-            ValueError: they are more than the engine was started for.
-        """
-        most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
-        count = self.vocab_size if count == -1 else count
-        if count is not None and count > most:
-            raise ValueError(
-                f"{name} must be in [0, {most}], got {count}, which is greater than max allowed: {most} "
-                "(--max-logprobs; -1 is the whole vocabulary)"
-            )
-        return count
+        if isinstance(prompt, EncodedPrompt):
+            return prompt.text, prompt.token_ids, prompt.embeds
+        values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        if values.get("prompt_embeds") is None:
+            return *split_prompt(prompt), None
+        if unknown := values.keys() - {"prompt_embeds", "prompt"}:
+            raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
+        ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
+        return values.get("prompt"), ids, embeds
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for a prompt that is text.
@@ -377,7 +281,12 @@ class RequestBuilder:
             raise ValueError("the model has no tokenizer.json; give prompt_token_ids instead of text")
         return self.tokenizer
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that leaves no room for output, or whose tokens the model does not have.
+
+        Raises:
+            ContextLengthExceeded, ValueError: see `build_request`.
+        """
         if not ids:
             raise ValueError("the prompt is empty (decoder prompt cannot be empty); it needs at least one token")
         if len(ids) >= self.max_model_len:
@@ -402,7 +311,12 @@ class RequestBuilder:
             return None
         return Constraints(grammar, allowed, tuple(dict.fromkeys(word for word in bad_words if word)))
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters that do not fit the model.
+
+        Raises:
+            ValueError: the message says what would fit.
+        """
         if params.n > MAX_CHOICES_PER_REQUEST:
             raise ValueError(f"n must be at most {MAX_CHOICES_PER_REQUEST}, got {params.n}")
         stops = params.stop_strings
@@ -421,30 +335,22 @@ class RequestBuilder:
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logprob_token_ids", params.logprob_token_ids or ()),
         ):
-            _check_vocabulary(name, ids, self.vocab_size)
+            check_vocabulary(name, ids, self.vocab_size)
         if params.watermarking and not self.has_watermark:
             raise ValueError("watermarking needs a key, and the engine was started without --watermark-config")
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
 
 
-def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse token ids that the parameter `name` has, and the vocabulary has not.
+
+    Raises:
+        ValueError: the message names one.
+    """
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {vocab_size} tokens")
-
-
-def _check_named(token_ids: Sequence[int], count: int | None) -> None:
-    """Refuse `logprob_token_ids` that are too many, or not as many as `logprobs`."""
-    if not 1 <= len(token_ids) <= MAX_NAMED_LOGPROBS:
-        raise ValueError(
-            f"logprob_token_ids must have 1 to {MAX_NAMED_LOGPROBS} token ids, got {len(token_ids)}, "
-            f"max allowed: {MAX_NAMED_LOGPROBS}"
-        )
-    if count is not None and count != len(token_ids):
-        raise ValueError(
-            f"logprobs must equal len(logprob_token_ids), or be left out; they are {count} and {len(token_ids)}"
-        )
 
 
 def _engine_params(params: SamplingParams) -> SamplingParams:
@@ -468,38 +374,3 @@ def _engine_params(params: SamplingParams) -> SamplingParams:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
         raise ValueError(f"the sampling parameters are invalid: {error}") from error
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list. A string, an object or a list of ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """The text and the ids in a prompt; at least one of them is not None.
-
-    Raises:
-        ValueError: the prompt has none of the known forms.
-    """
-    if isinstance(prompt, str):
-        return prompt, None
-    if isinstance(prompt, Mapping):
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "embeds"}
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if not unknown and (text is None or isinstance(text, str)):
-            if ids is not None:
-                return text, _as_ids(ids)
-            if text is not None:
-                return text, None
-    elif isinstance(prompt, Sequence):
-        return None, _as_ids(prompt)
-    raise ValueError('a prompt is text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids')
-
-
-def _as_ids(values: Any) -> list[int]:
-    ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
-    if ids is None or not set(map(type, ids)) <= {int}:
-        raise ValueError("prompt token ids must be a list of integers")
-    return ids

@@ -140,7 +140,7 @@ class Streams:
             self._replicas.add_requests(children)
             self._processor.track(state)
         else:
-            state.output.metrics = state.metrics()
+            state.finish()
         return stream
 
     def abort(self, request_id: str) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from shardline import env
-from shardline.channel import FRAME_LENGTH, MAX_FRAME_BYTES, SEAL_BYTES, Seal
+from shardline.channel import FRAME_LENGTH, MAX_FRAME_BYTES
 from shardline.config.cluster import ClusterConfig
 from shardline.handshake import Connection, HandshakeRefused, Listener, connect, run_callbacks
+from shardline.seal import SEAL_BYTES, Seal
 
 BEAT_SECONDS = 1.0
 """Seconds between two beats of a node or its head."""

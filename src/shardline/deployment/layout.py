@@ -7,7 +7,7 @@ from typing import cast
 
 from msgspec.structs import replace as replace_struct
 
-from shardline.config.engine import ParallelConfig
+from shardline.config.parallel import ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import CollectivesName, ExecutorName, KernelsName, RankPlacement
 from shardline.deployment.machine import DeviceKind, Host, Machine

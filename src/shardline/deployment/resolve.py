@@ -12,7 +12,8 @@ from msgspec.structs import replace as replace_struct
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
-from shardline.config.engine import EngineConfig, LogprobsMode, ParallelConfig
+from shardline.config.engine import EngineConfig, LogprobsMode
+from shardline.config.parallel import ParallelConfig
 from shardline.config.topology import RankPlace
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache

@@ -6,16 +6,17 @@ Each server has a registry of its own, so that two servers in one process do not
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 
 from shardline.deployment.deployment import KernelFallback
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
+from shardline.metrics.histogram import FastHistogram
 from shardline.metrics.names import OWN, SHARED_NAMES, VLLM
 
 _FIRST_TOKEN_SECONDS = (
@@ -54,7 +55,12 @@ class ServerMetrics:
         self.registry.register(EngineCollector(model_name, read_stats, read_cache_config, read_refused, read_fallbacks))
         ProcessCollector(registry=self.registry)
         self.requests = RequestHistograms(self.registry, model_name)
-        self.responses = ResponseMetrics(self.registry)
+        self.answers = Counter(
+            "shardline:http_requests",
+            "HTTP requests answered.",
+            ["handler", "method", "status"],
+            registry=self.registry,
+        )
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """The body and the content type for a scrape with this Accept header."""
@@ -117,66 +123,14 @@ class RequestHistograms:
         self.max_tokens = histogram(
             "request_params_max_tokens", "Largest number of tokens that a request asked for.", _TOKENS
         )
-        self._ended = Counter(
+        ended = Counter(
             "shardline:request_success",
             "Choices that ended, by reason; abort: the client disconnected or the server stopped.",
             ["model_name", "finished_reason"],
             registry=registry,
         )
-        self._model_name = model_name
-
-    def count_end(self, reason: str, amount: int = 1) -> None:
-        """Count choices that ended for this reason."""
-        self._ended.labels(self._model_name, reason).inc(amount)
-
-
-class ResponseMetrics:
-    """Counts HTTP answers."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._responses = Counter(
-            "shardline:http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=registry
-        )
-
-    def count_response(self, handler: str, method: str, status: int) -> None:
-        """Count one answer. `handler` is the route, not the path: the number of paths has no limit."""
-        self._responses.labels(handler, method, str(status)).inc()
-
-
-class FastHistogram:
-    """A Prometheus histogram with one label. Only one thread may observe."""
-
-    def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
-        """`bounds` are the upper bounds of the buckets, in order; the last bucket has none."""
-        self.bounds = list(bounds)
-        self._name = name
-        self._text = text
-        self._label = label
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
-
-    def counts(self) -> list[int]:
-        """How many values each bucket has had so far."""
-        return list(self._counts)
-
-    def describe(self) -> Iterable[Metric]:
-        """The family without samples."""
-        return [HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])]
-
-    def collect(self) -> Iterable[Metric]:
-        """The family."""
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
-        buckets, total = [], 0
-        for bound, count in zip([*self.bounds, float("inf")], self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-        family.add_metric([self._label[1]], buckets, self._sum)
-        return [family]
+        self.ended = partial(ended.labels, model_name)
+        """The counter of choices that ended for a reason."""
 
 
 class PrefixedRegistry(CollectorRegistry):

@@ -22,9 +22,10 @@ from shardline.router.fleet import Fleet
 from shardline.router.metrics import RouterMetrics
 from shardline.router.proxy import Proxy
 from shardline.server.errors import ApiError, bad_request
-from shardline.server.keys import ApiKeys, AuthMiddleware
+from shardline.server.keys import ApiKeys
 from shardline.server.middleware import (
     AccessMiddleware,
+    AuthMiddleware,
     BodyLimitMiddleware,
     InFlight,
     InFlightMiddleware,
@@ -110,7 +111,7 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
 def _middleware(server: ServerConfig, keys: ApiKeys) -> list[Middleware]:
     """The middleware, outermost first. CORS comes before the keys, since preflight requests carry no key."""
     log = not server.disable_access_log
-    stack = [Middleware(AccessMiddleware, count=None, log=log, names_all=server.enable_request_id_headers)]
+    stack = [Middleware(AccessMiddleware, answers=None, log=log, names_all=server.enable_request_id_headers)]
     if server.allowed_origins:
         stack.append(
             Middleware(

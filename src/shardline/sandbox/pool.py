@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardline.sandbox.client import STATUS_SECONDS, Sandbox, Worker, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.nursery import REQUEST
+from shardline.sandbox.worker import STATUS_SECONDS, Worker, WorkerEnded
 
 _NUM_WORKERS = 4
 """Short jobs at once, and workers that are kept for later jobs."""

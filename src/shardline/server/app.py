@@ -22,9 +22,10 @@ from shardline.server.chat_setup import check_chat_config
 from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
-from shardline.server.keys import ApiKeys, AuthMiddleware
+from shardline.server.keys import ApiKeys
 from shardline.server.middleware import (
     AccessMiddleware,
+    AuthMiddleware,
     BodyLimitMiddleware,
     InFlightMiddleware,
     LoadReportMiddleware,
@@ -34,8 +35,8 @@ from shardline.server.observer import RequestObserver
 from shardline.server.openai.adapters import adapter_routes
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
+from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes, tokenize_routes
-from shardline.server.openai.protocol import IGNORED_HEADER
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.routes import generating_routes
 from shardline.server.operations import admin_routes, health_routes
@@ -46,7 +47,7 @@ from shardline.server.pooling.scores import score_routes
 from shardline.server.scale_out.derender import derender_routes
 from shardline.server.scale_out.generate import generate_routes
 from shardline.server.scale_out.render import render_routes
-from shardline.server.service import Service, cache_config
+from shardline.server.service import Service
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.ui import page_routes
 from shardline.server.user_middleware import user_middleware
@@ -70,7 +71,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         model_name,
         llm.stats,
         config.metrics_prefix,
-        lambda: cache_config(llm),
+        lambda: _cache_config(llm),
         llm.num_refused,
         lambda: [engine[0].fallbacks if engine else () for engine in llm.ranks()],
     )
@@ -119,13 +120,29 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     return app
 
 
+def _cache_config(llm: AsyncLLM) -> dict[str, str]:
+    """The KV cache's configuration, as labels of a metric; empty while the engine starts."""
+    if llm.state() == "starting":
+        return {}
+    cache = llm.config.cache
+    return {
+        "block_size": str(llm.model.block_size),
+        "kv_cache_size_tokens": str(int(llm.model.max_concurrency * llm.model.max_model_len)),
+        "kv_cache_max_concurrency": f"{llm.model.max_concurrency:.2f}",
+        "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+    }
+
+
 def _middleware(service: Service) -> list[Middleware]:
     """The middleware, outermost first. CORS comes before the keys, since preflight requests carry no key."""
     config = service.config
     stack = [
         Middleware(
             AccessMiddleware,
-            count=service.metrics.responses.count_response if config.enable_metrics else None,
+            answers=service.metrics.answers if config.enable_metrics else None,
             log=not config.disable_access_log,
             names_all=config.enable_request_id_headers,
         )

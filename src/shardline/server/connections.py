@@ -1,4 +1,4 @@
-"""Connections: how many are accepted, how long they may take, and what a refused request hears."""
+"""Connections: how many are accepted, and how long they may take."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import logging
 import re
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from http import HTTPStatus
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shardline.limits import describe_file_limit, file_limit
+from shardline.limits import file_limit
 from shardline.server.errors import ApiError, too_many_connections
+from shardline.server.refusals import RefusedConnections, last_answer, refuse, refused_requests
 from shardline.server.sse import CUT, PROBE_CLIENT, WRITE_NOW
 
 logger = logging.getLogger(__name__)
@@ -47,11 +46,6 @@ _CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
 """What precedes a chunk of each length."""
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
-LOG_SECONDS = 10.0
-"""After a line about a refusal, later ones are counted for that long."""
-_MAX_ADDRESSES = 1000
-_NAMED = 3
-
 _BATCH = 64
 """Connections that are accepted before anything else is done."""
 _MAX_OPEN_REFUSALS = 8
@@ -60,43 +54,6 @@ _FILES_OF_SERVER = 28
 """Descriptors that the server may need at any time, beside those of restarts: for sandboxes, for the most part."""
 _FILES_OF_ENGINE = 6
 _PAUSE_SECONDS = 0.5
-
-
-class RefusedRequests:
-    """Logs the first refusal at once, and later ones as a count per LOG_SECONDS, with the addresses of the clients."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._is_counting = False
-
-    def note(self, client: str, status: int, message: str) -> None:
-        """A client's request was refused. Call it on the event loop."""
-        if not self._is_counting:
-            logger.warning("refused a request from %s: %d %s", client, status, message)
-            self._wait()
-        elif client in self._counts or len(self._counts) < _MAX_ADDRESSES:
-            self._counts[client] += 1
-        else:
-            self._counts["others"] += 1
-
-    def _wait(self) -> None:
-        self._is_counting = True
-        asyncio.get_running_loop().call_later(LOG_SECONDS, self._log_counts)
-
-    def _log_counts(self) -> None:
-        counts, self._counts = self._counts, Counter()
-        if not counts:
-            self._is_counting = False
-            return
-        named = [f"{client} ({count})" for client, count in counts.most_common(_NAMED)]
-        more = f" and {len(counts) - _NAMED} more" if len(counts) > _NAMED else ""
-        logger.warning(
-            "refused %d more requests in %g s, from %s%s", counts.total(), LOG_SECONDS, ", ".join(named), more
-        )
-        self._wait()
-
-
-refused_requests = RefusedRequests()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -259,18 +216,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(408, f"The request's {part} did not arrive in time.")
 
 
-def last_answer(error: ApiError) -> bytes:
-    """The bytes of an error after which the connection ends."""
-    lines = [
-        f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(error.body)}",
-        *(f"{name.lower()}: {value}" for name, value in (error.headers or {}).items()),
-        "connection: close\r\n\r\n",
-    ]
-    return "\r\n".join(lines).encode() + error.body
-
-
 def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -> bool:
     """Write a part of a body without a known length, if the connection takes it now."""
     if flow.write_paused or transport.is_closing():
@@ -305,7 +250,7 @@ class Acceptor:
         self._end = limit - min(reserved, limit // 2)
         """The first number of a descriptor that no client gets. The kernel gives the lowest that is free."""
         self._opening: set[asyncio.Task[None]] = set()
-        self._num_refused = 0
+        self._refused = RefusedConnections()
         self._resuming: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
@@ -329,9 +274,9 @@ class Acceptor:
                 return
             number = connection.fileno()
             if number >= self._end:
-                self._note_refusal()
+                self._refused.note()
             if number >= self._end + _MAX_OPEN_REFUSALS:
-                self._refuse(connection)
+                refuse(connection, has_tls=self._tls is not None)
                 continue
             task = self._loop.create_task(self._open(connection, is_refused=number >= self._end))
             self._opening.add(task)
@@ -351,29 +296,6 @@ class Acceptor:
         except OSError as error:  # a handshake of TLS has failed, or the client has left
             logger.debug("a connection could not be opened: %s", error)
             connection.close()
-
-    def _refuse(self, connection: socket.socket) -> None:
-        with contextlib.closing(connection), contextlib.suppress(OSError):
-            if self._tls is None:
-                connection.setblocking(False)
-                connection.send(last_answer(too_many_connections()))
-                connection.shutdown(socket.SHUT_WR)
-                connection.recv(65536)  # what is not read resets the connection, and may take the answer with it
-
-    def _note_refusal(self) -> None:
-        self._num_refused += 1
-        if self._num_refused == 1:
-            self._log_refusals()
-            self._loop.call_later(LOG_SECONDS, self._reset_refusals)
-
-    def _reset_refusals(self) -> None:
-        if self._num_refused > 1:
-            self._log_refusals()
-        self._num_refused = 0
-
-    def _log_refusals(self) -> None:
-        what = "a connection was" if self._num_refused == 1 else f"{self._num_refused} connections were"
-        logger.warning("%s refused with 503, since descriptors run out: %s", what, describe_file_limit())
 
     def _pause(self, seconds: float | None) -> None:
         """Accept nothing for some seconds; None: nor later."""

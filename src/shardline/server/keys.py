@@ -9,13 +9,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from shardline.api.requests import request_owner
 from shardline.config.server import ServerConfig
 from shardline.server.errors import ApiError
-from shardline.server.middleware import INSIDE, OPEN_PATHS, route_path
 
 _SECRET = secrets.token_bytes(32)
 logger = logging.getLogger(__name__)
@@ -33,16 +28,26 @@ class ApiKeys:
         self._admin = _digests(() if config.admin_api_key is None else (config.admin_api_key,))
         self._file = config.api_key_file
         self._from_file: list[bytes] = [] if self._file is None else _read_keys(self._file)
-
-    @property
-    def are_required(self) -> bool:
+        self.are_required = bool(self._own) or self._file is not None
         """Whether clients need a key at all."""
-        return bool(self._own) or self._file is not None
-
-    @property
-    def has_admin(self) -> bool:
+        self.has_admin = bool(self._admin)
         """Whether administration needs a key of its own."""
-        return bool(self._admin)
+
+    def check(self, authorization: str, *, admin: bool) -> ApiError | None:
+        """Why a request that needs a key, or with `admin` the key for administration, is refused; None: it is not.
+
+        `authorization`: its header, which has the key as bearer token.
+        """
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return ApiError(
+                401,
+                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+            )
+        if not self.is_valid(key.strip(), admin=admin):
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return None
 
     def is_valid(self, key: str, *, admin: bool) -> bool:
         """Whether a key is valid, or, with `admin`, whether it is the key for administration.
@@ -66,7 +71,7 @@ class ApiKeys:
         logger.info("read %d key(s) from %s", len(self._from_file), self._file)
 
 
-def _owner(key: str) -> str:
+def owner_of(key: str) -> str:
     """A name for who has a key. It tells nothing about the key."""
     return hashlib.blake2b(key.encode("utf-8", "replace"), key=_SECRET, digest_size=12).hexdigest()
 
@@ -95,47 +100,3 @@ PAGE_PREFIX = "/ui/"
 
 ADMIN_PREFIXES = ("/requests", "/router", "/server_info", "/reset_prefix_cache", "/v1/load_lora", "/v1/unload_lora")
 """Paths of administration."""
-
-
-class AuthMiddleware:
-    """Notes whose requests are, and refuses those without a valid key as bearer token, except for the paths of
-    OPEN_PATHS. A router may have checked keys that this server does not need.
-
-    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
-    """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys, *, has_page: bool = False) -> None:
-        """`has_page`: / and its files are those of the page, which is the same everywhere, and asks for the key."""
-        self._app = app
-        self._keys = keys
-        self._has_page = has_page
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        if scope["type"] == "http" and INSIDE not in scope:
-            headers = Headers(scope=scope)
-            key = headers.get("authorization", "")
-            if not key and "x-api-key" in headers:  # as clients of Anthropic send it
-                key = f"Bearer {headers['x-api-key']}"
-            request_owner.set(_owner(key) if key else "")
-            error = self._check(route_path(scope), key)
-            if error is not None:
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, path: str, authorization: str) -> ApiError | None:
-        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
-        is_page = self._has_page and (path == "/" or path.startswith(PAGE_PREFIX))
-        if path in OPEN_PATHS or is_page or not (admin or self._keys.are_required):
-            return None
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            return ApiError(
-                401,
-                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
-            )
-        if not self._keys.is_valid(key.strip(), admin=admin):
-            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-        return None

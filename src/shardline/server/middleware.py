@@ -1,4 +1,4 @@
-"""What every request passes before and behind its handler: the access log, bounds of bodies, the load of the
+"""What every request passes before and behind its handler: the access log, keys, bounds of bodies, the load of the
 engine, and an early end.
 
 This is plain ASGI, so that streams are not buffered.
@@ -13,14 +13,20 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shardline.api.requests import request_owner
 from shardline.messages.stats import EngineStats
 from shardline.server.errors import ApiError, internal_error
+from shardline.server.keys import ADMIN_PREFIXES, PAGE_PREFIX, ApiKeys, owner_of
 from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 MAX_LARGE_BODIES = 16
 """Bodies of the largest size that the server holds at a time, or more of smaller ones."""
@@ -50,11 +56,10 @@ class AccessMiddleware:
     request had one, or with `names_all`.
     """
 
-    def __init__(
-        self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool, names_all: bool = False
-    ) -> None:
+    def __init__(self, app: ASGIApp, answers: Counter | None, log: bool, names_all: bool = False) -> None:
+        """`answers`: counts them by handler, method and status."""
         self._app = app
-        self._count = count
+        self._answers = answers
         self._log = log
         self._names_all = names_all
 
@@ -108,14 +113,49 @@ class AccessMiddleware:
         status = status or 499
         route = scope.get("route")
         handler = route.path if route is not None else "none"
-        if self._count is not None:
-            self._count(handler, scope["method"], status)
+        if self._answers is not None:  # by the route, not the path: the number of paths has no limit
+            self._answers.labels(handler, scope["method"], str(status)).inc()
         if self._log:
             level = logging.DEBUG if handler in OPEN_PATHS or INSIDE in scope else logging.INFO
             client = scope["client"][0] if scope.get("client") else "-"
             path = scope["path"].encode("unicode_escape").decode()
             line = (client, scope["method"], path, status, seconds, request_id, f" {ending}" if ending else "")
             access_logger.log(level, "%s %s %s %d %.3fs %s%s", *line)
+
+
+class AuthMiddleware:
+    """Notes whose requests are, and refuses those without a valid key as bearer token, except for the paths of
+    OPEN_PATHS. A router may have checked keys that this server does not need.
+
+    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, has_page: bool = False) -> None:
+        """`has_page`: / and its files are those of the page, which is the same everywhere, and asks for the key."""
+        self._app = app
+        self._keys = keys
+        self._has_page = has_page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and INSIDE not in scope:
+            headers = Headers(scope=scope)
+            key = headers.get("authorization", "")
+            if not key and "x-api-key" in headers:  # as clients of Anthropic send it
+                key = f"Bearer {headers['x-api-key']}"
+            request_owner.set(owner_of(key) if key else "")
+            error = self._check(route_path(scope), key)
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, authorization: str) -> ApiError | None:
+        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
+        is_page = self._has_page and (path == "/" or path.startswith(PAGE_PREFIX))
+        if path in OPEN_PATHS or is_page or not (admin or self._keys.are_required):
+            return None
+        return self._keys.check(authorization, admin=admin)
 
 
 class SlashMiddleware:

@@ -1,7 +1,4 @@
-"""What sees every API request once: its latencies for Prometheus, where its time went as JSON, and its span.
-
-The JSON is that of answers with `return_metrics`, and of GET /requests/{id}.
-"""
+"""What sees every API request once: its latencies for Prometheus, where its time went, and its span."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from shardline.api.outputs import RequestOutput
 from shardline.messages.timeline import ChoiceMetrics, RequestMetrics
 from shardline.metrics.server import RequestHistograms
 from shardline.sampling_params import SamplingParams
+from shardline.server.request_metrics import metrics_body
 from shardline.server.tracing import RequestTracer, trace_headers
 
 if TYPE_CHECKING:
@@ -121,7 +117,7 @@ class RequestTimer:
             for choice_metrics in output.metrics.choices:
                 self._observe_choice(len(output.prompt_token_ids), choice_metrics)
         for choice in output.outputs:
-            self._metrics.count_end(choice.finish_reason or "abort")
+            self._metrics.ended(choice.finish_reason or "abort").inc()
 
     def _observe_choice(self, num_prompt_tokens: int, choice: ChoiceMetrics) -> None:
         """Record where the time of a finished choice went."""
@@ -178,52 +174,6 @@ class RequestLog:
     def last(self) -> dict[str, Any] | None:
         """Where the time of the request went that has ended last, without its id; None: none has."""
         return metrics_body(next(reversed(self._finished.values()))) if self._finished else None
-
-
-def metrics_body(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """The metrics of the prompts of one API request as a JSON object. Choices are numbered over all prompts."""
-    choices = [choice for prompt in metrics for choice in prompt.choices]
-    return {
-        "arrival_time": min(prompt.arrival_time for prompt in metrics),
-        "choices": [_choice_body(index, choice) for index, choice in enumerate(choices)],
-    }
-
-
-def answer_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The metrics of a finished answer."""
-    return metrics_body([output.metrics for output in outputs if output.metrics is not None])
-
-
-def summary_line(choice: ChoiceMetrics) -> str:
-    """A choice's time in one line for people."""
-    count, right = choice.num_guesses, choice.num_right_guesses
-    guessed = f", {right} of {count} guesses right" if count else ""
-    cached = f", {choice.num_cached_tokens} tokens cached" if choice.num_cached_tokens else ""
-    parts = [
-        _phase("queued", choice.queued_seconds),
-        _phase("prefill", choice.prefill_seconds, f"{len(choice.prefill_chunks)} chunk(s){cached}"),
-        _phase("first token after", choice.first_token_seconds),
-        _phase("decode", choice.decode_seconds, f"{choice.num_generation_tokens} tokens{guessed}"),
-    ]
-    if choice.preemptions:
-        parts.append(_phase(f"{len(choice.preemptions)} preemption(s)", choice.preempted_seconds))
-    return ", ".join(filter(None, parts)) or "queued"
-
-
-def _phase(name: str, seconds: float | None, remark: str = "") -> str:
-    if seconds is None:
-        return ""
-    return f"{name} {1e3 * seconds:.0f} ms" + (f" ({remark})" if remark else "")
-
-
-def _choice_body(index: int, choice: ChoiceMetrics) -> dict[str, Any]:
-    body = msgspec.structs.asdict(choice)
-    body["index"] = index
-    for name in ("prefill_chunks", "preemptions"):
-        body[name] = [msgspec.structs.asdict(entry) for entry in body[name]]
-    body["preempted_seconds"] = choice.preempted_seconds
-    body["summary"] = summary_line(choice)
-    return body
 
 
 def _num_entries(metrics: Sequence[RequestMetrics]) -> int:

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardline.api.resume import PromptSoFar
+from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.api.streams import RequestStream, watch_finish
+from shardline.server.errors import ApiError, bad_request
 from shardline.server.sse import Events
 
 MARK = b": resume "
@@ -64,6 +65,34 @@ def read_resume(value: Any) -> Resume | None:
         raise ValueError("an 'id' needs the output so far: 'prompts'")
     resume.created = resume.created or int(time.time())
     return resume
+
+
+def begin_resume(resume: Resume, request_id: str, own: str, num_prompts: int) -> Sequence[PromptSoFar]:
+    """The output so far for each prompt; empty: the answer begins here, and `resume` gets the contract and the id.
+
+    `own`: SHA-256 of this server's numeric contract.
+
+    Raises:
+        ApiError: 400, it is of another request; 409, this server would go on with other tokens.
+    """
+    resume.contract = resume.contract or own
+    if resume.contract != own:
+        raise ApiError(
+            409,
+            f"The answer has begun under the numeric contract {resume.contract!r}, and this server's is {own!r}: it "
+            "would go on with other tokens.",
+            param="resume",
+            code="contract_differs",
+        )
+    if len(resume.prompts) not in (0, num_prompts):
+        raise bad_request(f"'resume' has {len(resume.prompts)} prompts, and the request {num_prompts}.", "resume")
+    resume.id = resume.id or request_id
+    return resume.prompts
+
+
+def request_differs(error: RequestDiffers) -> ApiError:
+    """The answer to a request that goes on with the output of another one."""
+    return ApiError(409, str(error), param="resume", code="request_differs")
 
 
 def make_mark(value: Any) -> bytes:

@@ -72,7 +72,7 @@ class Service:
         tokenizer = self.llm.model.tokenizer
         if tokenizer is None or self.chat.template is None or self.config.special_tokens_in_content:
             return []
-        return tokenizer.special.find_ambiguous()
+        return tokenizer.spelled.find_ambiguous()
 
     async def require_ready(self) -> None:
         """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)
@@ -190,14 +190,14 @@ class Service:
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
 
-    def check_top_logprobs(self, count: int | None) -> None:
+    def check_top_logprobs(self, count: int) -> None:
         """Refuse a `top_logprobs` that the engine was not started for.
 
         Raises:
             ApiError: 400.
         """
         try:
-            self.llm.model.builder.count_logprobs("top_logprobs", count)
+            self.llm.model.builder.logprob_counts.count("top_logprobs", count)
         except ValueError as error:
             raise bad_request(str(error), "top_logprobs") from error
 
@@ -247,22 +247,6 @@ class Service:
             raise self._too_long(str(error), param) from error
         except ValueError as error:
             raise bad_request(str(error), param) from error
-
-
-def cache_config(llm: AsyncLLM) -> dict[str, str]:
-    """The KV cache's configuration, as labels of a metric; empty while the engine starts."""
-    if llm.state() == "starting":
-        return {}
-    cache = llm.config.cache
-    return {
-        "block_size": str(llm.model.block_size),
-        "kv_cache_size_tokens": str(int(llm.model.max_concurrency * llm.model.max_model_len)),
-        "kv_cache_max_concurrency": f"{llm.model.max_concurrency:.2f}",
-        "num_gpu_blocks": str(sum(stats.kv_blocks_total for stats in llm.stats())),
-        "cache_dtype": cache.kv_cache_dtype,
-        "enable_prefix_caching": str(cache.enable_prefix_caching),
-        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
-    }
 
 
 def new_id(prefix: str) -> str:

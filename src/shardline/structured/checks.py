@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from shardline.sampling_params import StructuredOutputsParams
-from shardline.sandbox.client import Sandbox, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool
+from shardline.sandbox.worker import WorkerEnded
 from shardline.structured.check_service import GRAMMAR, PARAMS, REFUSED
 from shardline.structured.grammar import MAX_GRAMMAR_CHARS, check_size, is_larger
 

@@ -13,13 +13,10 @@ from typing import Any
 
 import msgspec
 
-from shardline.checkpoints.folder_files import read_text
-from shardline.checkpoints.gguf.header import read_header
-from shardline.checkpoints.gguf.names import is_gguf
-from shardline.checkpoints.gguf.tokenizer import read_chat_templates as read_gguf_templates
-from shardline.sandbox.client import Sandbox, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool, Setup
+from shardline.sandbox.worker import WorkerEnded
 from shardline.text.chat_messages import (
     MAX_RENDERED_CHARS,
     REFUSED,
@@ -31,8 +28,9 @@ from shardline.text.chat_messages import (
     normalize_messages,
     text_content,
 )
-from shardline.text.special_tokens import Marks
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_json_if_there
+from shardline.text.model_files import read_chat_templates
+from shardline.text.spelled_tokens import Marks
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 MAX_RENDER_SECONDS = 2.0
 MAX_COMPILE_SECONDS = 5.0
@@ -107,7 +105,7 @@ class ChatTemplate:
         Raises:
             ValueError: a file is broken.
         """
-        sources = read_gguf_templates(read_header(folder)) if is_gguf(folder) else read_chat_templates(folder)
+        sources = read_chat_templates(folder)
         return cls(sources, special_tokens) if sources else None
 
     def render(
@@ -237,10 +235,9 @@ def _mark(
     # Before the search: arguments of tool calls are JSON, in which a token can be spelled with escapes.
     chat = replace(chat, messages=normalize_messages(chat.messages))
     given = [chat.messages, chat.tools, dict(chat.variables)]
-    marked = None if special_tokens_in_content else tokenizer.special.mark(given)
-    if marked is None:
+    if special_tokens_in_content or not tokenizer.special.may_occur_in(given):
         return chat, None
-    [messages, tools, variables], marks = marked
+    [messages, tools, variables], marks = tokenizer.spelled.mark(given)
     return replace(chat, messages=messages, tools=tools, variables=variables), marks
 
 
@@ -263,7 +260,7 @@ def _encode(
 def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
     if marks is None:
         return tokenizer.encode_text(rendered, add_special_tokens)
-    return tokenizer.special.encode(rendered, marks, add_special_tokens)
+    return tokenizer.spelled.encode(rendered, marks, add_special_tokens)
 
 
 def _encode_around_gaps(
@@ -308,28 +305,3 @@ def read_template(source: str) -> str:
         return source if "{" in source else Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error
-
-
-def read_chat_templates(folder: Path) -> dict[str, str]:
-    """The jinja sources of the chat templates by name; empty if the model has no template.
-
-    chat_template.jinja takes precedence over chat_template.json, and that over tokenizer_config.json.
-
-    Raises:
-        ValueError: a file is broken.
-    """
-    sources: dict[str, str] = {}
-    entry = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
-    entry = read_json_if_there(folder / "chat_template.json").get("chat_template", entry)
-    if isinstance(entry, str):
-        sources["default"] = entry
-    elif isinstance(entry, list):
-        try:
-            sources.update({str(named["name"]): str(named["template"]) for named in entry})
-        except (TypeError, KeyError):
-            raise ValueError(f"{folder}: each chat_template must have a name and a template") from None
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = read_text(path)
-    if (folder / "chat_template.jinja").is_file():
-        sources["default"] = read_text(folder / "chat_template.jinja")
-    return sources

@@ -6,19 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
-from shardline.checkpoints.folder_files import MAX_TOKENIZER_BYTES, read_bytes, read_json, read_token_ids
-from shardline.checkpoints.gguf.header import read_header
-from shardline.checkpoints.gguf.names import is_gguf
-from shardline.checkpoints.gguf.tokenizer import has_vocabulary, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
+from shardline.text.model_files import read_tokenizer
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
+from shardline.text.spelled_tokens import SpelledTokens
 from shardline.text.text_growth import check_growth
-
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
@@ -62,7 +57,6 @@ class Tokenizer:
         """The bytes of tokens. None: a text is not just the bytes of its tokens."""
         named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
         self.special = SpecialTokens(backend, named)
-        """Keeps special tokens that users spell apart from those of the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -71,40 +65,18 @@ class Tokenizer:
         Raises:
             ValueError: the files are broken, or they belong to a tokenizer that is not supported.
         """
-        if is_gguf(folder):
-            return cls._from_gguf(folder)
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
-                if (folder / other).is_file():
-                    raise ValueError(
-                        f"{folder} has {other} but no tokenizer.json; save one with "
-                        "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-                    )
+        stored = read_tokenizer(folder)
+        if stored is None:
             return None
-        content = read_bytes(path, MAX_TOKENIZER_BYTES)
         try:
-            with FOREIGN_CODE:
-                backend = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:
-            raise ValueError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from error
-        special = read_special_tokens(read_json_if_there(folder / "special_tokens_map.json"))
-        special.update(read_special_tokens(read_json_if_there(folder / "tokenizer_config.json")))
-        eos = read_eos_token_ids(folder)
-        try:
-            return cls(backend, special_tokens=special, eos_token_ids=eos)
+            return cls(stored.backend, special_tokens=stored.special_tokens, eos_token_ids=stored.eos_token_ids)
         except ValueError as error:
-            raise ValueError(f"{path} cannot be used: {error}") from None
+            raise ValueError(f"{stored.file} cannot be used: {error}") from None
 
-    @classmethod
-    def _from_gguf(cls, file: Path) -> Tokenizer | None:
-        header = read_header(file)
-        if not has_vocabulary(header):
-            return None
-        vocabulary = read_vocabulary(header)
-        return cls(
-            vocabulary.tokenizer, special_tokens=vocabulary.special_tokens, eos_token_ids=vocabulary.end_token_ids
-        )
+    @cached_property
+    def spelled(self) -> SpelledTokens:
+        """Keeps special tokens that users spell apart from those of the chat template."""
+        return SpelledTokens(self._backend, self.special)
 
     @property
     def vocab_size(self) -> int:
@@ -247,36 +219,3 @@ class ByteTokens:
         else:
             self._others[token_id] = raw
         return raw
-
-
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing.
-
-    Raises:
-        ValueError: the file does not hold a JSON object, or exceeds a limit.
-    """
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_token_ids(read_json_if_there(folder / name).get("eos_token_id"), folder / name)
-        if ids:
-            return ids
-    return ()
-
-
-def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a configuration: each is a string or an object with "content"."""
-    tokens: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens

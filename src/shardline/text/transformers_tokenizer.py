@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 
 from shardline.text.chat_messages import Message
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
-from shardline.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from shardline.text.model_files import SPECIAL_NAMES
+from shardline.text.tokenizer import Tokenizer
 
 Texts = str | Sequence[str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.messages.stats import EngineStats, RankTimes
-from shardline.metrics.server import FastHistogram
+from shardline.metrics.histogram import FastHistogram
 from shardline.server.window.sampling import HISTORY, Sampler
 
 

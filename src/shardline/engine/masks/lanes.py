@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shardline.engine.masks.service import MaskAnswer, MaskJob
-from shardline.sandbox.client import Sandbox, Worker, WorkerEnded
+from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
+from shardline.sandbox.worker import Worker, WorkerEnded
 from shardline.segment.activity import is_stopped
 
 _log = logging.getLogger(__name__)

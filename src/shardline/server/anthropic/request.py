@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from shardline.server.errors import bad_request
+from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -17,7 +18,7 @@ from shardline.server.openai.chat.conversation import (
     read_effort,
 )
 from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, Seed, refuse_if
+from shardline.server.openai.protocol import ResponseFormat, SamplingFields, Seed, refuse_if
 from shardline.server.resume import read_resume
 
 _BILLING = "x-anthropic-billing-header"

@@ -19,6 +19,7 @@ from shardline.server.errors import ApiError, explain_validation
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import EncodedChat
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
+from shardline.server.openai.generation import Generation
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -93,7 +94,7 @@ def message_routes(service: Service) -> APIRouter:
         message_id, _ = fields.origin(new_id("msg_"))
         cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
         writer = MessageWriter(message_id, service.name_of(body.model), chat.answer_format, cached_block)
-        generation = await chat.start(service, message_id, **fields.admission)
+        generation = await Generation.start(service, chat, message_id, **fields.admission)
         if body.stream:
             events = generation.mark(writer.write_events(generation.outputs[0]))
             return EventStream(events, generation, write_error=error_event, done=b"")

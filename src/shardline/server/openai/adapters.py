@@ -11,8 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from shardline import env
 from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
-from shardline.server.json_body import StrictRoute
-from shardline.server.openai.protocol import RequestModel
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.service import Service
 
 _MAX_NAME_CHARS = 256

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from shardline.api.beam_search import search_async
 from shardline.api.outputs import RequestOutput
-from shardline.api.requests import Prompt
+from shardline.api.prompts import Prompt
 from shardline.sampling_params import BeamSearchParams, SamplingParams
 from shardline.server.errors import answer_failed
-from shardline.server.openai.generation import as_api_error
+from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if
 from shardline.server.service import Service
 

@@ -11,28 +11,45 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardline.api.outputs import CompletionOutput, RequestOutput
-from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.api.resume import PromptSoFar, RequestDiffers
 from shardline.api.streams import RequestStream, watch_finish
 from shardline.messages.request import FinishReason, TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
-from shardline.server.errors import ApiError, answer_failed, bad_request, draining, engine_dead, unavailable
+from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.observer import ObservedRequest
-from shardline.server.openai.protocol import bad_parameter
-from shardline.server.resume import Resume, add_marks
+from shardline.server.openai.engine_errors import as_api_error
+from shardline.server.resume import Resume, add_marks, begin_resume, request_differs
 from shardline.server.service import Service
 from shardline.server.sse import Events
 
 if TYPE_CHECKING:
-    from shardline.api.requests import Prompt
+    from shardline.api.prompts import EncodedPrompt
 
-
-RETRY_QUEUE_FULL_SECONDS = 1
-RETRY_RECOVERING_SECONDS = 2
 
 usual_priority: ContextVar[int] = ContextVar("usual_priority", default=0)
 """The priority of requests that do not say theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request as the engine takes it."""
+
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    own_params: Sequence[SamplingParams] = ()
+    """Those of each prompt; empty: all have `params`."""
+    param: str
+    """The field of the request with the prompts."""
+    grammar: str = ""
+    """Of all outputs; empty: they may be any text."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text even if others are skipped."""
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the outputs cannot be any text."""
+        return bool(self.grammar)
 
 
 class Generation:
@@ -55,43 +72,35 @@ class Generation:
     async def start(
         cls,
         service: Service,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
+        prepared: Prepared,
         request_id: str,
-        prompt_param: str,
+        *,
         priority: int = 0,
         cache_salt: str = "",
         model: str | None = None,
-        shown_token_ids: frozenset[int] = frozenset(),
-        grammar: str = "",
         resume: Resume | None = None,
     ) -> Generation:
-        """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
+        """Admit all prompts, or none.
 
-        `params`: one for all prompts, or one for each. `model`: the name that the request gives; it may be that of an
-        adapter.
-
-        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
-        outputs; empty: there is none. `resume`: what another server has sent of the answer; None: `mark` adds none.
+        `model`: the name that the request gives; it may be that of an adapter. `resume`: what another server has sent
+        of the answer; None: `mark` adds none.
 
         Raises:
             ApiError: 400, a prompt or a parameter is invalid; 404, the model is not served; 409, the other server gave
                 other answers; 429, the queue is full; 503, the engine accepts nothing.
         """
-        own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        prompts, own = prepared.prompts, prepared.own_params or [prepared.params] * len(prepared.prompts)
         adapter = service.require_model(model)
         limit, first = service.llm.config.scheduler.max_num_waiting, own[0]
         if len(prompts) * first.n > limit:
             raise bad_request(
                 f"The request asks for {len(prompts) * first.n} choices ({len(prompts)} prompts, n={first.n}); at "
                 f"most {limit} are taken in one request (--max-num-waiting).",
-                prompt_param,
+                prepared.param,
             )
         so_far: Sequence[PromptSoFar | None] = [None] * len(prompts)
         if resume is not None:
-            so_far = _check_resume(service, resume, len(prompts)) or so_far
-            resume.id = resume.id or request_id
+            so_far = begin_resume(resume, request_id, service.llm.model.contract.sha256, len(prompts)) or so_far
         observed = service.observer.start(request_id, first)
         generation = cls(service, observed, resume)
         try:
@@ -105,15 +114,17 @@ class Generation:
                     request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                     priority=priority or usual_priority.get(),
                     cache_salt=cache_salt,
-                    shown_token_ids=shown_token_ids,
-                    grammar=grammar,
+                    shown_token_ids=prepared.shown_token_ids,
+                    grammar=prepared.grammar,
                     adapter=adapter,
                     so_far=so_far[index],
                 )
                 generation._streams.append(stream)
         except BaseException as error:
             await generation.aclose()
-            answer = as_api_error(error, prompt_param)
+            if isinstance(error, RequestDiffers):
+                raise request_differs(error) from error
+            answer = as_api_error(error, prepared.param)
             if answer is None:
                 raise
             raise answer from error
@@ -272,45 +283,3 @@ class SentChoice:
             output.finish_reason,
             output.stop_reason,
         )
-
-
-def _check_resume(service: Service, resume: Resume, num_prompts: int) -> Sequence[PromptSoFar]:
-    """The output so far for each prompt; empty: the answer begins here, and `resume` gets the contract.
-
-    Raises:
-        ApiError: 400, it is of another request; 409, this server would go on with other tokens.
-    """
-    own = service.llm.model.contract.sha256
-    resume.contract = resume.contract or own
-    if resume.contract != own:
-        raise ApiError(
-            409,
-            f"The answer has begun under the numeric contract {resume.contract!r}, and this server's is {own!r}: it "
-            "would go on with other tokens.",
-            param="resume",
-            code="contract_differs",
-        )
-    if len(resume.prompts) not in (0, num_prompts):
-        raise bad_request(f"'resume' has {len(resume.prompts)} prompts, and the request {num_prompts}.", "resume")
-    return resume.prompts
-
-
-def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
-    """The answer to a request that was not admitted. None: the error is not meant for clients."""
-    if isinstance(error, EngineDraining):
-        return draining()
-    if isinstance(error, EngineRecovering):
-        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
-    if isinstance(error, EngineDead):
-        return engine_dead(str(error))
-    if isinstance(error, QueueFull):
-        return ApiError(
-            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
-        )
-    if isinstance(error, RequestDiffers):
-        return ApiError(409, str(error), param="resume", code="request_differs")
-    if isinstance(error, ContextLengthExceeded):
-        return bad_request(str(error), prompt_param, "context_length_exceeded")
-    if isinstance(error, ValueError):
-        return bad_parameter(str(error))
-    return None

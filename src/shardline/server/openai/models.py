@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.openai.chat.conversation import ConversationFields, Messages
-from shardline.server.openai.protocol import RequestModel, TokenIds
+from shardline.server.openai.protocol import TokenIds
 from shardline.server.service import Service
 
 

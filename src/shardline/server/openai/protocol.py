@@ -5,113 +5,20 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
+from shardline.server.json_body import RequestModel
+from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.resume import Resume, read_resume
 
 T = TypeVar("T")
 
-MAX_FIELDS = 256
-"""The most fields of one object. Every unknown field would become an error of its own."""
-
-
-class RequestModel(BaseModel):
-    """A request body, or an object in it. Unknown fields and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"an object has {len(value)} fields; at most {MAX_FIELDS} are taken")
-        return value
-
-
-MAX_METADATA = 16
-"""The most entries of `metadata`, as at OpenAI."""
-
-
-def check_metadata(value: Any) -> Any:
-    """Refuse large metadata before its entries are looked at."""
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"it has {len(value)} entries; at most {MAX_METADATA} are taken")
-    return value
-
-
-MAX_ID_CHARS = 256
 _MAX_BUDGET = 1 << 24
 """More tokens than any answer has."""
-
-IGNORED_HEADER = "X-Shardline-Ignored"
-
-
-class IgnoredFields(RequestModel):
-    """Taken with any value. `null` counts as not sent."""
-
-    taken_here: ClassVar[frozenset[str]] = frozenset()
-    """Those of these fields that have an effect at one endpoint."""
-
-    # OpenAI
-    store: Any = None
-    metadata: Annotated[Any, BeforeValidator(check_metadata)] = None
-    service_tier: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    prediction: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    # vLLM
-    early_stopping: Any = None
-    spaces_between_special_tokens: Any = None
-    detokenize: Any = None
-    request_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    session_id: Any = None
-    stream_interval: Any = None
-    mm_payload: Any = None
-    return_mm_kwargs: Any = None
-    routed_experts_prompt_start: Any = None
-    guided_decoding_backend: Any = None
-    vllm_xargs: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    # SGLang and the routers
-    no_stop_trim: Any = None
-    stream_reasoning: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    return_cached_tokens_details: Any = None
-    return_meta_info: Any = None
-    rid: Any = None
-    extra_key: Any = None
-    session_params: Any = None
-    custom_params: Any = None
-    data_parallel_rank: Any = None
-    routed_dp_rank: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-
-    @property
-    def ignored_headers(self) -> dict[str, str]:
-        """The header that names the ignored fields of this request; empty: it has none."""
-        names = [name for name in _NAMES if name in self.model_fields_set and name not in self.taken_here]
-        names = [name for name in names if getattr(self, name) is not None]
-        return {IGNORED_HEADER: ", ".join(names)} if names else {}
-
-
-_NAMES = tuple(IgnoredFields.model_fields)
-
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -333,7 +240,7 @@ class SamplingFields(IgnoredFields):
 
     @property
     def admission(self) -> dict[str, Any]:
-        """What `PreparedChat.start` takes: `queueing`, and with what the answer goes on."""
+        """`queueing`, and with what the answer goes on, as `Generation.start` takes them."""
         return {**self.queueing, "resume": self.resume}
 
     def origin(self, response_id: str) -> tuple[str, int]:

@@ -11,9 +11,12 @@ from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.beams import search_beams
 from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
-from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.chat.shapes import ChatResponse
+from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest, PreparedCompletion, prepare_completion
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
+from shardline.server.openai.generation import Generation
+from shardline.server.openai.ignored_fields import IGNORED_NAMES
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -48,6 +51,7 @@ async def _answer(
     writer: ChatWriter | CompletionWriter,
     request_id: str,
 ) -> Response:
+    ignored = {} if body.model_fields_set.isdisjoint(IGNORED_NAMES) else body.ignored_headers
     if body.use_beam_search:
         outputs = await search_beams(
             service,
@@ -60,9 +64,9 @@ async def _answer(
         )
         whole = writer.write_whole(outputs)
     else:
-        generation = await prepared.start(service, request_id, **body.admission)
+        generation = await Generation.start(service, prepared, request_id, **body.admission)
         if body.stream:
-            return EventStream(generation.mark(writer.write_chunks(generation)), generation, body.ignored_headers)
+            return EventStream(generation.mark(writer.write_chunks(generation)), generation, ignored)
         async with generation:
             outputs = await generation.wait_finished()
             whole = (
@@ -70,4 +74,4 @@ async def _answer(
                 if writer.takes_long
                 else writer.write_whole(outputs)
             )
-    return Response(whole, headers=body.ignored_headers, media_type="application/json")
+    return Response(whole, headers=ignored, media_type="application/json")

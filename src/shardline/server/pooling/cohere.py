@@ -16,10 +16,10 @@ from starlette.responses import Response
 from shardline.api.pooling import Values
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.openai.chat.conversation import MAX_PARTS, ChatMessage, ContentPart
 from shardline.server.openai.completions.request import MAX_PROMPTS
-from shardline.server.openai.protocol import RequestModel, refuse_if
+from shardline.server.openai.protocol import refuse_if
 from shardline.server.pooling.request import PromptFields, pool_prompts, require_task
 from shardline.server.service import Service, new_id
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from shardline.api.pooling import Values
 from shardline.server.documentation import Responses, json_answers
-from shardline.server.openai.protocol import RequestModel
+from shardline.server.json_body import RequestModel
 
 _BYTES = "application/octet-stream"
 

@@ -12,15 +12,17 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from shardline.api.logprob_counts import MAX_NAMED_LOGPROBS
 from shardline.api.outputs import RequestOutput
-from shardline.api.requests import MAX_NAMED_LOGPROBS
+from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt
-from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import IgnoredFields, TokenIds
+from shardline.server.openai.generation import Generation, Prepared
+from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.protocol import TokenIds
 from shardline.server.pooling.request import PoolingUsage, check_tokens
 from shardline.server.service import Service, new_id
 
@@ -120,10 +122,13 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         ]
         generation = await Generation.start(
             service,
-            [prompt for prompt in prompts for _ in wanted],
-            [params for _ in prompts for params in wanted],
-            request_id=request_id,
-            prompt_param="items",
+            Prepared(
+                prompts=[EncodedPrompt(prompt) for prompt in prompts for _ in wanted],
+                params=wanted[0],
+                own_params=[params for _ in prompts for params in wanted],
+                param="items",
+            ),
+            request_id,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             model=body.model,

@@ -8,11 +8,13 @@ from typing import Literal
 import msgspec
 
 from shardline.api.pooling import Pooler, PoolingParams, PoolingTask, Values, pooling_request
+from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
 from shardline.server.openai.chat.conversation import ConversationFields, Messages
 from shardline.server.openai.completions.request import PromptValue, encode_prompt, list_prompts
-from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import IgnoredFields, refuse_if, truncate_prompt
+from shardline.server.openai.generation import Generation, Prepared
+from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.protocol import refuse_if, truncate_prompt
 from shardline.server.service import Service
 
 
@@ -157,10 +159,8 @@ async def pool_prompts(
     )
     generation = await Generation.start(
         service,
-        prompts,
-        pooling_request(task),
-        request_id=request_id,
-        prompt_param=param,
+        Prepared(prompts=list(map(EncodedPrompt, prompts)), params=pooling_request(task), param=param),
+        request_id,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         model=body.model,

@@ -19,9 +19,8 @@ from shardline.api.pooled_batches import pair_conversation
 from shardline.api.pooling import PoolingTask, cosine, pair_up
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.json_body import StrictRoute, check_template_values
+from shardline.server.json_body import RequestModel, StrictRoute, check_template_values
 from shardline.server.openai.completions.request import MAX_PROMPTS
-from shardline.server.openai.protocol import RequestModel
 from shardline.server.pooling.request import (
     PoolingFields,
     PoolingUsage,

@@ -14,25 +14,21 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_by_token
+from shardline.api.logprobs import Logprob, logprobs_by_token
+from shardline.api.outputs import CompletionOutput, RequestOutput
+from shardline.api.prompts import EncodedPrompt
 from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.conversation import EncodedChat
 from shardline.server.openai.chat.request import prepare_answer
-from shardline.server.openai.generation import Generation, SentChoice
-from shardline.server.openai.protocol import (
-    MAX_ID_CHARS,
-    RequestModel,
-    SamplingFields,
-    StreamOptions,
-    TokenIds,
-    refuse_if,
-)
+from shardline.server.openai.generation import Generation, Prepared, SentChoice
+from shardline.server.openai.ignored_fields import MAX_ID_CHARS
+from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.server.sse import Events, EventStream, make_event
 
@@ -247,9 +243,8 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
     options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or "", "model": body.model}
     form = body.sampling_params.requested_form
     if form is None:
-        return await Generation.start(
-            service, [token_ids], params, request_id=request_id, prompt_param="token_ids", **options
-        )
+        only_ids = Prepared(prompts=[EncodedPrompt(token_ids)], params=params, param="token_ids")
+        return await Generation.start(service, only_ids, request_id, **options)
     prompt = service.decode_tokens(token_ids, skip_special_tokens=False)
     reasoning = None if body.reasoning_ended else service.chat.reasoning_parser
     prepared = await prepare_answer(
@@ -261,7 +256,7 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
         requested_form=form,
         param="token_ids",
     )
-    return await prepared.start(service, request_id, **options)
+    return await Generation.start(service, prepared, request_id, **options)
 
 
 def base_request_id(request: Request, own: str | None) -> str:

@@ -18,7 +18,7 @@ from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
 from shardline.server.openai.completions.request import CompletionRequest, prepare_completion
-from shardline.server.openai.generation import as_api_error
+from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if
 from shardline.server.openai.responses.request import ResponsesRequest
 from shardline.server.openai.responses.routes import prepare_response
@@ -119,7 +119,7 @@ def render_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
-        refuse_if(chat.embeds is not None, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
+        refuse_if(chat.has_embeds, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
         ended = chat.answer_format.reasoning_ended
@@ -157,9 +157,9 @@ def render_routes(service: Service) -> APIRouter:
         base = f"cmpl-{base_request_id(request, body.request_id)}"
         single = len(completion.prompts) == 1
         rendered = []
-        for index, (ids, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
-            refuse_if(not isinstance(ids, list), "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
-            assert isinstance(ids, list)
+        for index, (prompt, text) in enumerate(zip(completion.prompts, completion.texts, strict=True)):
+            refuse_if(prompt.embeds is not None, "prompt_embeds", "Prompts with 'prompt_embeds' cannot be rendered.")
+            ids = prompt.token_ids
             offsets = await _token_offsets(service, body, text, ids, body.add_special_tokens is not False)
             request_id = base if single else f"{base}-{index}"
             rendered.append(render(body, body.model, request_id, ids, completion.params, completion.grammar, offsets))

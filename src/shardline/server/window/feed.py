@@ -22,7 +22,7 @@ from shardline.server.window.sampling import SAMPLE_SECONDS, Sampler, Share
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
-    from shardline.metrics.server import FastHistogram
+    from shardline.metrics.histogram import FastHistogram
     from shardline.server.observer import RequestLog
 
 MAX_VIEWERS = 32

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardline.messages.stats import EngineStats, RankTimes, merge_stats
-from shardline.metrics.server import FastHistogram
+from shardline.metrics.histogram import FastHistogram
 from shardline.server.window import FirstToken, History, Rates
 
 SAMPLE_SECONDS = 1.0

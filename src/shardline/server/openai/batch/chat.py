@@ -17,7 +17,9 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import Messages
 from shardline.server.openai.chat.request import ChatRequest, prepare_chat
-from shardline.server.openai.chat.writer import ChatResponse, ChatWriter
+from shardline.server.openai.chat.shapes import ChatResponse
+from shardline.server.openai.chat.writer import ChatWriter
+from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service, new_id
 
@@ -70,7 +72,9 @@ def batched_chat_routes(service: Service) -> APIRouter:
         response_id = new_id("chatcmpl-")
         async with AsyncExitStack() as stack:
             generations = [
-                await stack.enter_async_context(await answer.start(service, f"{response_id}_{index}", **chat.queueing))
+                await stack.enter_async_context(
+                    await Generation.start(service, answer, f"{response_id}_{index}", **chat.queueing)
+                )
                 async for index, (chat, answer) in _in_turn(enumerate(zip(chats, prepared, strict=True)))
             ]
             answers = []

@@ -15,12 +15,12 @@ from starlette.responses import FileResponse, Response
 
 from shardline.server.documentation import Responses, json_answers
 from shardline.server.errors import ApiError, bad_request
-from shardline.server.json_body import StrictRoute
+from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.openai.batch.executor import BatchExecutor
 from shardline.server.openai.batch.form import UploadForm, read_form
 from shardline.server.openai.batch.jobs import BatchJobs
 from shardline.server.openai.batch.store import Batch, BatchStore, ExpiresAfter, FileObject
-from shardline.server.openai.protocol import MAX_ID_CHARS, RequestModel, check_metadata
+from shardline.server.openai.ignored_fields import MAX_ID_CHARS, check_metadata
 from shardline.server.service import Service
 
 T = TypeVar("T", FileObject, Batch)

@@ -13,10 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from shardline.api.prompt_embeds import Rows, join_parts
 from shardline.messages.request import PromptEmbeds
 from shardline.server.errors import bad_request
-from shardline.server.json_body import check_template_values
+from shardline.server.json_body import RequestModel, check_template_values
 from shardline.server.openai.chat.custom_tools import as_function, as_function_calls
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
-from shardline.server.openai.protocol import RequestModel, refuse_if
+from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service
 from shardline.text.chat_template import Conversation
 

@@ -8,16 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardline.api.requests import Prompt
-from shardline.messages.request import PromptEmbeds
+from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
+from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
-from shardline.server.openai.generation import Generation
-from shardline.server.openai.protocol import RequestModel, ResponseFormat, SamplingFields, TokenIds, refuse_if
-from shardline.server.resume import Resume
+from shardline.server.openai.generation import Prepared
+from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -126,61 +125,16 @@ class ChatRequest(ConversationFields, SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-@dataclass(frozen=True)
-class PreparedChat:
+@dataclass(frozen=True, kw_only=True)
+class PreparedChat(Prepared):
     """A chat request as the engine takes it."""
 
-    params: SamplingParams
     token_ids: list[int]
+    """The prompt's."""
     answer_format: AnswerFormat
     """It has the prompt's text."""
-    grammar: str
-    """Of the answer; empty: it may be any text."""
-    param: str
-    """The field of the request with the messages."""
-    embeds: PromptEmbeds | None = None
-    """Rows in place of some tokens; None: there are none."""
-
-    @property
-    def has_form(self) -> bool:
-        """Whether the answer cannot be any text."""
-        return bool(self.grammar)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The one prompt as the engine takes it."""
-        if self.embeds is None:
-            return [self.token_ids]
-        return [{"prompt_token_ids": self.token_ids, "embeds": self.embeds, "prompt": None}]
-
-    async def start(
-        self,
-        service: Service,
-        request_id: str,
-        *,
-        priority: int,
-        cache_salt: str,
-        model: str | None,
-        resume: Resume | None = None,
-    ) -> Generation:
-        """Admit the request.
-
-        Raises:
-            ApiError: see `Generation.start`.
-        """
-        return await Generation.start(
-            service,
-            self.prompts,
-            self.params,
-            request_id=request_id,
-            prompt_param=self.param,
-            priority=priority,
-            cache_salt=cache_salt,
-            model=model,
-            shown_token_ids=self.answer_format.shown_token_ids,
-            grammar=self.grammar,
-            resume=resume,
-        )
+    has_embeds: bool
+    """Whether there are rows in place of some tokens."""
 
 
 async def prepare_answer(
@@ -212,8 +166,8 @@ async def prepare_answer(
     if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
         max_reasoning_tokens = None  # the answer ends before, and needs no grammar
     answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens)
-    grammar = ""
-    if has_form or not answer_format.is_plain:
+    grammar, is_plain = "", chat.tool_use is None and reasoning is None
+    if has_form or not is_plain:
         grammar = await make_answer_grammar(
             answer_format,
             response_format,
@@ -223,7 +177,17 @@ async def prepare_answer(
             format_param=format_param,
             disable_any_whitespace=service.config.disable_any_whitespace,
         )
-    return PreparedChat(params, chat.token_ids, answer_format, grammar, param, chat.embeds)
+    shown = frozenset() if is_plain else answer_format.shown_token_ids
+    return PreparedChat(
+        prompts=[EncodedPrompt(chat.token_ids, chat.embeds)],
+        params=params,
+        param=param,
+        grammar=grammar,
+        shown_token_ids=shown,
+        token_ids=chat.token_ids,
+        answer_format=answer_format,
+        has_embeds=chat.embeds is not None,
+    )
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
@@ -234,7 +198,8 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """
     service.require_model(body.model)
     body.check()
-    service.check_top_logprobs(body.top_logprobs)
+    if body.top_logprobs is not None:
+        service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -258,7 +223,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         body.response_format,
         reasoning=reasoning,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
+        max_reasoning_tokens=None
+        if body.thinking_token_budget is None
+        else body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from shardline.server.errors import bad_request
+from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.custom_tools import allowed_tools
-from shardline.server.openai.protocol import RequestModel, refuse_if
+from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service
 from shardline.text.tool_parsers import find_tool_parser
 from shardline.text.tool_parsers.base import OfferedFunction, ToolParser

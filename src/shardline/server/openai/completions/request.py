@@ -11,13 +11,11 @@ import msgspec
 from pydantic import Field
 
 from shardline.api.prompt_embeds import join_parts
-from shardline.api.requests import MixedPrompt, Prompt
-from shardline.sampling_params import SamplingParams
+from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
 from shardline.server.openai.answer_grammar import make_answer_grammar
-from shardline.server.openai.generation import Generation
+from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
-from shardline.server.resume import Resume
 from shardline.server.service import Service
 from shardline.text.tokenizer import Tokenizer
 
@@ -157,53 +155,14 @@ class CompletionRequest(SamplingFields):
         return self.best_of is not None and self.best_of > (self.n or 1)
 
 
-@dataclass(frozen=True)
-class PreparedCompletion:
+@dataclass(frozen=True, kw_only=True)
+class PreparedCompletion(Prepared):
     """A completion request as the engine takes it."""
 
-    params: SamplingParams
-    prompts: list[Prompt]
     echoes: list[str]
     """For each prompt, the text to repeat before the output; empty without `echo`."""
     texts: list[str | None]
     """For each prompt, its text; None: it was given as token ids."""
-    grammar: str
-    """Of the outputs; empty: they may be any text."""
-    param = "prompt"
-    """The field of the request with the prompts."""
-
-    @property
-    def has_form(self) -> bool:
-        """Whether the outputs cannot be any text."""
-        return bool(self.grammar)
-
-    async def start(
-        self,
-        service: Service,
-        request_id: str,
-        *,
-        priority: int,
-        cache_salt: str,
-        model: str | None,
-        resume: Resume | None = None,
-    ) -> Generation:
-        """Admit the request.
-
-        Raises:
-            ApiError: see `Generation.start`.
-        """
-        return await Generation.start(
-            service,
-            self.prompts,
-            self.params,
-            request_id=request_id,
-            prompt_param=self.param,
-            priority=priority,
-            cache_salt=cache_salt,
-            model=model,
-            grammar=self.grammar,
-            resume=resume,
-        )
 
 
 async def prepare_completion(service: Service, body: CompletionRequest) -> PreparedCompletion:
@@ -239,10 +198,17 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> Prepa
         service.llm.grammars,
         disable_any_whitespace=service.config.disable_any_whitespace,
     )
-    return PreparedCompletion(params, [*embedded, *ids], echoes, texts, grammar)
+    return PreparedCompletion(
+        prompts=[*embedded, *map(EncodedPrompt, ids)],
+        params=params,
+        param="prompt",
+        grammar=grammar,
+        echoes=echoes,
+        texts=texts,
+    )
 
 
-async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedPrompt]:
+async def _read_embeds(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
     """The prompts that are tensors.
 
     Raises:
@@ -251,12 +217,12 @@ async def _read_embeds(service: Service, body: CompletionRequest) -> list[MixedP
     data = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
     if len(data) > MAX_PROMPTS:
         raise bad_request(f"'prompt_embeds' has {len(data)} entries; at most {MAX_PROMPTS} are taken.", "prompt_embeds")
-    prompts: list[MixedPrompt] = []
+    prompts: list[EncodedPrompt] = []
     for one in data:
         ids, embeds = join_parts([await service.read_embeds(one)])
         if embeds is None:
             raise bad_request("A tensor of 'prompt_embeds' must have at least one row.", "prompt_embeds")
-        prompts.append({"prompt_token_ids": ids, "embeds": embeds, "prompt": None})
+        prompts.append(EncodedPrompt(ids, embeds))
     return prompts
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
-from shardline.api.outputs import CompletionOutput, Logprob, RequestOutput
+from shardline.api.logprobs import Logprob
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
-from shardline.server.observer import answer_metrics
 from shardline.server.openai.answer_parts import LOWEST_LOGPROB, TokenPiece, TokenPieces, Usage, usage_of
 from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
 

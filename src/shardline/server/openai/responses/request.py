@@ -10,17 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request
+from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
 from shardline.server.openai.chat.custom_tools import as_function
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool
-from shardline.server.openai.protocol import (
-    CHAT_AND_COMPLETION_FIELDS,
-    RequestModel,
-    ResponseFormat,
-    SamplingFields,
-    check_metadata,
-    refuse_if,
-)
+from shardline.server.openai.ignored_fields import check_metadata
+from shardline.server.openai.protocol import CHAT_AND_COMPLETION_FIELDS, ResponseFormat, SamplingFields, refuse_if
 from shardline.text.custom_input import write_input
 
 T = TypeVar("T")

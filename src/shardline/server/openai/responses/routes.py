@@ -17,6 +17,7 @@ from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import ChatMessage
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
+from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.store import ResponseStore
@@ -86,7 +87,7 @@ def response_routes(service: Service) -> APIRouter:
             with_reasoning=body.include_reasoning is not False,
             namespaces=body.namespaces,
         )
-        generation = await chat.start(service, response.id, **body.admission)
+        generation = await Generation.start(service, chat, response.id, **body.admission)
         if body.background:
             if not keep(response):
                 await generation.aclose()
@@ -203,7 +204,8 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     """
     service.require_model(body.model)
     body.check()
-    service.check_top_logprobs(body.top_logprobs)
+    if body.top_logprobs is not None:
+        service.check_top_logprobs(body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs,

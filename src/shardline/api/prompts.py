@@ -1,0 +1,79 @@
+"""Prompts as users give them, and as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from shardline.messages.request import PromptEmbeds
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids; `prompt` is their text, for display only."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+
+
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as a tensor [number of tokens, hidden size]; `prompt` is for display only."""
+
+    prompt_embeds: Any
+    prompt: str
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids that are known to be integers, with rows of hidden states in place of some of them."""
+
+    token_ids: list[int]
+    embeds: PromptEmbeds | None = None
+    text: str | None = None
+    """For display only."""
+
+
+Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | EncodedPrompt | Sequence[int]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list. A string, an object or a list of ids is one prompt."""
+    if isinstance(prompts, (str, Mapping, EncodedPrompt)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """The text and the ids in a prompt; at least one of them is not None.
+
+    Raises:
+        ValueError: the prompt has none of the known forms.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.text, prompt.token_ids
+    if isinstance(prompt, Mapping):
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not unknown and (text is None or isinstance(text, str)):
+            if ids is not None:
+                return text, _as_ids(ids)
+            if text is not None:
+                return text, None
+    elif isinstance(prompt, Sequence):
+        return None, _as_ids(prompt)
+    raise ValueError('a prompt is text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids')
+
+
+def _as_ids(values: Any) -> list[int]:
+    ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
+    if ids is None or not set(map(type, ids)) <= {int}:
+        raise ValueError("prompt token ids must be a list of integers")
+    return ids
