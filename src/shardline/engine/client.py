@@ -74,8 +74,11 @@ class EngineClient:
         self._killed_because = ""
         self._silence = 0.0
         """Seconds for which the engine had done nothing when it was killed."""
+        self._num_messages = 0
         interval = probe_interval(deployment.step_timeout)
-        self._watchdog = Watchdog(interval, deployment.step_timeout + _GRACE - interval)
+        patience = deployment.step_timeout + _GRACE - interval
+        # A step may be long.
+        self._watchdog = Watchdog(interval, patience, lambda: (self._num_messages, self._work()))
         self._control_numbers = itertools.count(1)
         self._controls: dict[int, Future[tuple[bytes, ...]]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -171,7 +174,7 @@ class EngineClient:
 
     def _watch_engine(self) -> None:
         """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
-        work, looked = 0, 0.0
+        looked = 0.0
         loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
         while not self._ended.wait(min(CHECK_INTERVAL, self._watchdog.seconds_to_check())):
             if self._child is not None and self._child.is_silent():
@@ -186,9 +189,6 @@ class EngineClient:
                     self._give_up(f"{self._name()} made no progress in loading for {loading.patience:g} s")
                     return
                 continue
-            if self._child is not None and (now_done := self._child.work) != work:  # a step may be long
-                work = now_done
-                self._watchdog.note_life()
             verdict = self._watchdog.check()
             if verdict is Verdict.PROBE:
                 self.control(Probe())
@@ -238,11 +238,9 @@ class EngineClient:
             except (EOFError, OSError, msgspec.MsgspecError):
                 message = self._describe_end()
             if isinstance(message, EngineBeat):
-                if message.activity.work != self._remote.work:
-                    self._watchdog.note_life()
                 self._remote = message.activity
                 continue
-            self._watchdog.note_life()
+            self._num_messages += 1
             if isinstance(message, EngineReady):
                 ready = True
                 self._ready.set()

@@ -139,7 +139,8 @@ class Engine:
         """Forget requests; unknown ids are ignored."""
         for scheduler in self._schedulers:
             scheduler.abort_requests(request_ids)
-        self._masks.forget_finished()
+        if self._masks.followed:
+            self._masks.forget_finished()
 
     def reset_prefix_cache(self) -> None:
         """Let later requests find nothing in the prefix cache that is there now."""
@@ -161,8 +162,10 @@ class Engine:
             ExecutorFailure: a rank died, failed or missed its deadline.
         """
         started = time.perf_counter()
-        self._masks.collect(0.0)
-        self._commands.settle()
+        if self._masks.followed:
+            self._masks.collect(0.0)
+        if self._commands.awaited:
+            self._commands.settle()
         if self._adapters is not None:
             self._adapters.settle()
         while len(self._in_flight) < self._executor.max_in_flight:
@@ -179,7 +182,7 @@ class Engine:
             if self._commands.awaited and (fds := self._executor.watched_fds()):
                 readable(fds, PATIENCE)
             self._executor.check_ranks()  # nothing else reads what they send
-            if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
+            if self._masks.followed and not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
                 self._masks.collect(PATIENCE)
             for scheduler in self._schedulers:
                 outputs += scheduler.take_outputs()
@@ -187,15 +190,17 @@ class Engine:
             before = time.perf_counter()
             results = self._executor.collect_results()
             waited = time.perf_counter() - before
-            if self._masks.num_followed:
+            if self._masks.followed:
                 results = self._masks.follow_results(self._schedulers, results)
             now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
             if self._balancer is not None:
                 self._balancer.note_step()
-        self._masks.forget_finished()
-        self._tell_events()
+        if self._masks.followed:
+            self._masks.forget_finished()
+        if self._publishers or self._untold is not None:
+            self._tell_events()
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
 
@@ -222,7 +227,7 @@ class Engine:
         """
         if any(scheduler.awaits_tokens for scheduler in self._schedulers):
             return True
-        if not self._masks.num_followed or self._deployment.grid.pipeline > 1:
+        if not self._masks.followed or self._deployment.grid.pipeline > 1:
             return False
         flights = [flight for scheduler in self._schedulers for flight in scheduler.in_flight]
         return any(step.allowed for flight in flights for step in flight.plan.steps)

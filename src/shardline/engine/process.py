@@ -171,7 +171,8 @@ class EngineProcess:
             if not changed and not engine.busy:
                 continue
             is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
-            self._send_answers(executor)
+            if executor.answers.joined:
+                self._send_answers(executor)
             # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
             if is_time or not engine.busy:
                 outputs = self._outbox.take_outputs()
@@ -182,7 +183,8 @@ class EngineProcess:
         front = self._channel.fileno()
         while True:
             pause = executor.check_ranks()
-            self._send_answers(executor)
+            if executor.answers.joined:
+                self._send_answers(executor)
             if readable([front, *executor.watched_fds()], pause) == [front]:
                 return
 

@@ -128,9 +128,8 @@ class BlockTraffic:
     whoever gives up waiting for them.
     """
 
-    def __init__(self, pool: BlockPool | ContextPool, tier: Tier | None, most_fetches: int = 1) -> None:
-        """Without a tier, there is nothing to copy. `most_fetches`: blocks that may be on their way at a time, so that
-        no plan waits for many."""
+    def __init__(self, pool: BlockPool | ContextPool, tier: Tier, most_fetches: int) -> None:
+        """`most_fetches`: blocks that may be on their way at a time, so that no plan waits for many."""
         self._pool = pool
         self.tier = tier
         self._most_fetches = most_fetches
@@ -152,17 +151,10 @@ class BlockTraffic:
         """Blocks that a rank had lost."""
         self.counts = CopyCounts()
         """Summed over ranks."""
-        if tier is not None:
-            pool.on_evict = self._store
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether evicted content is kept, and may be fetched."""
-        return self.tier is not None
+        pool.on_evict = self._store
 
     def can_fetch(self, key: bytes) -> bool:
         """Whether the tier has the content, or it is on its way already."""
-        assert self.tier is not None
         return key in self._waiting or self.tier.find(key)
 
     def fetch(self, shared: list[int], keys: Mapping[bytes, int]) -> int | None:
@@ -171,7 +163,6 @@ class BlockTraffic:
         `shared`: the blocks of the prefix that the pool has. There must be free blocks for the others. Returns the
         ticket that `finish_plan` gives back once nothing is missing; None: the tier has no room to fetch anything.
         """
-        assert self.tier is not None
         for block in shared:
             self._pool.share_block(block)
         arriving: set[bytes] = set()
@@ -216,7 +207,6 @@ class BlockTraffic:
     def finish_plan(self, step_id: int, result: CopyResult) -> list[int]:
         """The plan with this id is over: the pool has what was fetched, unless a rank has lost it. Returns the tickets
         for which nothing is missing any more."""
-        assert self.tier is not None
         self.counts += result.counts
         done: list[int] = []
         for copy in self._flying.pop(step_id):
@@ -253,7 +243,6 @@ class BlockTraffic:
             self._pool.release_block(block)
 
     def _store(self, key: bytes, block: int) -> None:
-        assert self.tier is not None
         slot = self.tier.store(key, block % self._pool.num_ranks)
         if slot is not None:
             self._stores.append(BlockCopy(split_key(key)[1], block, slot, key))

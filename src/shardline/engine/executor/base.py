@@ -39,7 +39,8 @@ class ControlAnswers:
         self._num_ranks = num_ranks
         self._pending: dict[int, dict[int, ControlDone]] = {}
         """For each message, the answers of ranks so far."""
-        self._joined: list[ControlDone] = []
+        self.joined: list[ControlDone] = []
+        """Those of all ranks that nobody has taken."""
 
     def expect(self, control: Control) -> None:
         """Each rank will answer this message."""
@@ -55,7 +56,7 @@ class ControlAnswers:
         in_order = [answers[rank] for rank in range(self._num_ranks)]
         error = next((answer.error for answer in in_order if answer.error), "")
         values = () if error else tuple(value for answer in in_order for value in answer.values)
-        self._joined.append(ControlDone(answer.number, values, error))
+        self.joined.append(ControlDone(answer.number, values, error))
         del self._pending[answer.number]
         return True
 
@@ -68,8 +69,8 @@ class ControlAnswers:
     def take(self, *, own: bool = False) -> list[ControlDone]:
         """The joined answers since the last call: those to the front's messages, or those to the engine's own, whose
         numbers are negative."""
-        taken = [done for done in self._joined if (done.number < 0) is own]
-        self._joined = [done for done in self._joined if (done.number < 0) is not own]
+        taken = [done for done in self.joined if (done.number < 0) is own]
+        self.joined = [done for done in self.joined if (done.number < 0) is not own]
         return taken
 
 

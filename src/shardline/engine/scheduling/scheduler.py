@@ -159,7 +159,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, a plan in flight, a block to be fetched or an output not taken."""
         registry = self.registry
-        return bool(registry.num_live or self.in_flight or self.kv.traffic.is_fetching or registry.has_outputs)
+        return bool(registry.num_live or self.in_flight or self.kv.is_fetching or registry.has_outputs)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; the engine loop fills in `engine_seconds`."""
@@ -209,7 +209,8 @@ class Scheduler:
         builder.begin(self.num_steps, now)
         prefills = self._schedule_decodes()
         self._schedule_prefills(prefills)
-        return self._launch() if builder.steps or self.kv.traffic.has_copies else None
+        has_copies = self.kv.traffic is not None and self.kv.traffic.has_copies
+        return self._launch() if builder.steps or has_copies else None
 
     def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
@@ -223,6 +224,7 @@ class Scheduler:
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
         if flying.copies is not None:
+            assert self.kv.traffic is not None
             assert step_result.copied is not None, "every rank must say what came of its copies"
             self.queues.end_fetches(self.kv.traffic.finish_plan(flying.step_id, step_result.copied))
         outputs = self.registry.take_outputs()
