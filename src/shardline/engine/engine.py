@@ -253,6 +253,10 @@ class Engine:
                     counts, deployment.grid, deployment.stages, deployment.expert_parallel, self._balancer
                 )
         replicas = [
-            msgspec.structs.replace(scheduler.stats(), tier=scheduler.kv.tier_stats()) for scheduler in self._schedulers
+            msgspec.structs.replace(
+                scheduler.stats(), tier=scheduler.kv.tier_stats(), engine_seconds=self._engine_seconds
+            )
+            for scheduler in self._schedulers
         ]
-        return merge_lockstep(replicas, self._engine_seconds, self._expert_load, self._rank_times)
+        replicas[0] = msgspec.structs.replace(replicas[0], experts=self._expert_load, ranks=self._rank_times)
+        return replicas[0] if len(replicas) == 1 else merge_lockstep(replicas)

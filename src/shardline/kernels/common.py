@@ -95,7 +95,7 @@ class CommonKernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None:
-        """`apply_rope` of query and key, then `write_kv`."""
+        """`apply_rope` of query and key, then `write_kv`, in one kernel and with the same bits."""
 
     def paged_attention(
         self,

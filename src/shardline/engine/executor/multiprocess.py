@@ -10,9 +10,10 @@ from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.step_answers import StepAnswers
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.control import Control, ControlDone, Probe

@@ -14,7 +14,7 @@ from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
-from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv
+from shardline.runtime.ops.attention.kv_cache import write_kv
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from shardline.runtime.ops.norm import rms_norm
@@ -54,6 +54,7 @@ class AttentionLayer:
         self.kv_group = kv_group
         self._kernels = loader.stage.kernels
         self._reads_only = spec.kv_source is not None
+        self._head_dim, self._window = spec.head_dim, spec.window
         parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
         self.parts = ["q"] if self._reads_only else parts
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
@@ -80,7 +81,7 @@ class AttentionLayer:
 
     def count_heads(self, widths: Sequence[int]) -> list[int]:
         """Numbers of heads of queries, keys and values, for the columns of their projections on a rank."""
-        num_heads = [width // self.spec.head_dim for width in widths]
+        num_heads = [width // self._head_dim for width in widths]
         return [*num_heads, num_heads[1]] if self.spec.projections.value_is_key and not self._reads_only else num_heads
 
     @property
@@ -128,18 +129,18 @@ class AttentionLayer:
             write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
         else:
             assert rope is not None
-            rope_and_write_kv(
-                self._kernels,
+            self._kernels.rope_and_write_kv(
                 q,
                 k,
                 v,
                 pages.keys,
                 pages.values,
-                slots,
                 positions,
+                slots,
                 self.table,
-                interleaved=rope.interleaved,
-                **scales,
+                rope.interleaved,
+                pages.key_scales,
+                pages.value_scales,
             )
         if self._query_factors is not None:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
@@ -147,7 +148,7 @@ class AttentionLayer:
 
     def _rotated_queries(self, q: Tensor, num_heads: int, positions: Tensor) -> Tensor:
         """As `store_in`, for a layer that projects queries only."""
-        q, rope = q.view(len(q), num_heads, self.spec.head_dim), self.spec.positions.rope
+        q, rope = q.view(len(q), num_heads, self._head_dim), self.spec.positions.rope
         q = q if self.q_norm is None else self.q_norm(q)
         if self.table is not None and rope is not None:
             self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
@@ -155,7 +156,7 @@ class AttentionLayer:
 
     def normed_heads(self, qkv: Tensor, num_heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of qkv [T, columns]; the first two normalised."""
-        num_tokens, head_dim = len(qkv), self.spec.head_dim
+        num_tokens, head_dim = len(qkv), self._head_dim
         if not self.spec.norms.norms_all_heads:
             counts = num_heads[: len(self.parts)]
             q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), list(counts), dim=1)
@@ -182,7 +183,7 @@ class AttentionLayer:
             rows.query_starts,
             rows.context_lens,
             self.spec.score.scale,
-            window=self.spec.window,
+            window=self._window,
             softcap=self.spec.score.softcap,
             key_scales=pages.key_scales,
             value_scales=pages.value_scales,

@@ -38,10 +38,9 @@ class Wanted(NamedTuple):
         return self.top_n <= _NARROW and not self.token_ids
 
 
-def wanted_logprobs(sampling: SamplingParams) -> Wanted | None:
-    """What a request reports of each of its tokens; None: nothing."""
-    if sampling.logprobs is None:
-        return None
+def wanted_logprobs(sampling: SamplingParams) -> Wanted:
+    """What a request with log probabilities reports of each of its tokens."""
+    assert sampling.logprobs is not None
     return Wanted(sampling.logprobs, tuple(sampling.logprob_token_ids or ()))
 
 

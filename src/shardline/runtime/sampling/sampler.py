@@ -111,7 +111,9 @@ class Sampler:
             return SamplingPlan(seq_ids, [None] * count, SamplingInput(rows, None, None))
         penalties = penalties_of(sequences) if any(sequence.adjusts_logits for sequence in sequences) else None
         inputs = SamplingInput(rows, _draws(sequences), penalties)
-        return SamplingPlan(seq_ids, [wanted_logprobs(sequence.sampling) for sequence in sequences], inputs)
+        params = [sequence.sampling for sequence in sequences]
+        wanted = [None if one.logprobs is None else wanted_logprobs(one) for one in params]
+        return SamplingPlan(seq_ids, wanted, inputs)
 
     def sample_tokens(
         self,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.kernels.pages import tokens_of
-from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv, write_kv_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
@@ -35,8 +35,9 @@ class Call:
             apply_rope(KERNELS, query, key, self.positions, self.table, interleaved=interleaved)
             write_kv(KERNELS, key, value, caches[0], caches[1], self.slots, **named)
         else:
-            where = (*caches, self.slots, self.positions, self.table)
-            rope_and_write_kv(KERNELS, query, key, value, *where, interleaved=interleaved, **named)
+            where = (*caches, self.positions, self.slots, self.table)
+            own_scales = scales if as_bytes else (None, None)
+            KERNELS.rope_and_write_kv(query, key, value, *where, interleaved, *own_scales)
         return heads, *caches, *scales
 
 
@@ -91,8 +92,8 @@ def test_what_lies_outside_is_refused():
     heads, cache, table = torch.zeros(1, 1, 8), torch.zeros(4, 1, BLOCK_SIZE, 8), rotary_table(torch.ones(4), 10)
 
     def call(slot: int, position: int, table: torch.Tensor = table) -> None:
-        where = (torch.tensor([slot]), torch.tensor([position]), table)
-        rope_and_write_kv(KERNELS, heads, heads, heads, cache, cache, *where, interleaved=False)
+        where = (torch.tensor([position]), torch.tensor([slot]), table)
+        KERNELS.rope_and_write_kv(heads, heads, heads, cache, cache, *where, False, None, None)
 
     call(63, 9)
     with pytest.raises(ValueError, match="a slot lies outside"):

@@ -32,31 +32,6 @@ def write_kv(
     kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
 
-def rope_and_write_kv(
-    kernels: Kernels,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    *,
-    interleaved: bool,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    """Rotate query and key [T, heads, D] in place (`rope.apply_rope`) and call `write_kv`, in one kernel and with the
-    same bits.
-
-    Token strides are free.
-    """
-    kernels.rope_and_write_kv(
-        query, key, value, key_cache, value_cache, positions, slots, table, interleaved, key_scales, value_scales
-    )
-
-
 def write_kv_reference(
     key: Tensor,
     value: Tensor,
