@@ -6,16 +6,25 @@ The engine decides here what a tier holds, and in which of its slots. The ranks 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from shardline.config.fields import format_bytes
+from shardline.deployment.block_folder import layout_digest, rank_folder
+from shardline.deployment.deployment import Deployment
 from shardline.engine.block_pool import BlockPool
 from shardline.engine.context_pool import ContextPool
+from shardline.engine.tier_files import FileIndex
 from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
 
+_FETCH_BYTES = 16 << 20
+"""What a rank copies back in one step: a few milliseconds, which sequences that compute can bear."""
 _GROUP_BYTES = 2
+_log = logging.getLogger(__name__)
 
 
 def content_key(block_hash: bytes, group: int) -> bytes:
@@ -246,3 +255,25 @@ class BlockTraffic:
         slot = self.tier.store(key, block % self._pool.num_ranks)
         if slot is not None:
             self._stores.append(BlockCopy(split_key(key)[1], block, slot, key))
+
+
+def open_tiers(deployment: Deployment, replicas: Sequence[Callable[[Tier, int], None]]) -> FileIndex | None:
+    """Give each replica of an engine its tier, if the deployment has them: `KVCache.add_tier`. All know the same files,
+    which are returned; None: there are none."""
+    plan = deployment.cache.tier
+    if not plan.num_slots:
+        return None
+    index, files = None, ""
+    if plan.folder:
+        # An engine is on the host of its first rank. Ranks that share keys have unlike files.
+        places, layout = map(deployment.grid.place, range(deployment.cache.context)), layout_digest(deployment)
+        index = FileIndex(*(rank_folder(Path(plan.folder), layout, place) for place in places))
+        size = format_bytes(plan.folder_bytes)
+        files = f", and files of up to {size} a host in {plan.folder}, which has {len(index):,} for this layout"
+    each = " a replica" if len(deployment.placements) * deployment.grid.data > 1 else ""
+    memory = format_bytes(plan.num_bytes)
+    _log.info("KV offloading: %s blocks in %s of host memory%s%s", f"{plan.num_slots:,}", memory, each, files)
+    most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
+    for add_tier in replicas:
+        add_tier(Tier(plan.num_slots, index, deployment.cache.context), most)
+    return index

@@ -55,7 +55,8 @@ class SequenceMasks:
                     place = places[step.seq_id]
                     if not entries[place].error:
                         awaited[sequence.mask_key] = place
-                        guesses = scheduler.foresee(sequence, entries[place], _MOST_GUESSES)
+                        drafting = scheduler.drafting
+                        guesses = drafting.foresee(sequence, entries[place], _MOST_GUESSES) if drafting else []
                         self._lanes.advance(sequence.mask_key, entries[place].token_ids, guesses)
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:
