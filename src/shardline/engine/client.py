@@ -162,7 +162,7 @@ class EngineClient:
             except (EOFError, OSError, msgspec.MsgspecError):
                 message = self._watch.describe_end()
             if isinstance(message, EngineBeat):
-                self._watch.remote = message.activity
+                self._watch.note_beat(message)
                 continue
             self._watch.num_messages += 1
             if isinstance(message, EngineReady):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from shardline.deployment.deployment import Deployment
 from shardline.engine.children import Child, is_own_end
 from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
-from shardline.messages.engine import EngineFailed
+from shardline.messages.engine import EngineBeat, EngineFailed
 from shardline.segment.activity import Activity
 from shardline.segment.pulse import CHECK_INTERVAL
 
@@ -43,8 +43,7 @@ class EngineWatch:
         """Nobody need watch the engine any more: it has ended, or it is to end."""
         self.num_messages = 0
         """Messages of the engine so far."""
-        self.remote = Activity()
-        """What the node of an engine on another host has said of it last."""
+        self._remote = Activity()
         self._killed_because = ""
         self._silence = 0.0
         """Seconds for which the engine had done nothing when it was killed."""
@@ -52,6 +51,10 @@ class EngineWatch:
         patience = deployment.step_timeout + _GRACE - interval
         # A step may be long.
         self._watchdog = Watchdog(interval, patience, lambda: (self.num_messages, self._work()))
+
+    def note_beat(self, beat: EngineBeat) -> None:
+        """The node of an engine on another host has told what the engine has done."""
+        self._remote = beat.activity
 
     def run(self) -> None:
         """End the engine if it gives no sign of life or does not answer; returns once it is over."""
@@ -95,13 +98,13 @@ class EngineWatch:
         self._cut_off()
 
     def _work(self) -> int:
-        return self.remote.work if self._child is None else self._child.work
+        return self._remote.work if self._child is None else self._child.work
 
     def _activity(self) -> Activity:
         """What the engine has done while it loads. One that watches ranks reads much itself, so their work counts."""
         if self._deployment.executor != "uni" and (work := self._work()):
             return Activity(work)
-        return self.remote if self._child is None else self._child.activity()
+        return self._remote if self._child is None else self._child.activity()
 
     def _name(self) -> str:
         """The engine, and its rank if it has no more than one: that runs in the engine's process."""

@@ -135,7 +135,7 @@ class Scheduler:
         """
         sequence = self.registry.add_request(request)
         if sequence is not None:
-            if self.drafting is None and request.expected_token_ids:
+            if self.drafting is None and sequence.expects:
                 self.drafting = Drafting(None)
             sequence.recorder.added = now
             self.queues.add(sequence)

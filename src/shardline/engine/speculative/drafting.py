@@ -24,38 +24,36 @@ class Drafting:
         )
 
     def _may_draft(self, sequence: LiveSequence) -> bool:
-        """Whether the next step of a sequence may have a draft, once all of its tokens are known. A grammar must allow
-        expected tokens before, see `LiveSequence.foreseen`."""
-        if sequence.request.expected_token_ids:
-            return not sequence.has_grammar
+        """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
+        if sequence.expects:
+            return sequence.may_expect
         return self._proposer is not None and self._proposer.wants(sequence)
 
     def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
         """A draft of up to `limit` tokens for the next step of a sequence, if its tokens are known."""
         if sequence.allowed:
             return sequence.foreseen[: max(0, limit)]
-        if sequence.request.expected_token_ids:
-            known = not (sequence.num_pending or sequence.has_grammar)
-            return _expected_next(sequence, limit, 0) if known else []
+        if sequence.expects:
+            return sequence.expected_next(limit)
         return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
         """How many guesses of a sequence's next tokens its step asks for."""
-        if self._proposer is None or sequence.request.expected_token_ids:
+        if self._proposer is None or sequence.expects:
             return 0
         return self._proposer.count_guesses(sequence, limit)
 
     def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
         """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
         later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
-        if sequence.request.expected_token_ids:
-            return _expected_next(sequence, most, len(result.token_ids))
+        if sequence.expects:
+            return sequence.expected_next(most, len(result.token_ids))
         proposer = self._proposer
         return [] if proposer is None else proposer.propose(sequence, most, result.token_ids, result.guesses)
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note the result of each step that samples, before its tokens become the sequence's."""
-        if self._proposer is not None and not sequence.request.expected_token_ids:
+        if self._proposer is not None and not sequence.expects:
             self._proposer.note_result(sequence, step, result)
 
     def note_step(self, plan: StepPlan, results: Sequence[SequenceResult], seconds: float) -> None:
@@ -72,10 +70,3 @@ class Drafting:
     def stats(self) -> DraftStats | None:
         """Counters of the proposer since the engine's start; None: there is none."""
         return None if self._proposer is None else self._proposer.stats()
-
-
-def _expected_next(sequence: LiveSequence, most: int, later: int) -> list[int]:
-    """Up to `most` tokens that the request expects after its output, and after `later` tokens of a result that it has
-    not got yet; at least one that it may still get is left for the step to sample."""
-    first, room = sequence.num_output_tokens + later, sequence.limit - len(sequence.tokens) - later - 1
-    return sequence.request.expected_token_ids[first : first + max(0, min(most, room))]
