@@ -16,8 +16,7 @@ from shardline.engine.scheduling.preemption import PreemptionLog
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.engine.speculative.drafting import Drafting
-from shardline.engine.speculative.proposer import make_proposer
+from shardline.engine.speculative.proposer import Drafting, make_proposer
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import STEP_TOKEN_BOUNDS, EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.attention import GQA
 from shardline.models.parts import KVDType, KVPart, QueryScale, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
-from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
-from shardline.runtime.ops.attention.kv_cache import write_kv
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from shardline.runtime.ops.norm import rms_norm
@@ -43,6 +42,18 @@ def query_factors(scale: QueryScale, stage: StageContext) -> Tensor:
     """The factor of queries at each position, float32 [max_positions]; it is computed in float64."""
     steps = (torch.arange(stage.max_model_len, dtype=torch.float64) + scale.offset) // scale.length
     return (1 + scale.beta * torch.log1p(steps)).float().to(stage.device)
+
+
+class KVPages(NamedTuple):
+    """The pages of one layer; layers of different KV groups may share them."""
+
+    keys: Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim], in the order of `Kernels.page_order`; the values have the same
+    shape."""
+    values: Tensor
+    key_scales: Tensor | None = None
+    """float32 [num_blocks, num_kv_heads, block_size] if keys and values are int8 or fp8 (e4m3), else None."""
+    value_scales: Tensor | None = None
 
 
 class AttentionLayer:
@@ -119,14 +130,13 @@ class AttentionLayer:
     def store_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, rows: Rows) -> Tensor:
         """The same for normalised queries, keys and values [T, heads, head_dim]."""
         rope, positions, slots = self.spec.positions.rope, rows.positions, rows.slots[self.kv_group]
-        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
                 apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
             q, k = (rms_norm(self._kernels, x, self._ones, self.spec.norms.rotated_norm.eps) for x in (q, k))
-            write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, pages.key_scales, pages.value_scales)
         elif self.table is None:
-            write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, pages.key_scales, pages.value_scales)
         else:
             assert rope is not None
             self._kernels.rope_and_write_kv(
