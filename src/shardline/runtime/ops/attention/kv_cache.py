@@ -45,8 +45,8 @@ def write_kv_reference(
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
     """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], whose
-    pages have the order of `kernels.page_order`. In `QuantizedLatents`, each token's latent is quantized as `Kernels.write_kv`
-    quantizes a head; the values and the rotated parts are pages of their own, both in that order.
+    pages have the order of `kernels.page_order`. In `QuantizedLatents`, each token's latent is quantized as
+    `Kernels.write_kv` quantizes a head; the values and the rotated parts are pages of their own, both in that order.
 
     Slots are as in `Kernels.write_kv`; token strides are free.
     """
