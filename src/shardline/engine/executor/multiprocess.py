@@ -49,8 +49,8 @@ class MultiprocessExecutor(Executor):
         self._replica_size = deployment.grid.replica_size
         self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT)
         here = deployment.placements[engine][0].host
-        lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
-        self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
+        self._lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
+        self._channels = RankChannels(self._processes, self._lines, self._note_beat, self._at_step)
         self._submitted: list[int] = []
         self._results = StepAnswers(deployment.grid)
         interval = probe_interval(deployment.step_timeout)
@@ -93,7 +93,7 @@ class MultiprocessExecutor(Executor):
                 noticed = now
                 waiting = [rank for rank in range(self._num_ranks) if rank not in reports]
                 _log.info("still loading: %s", self._processes.name_ranks(waiting))
-        self._channels.open_lines()
+        self._lines.open()  # steps of ranks on other hosts take these from now on
         self._watchdog.restart()
         return [reports[rank] for rank in sorted(reports)]
 

@@ -56,14 +56,6 @@ class RankChannels:
             self._ranks[self._channels[rank].fileno()] = rank
             self.send(rank, encode_message(start))
 
-    def open_lines(self) -> None:
-        """From now on, send steps to ranks on other hosts over connections of their own. All ranks are ready.
-
-        Raises:
-            ExecutorFailure: a rank has no such connection.
-        """
-        self._lines.open()
-
     @property
     def fds(self) -> list[int]:
         """Descriptors that become readable when a rank sends something or ends."""
