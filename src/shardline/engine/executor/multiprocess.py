@@ -103,6 +103,8 @@ class MultiprocessExecutor(Executor):
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
+        if not self._submitted:
+            self._looked = time.monotonic()
         self._submitted.append(plans[0].step_id)
         self._results.expect(plans)
         for rank in range(self._num_ranks):
