@@ -171,8 +171,7 @@ class EngineProcess:
             if not changed and not engine.busy:
                 continue
             is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
-            if executor.answers.joined:
-                self._send_answers(executor)
+            self._send_answers(executor)
             # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
             if is_time or not engine.busy:
                 outputs = self._outbox.take_outputs()
@@ -183,14 +182,14 @@ class EngineProcess:
         front = self._channel.fileno()
         while True:
             pause = executor.check_ranks()
-            if executor.answers.joined:
-                self._send_answers(executor)
+            self._send_answers(executor)
             if readable([front, *executor.watched_fds()], pause) == [front]:
                 return
 
     def _send_answers(self, executor: Executor) -> None:
-        for answer in executor.answers.take():
-            self._channel.send(answer)
+        if executor.answers.joined:
+            for answer in executor.answers.take():
+                self._channel.send(answer)
 
     def _take_messages(self, engine: Engine, executor: Executor) -> bool:
         """Whether a message came that may change what the engine does or reports, other than one for the ranks."""

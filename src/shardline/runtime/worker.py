@@ -291,11 +291,8 @@ class Worker:
 
 
 def largest_step(deployment: Deployment) -> RankStep:
-    """The largest step that a rank may be given, by which the memory is measured that a device needs beside the KV
-    cache.
-
-    It is a step of max_num_batched_tokens tokens that samples as many as a step may. All are sampled with penalties and
-    with log-probabilities, which need a copy of the logits from before the penalties.
+    """The largest step that a rank may be given: of max_num_batched_tokens tokens, with as many sampled ones as a step
+    may have. They have penalties and log-probabilities, which need a copy of the logits from before the penalties.
 
     All their blocks are the null block, which no sequence uses, so attention may read and write there.
     """

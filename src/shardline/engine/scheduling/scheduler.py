@@ -98,10 +98,9 @@ class Scheduler:
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
-        self.drafting: Drafting | None = None
+        proposer = make_proposer(limits.speculation)
+        self.drafting = None if proposer is None else Drafting(proposer)
         """None: nothing has been drafted yet."""
-        if (proposer := make_proposer(limits.speculation)) is not None:
-            self.drafting = Drafting(proposer)
         self.kv = KVCache(
             cache.groups,
             num_blocks,

@@ -130,27 +130,18 @@ class AttentionLayer:
     def store_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, rows: Rows) -> Tensor:
         """The same for normalised queries, keys and values [T, heads, head_dim]."""
         rope, positions, slots = self.spec.positions.rope, rows.positions, rows.slots[self.kv_group]
+        scales = pages.key_scales, pages.value_scales
         if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
                 apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
             q, k = (rms_norm(self._kernels, x, self._ones, self.spec.norms.rotated_norm.eps) for x in (q, k))
-            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, pages.key_scales, pages.value_scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, *scales)
         elif self.table is None:
-            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, pages.key_scales, pages.value_scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, *scales)
         else:
             assert rope is not None
             self._kernels.rope_and_write_kv(
-                q,
-                k,
-                v,
-                pages.keys,
-                pages.values,
-                positions,
-                slots,
-                self.table,
-                rope.interleaved,
-                pages.key_scales,
-                pages.value_scales,
+                q, k, v, pages.keys, pages.values, positions, slots, self.table, rope.interleaved, *scales
             )
         if self._query_factors is not None:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
