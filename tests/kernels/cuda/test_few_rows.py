@@ -103,7 +103,8 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
         if norms is not None:
             query = norm.rms_norm(KERNELS, query, norms.query, norms.eps, weight_offset=norms.weight_offset)
             key = norm.rms_norm(KERNELS, key, norms.key, norms.eps, weight_offset=norms.weight_offset)
-        KERNELS.rope_and_write_kv(query, key, value, *expected, positions, slots, table, interleaved, None, None)
+        written = (expected[0], expected[1], positions, slots, table)
+        KERNELS.rope_and_write_kv(query, key, value, *written, interleaved, None, None)
         for x in (unnormed, normed):
             place = (*actual, slots, positions, table)
             queries = qkv_linear(KERNELS, x, linear.panels, bias, heads, *place, interleaved=interleaved, norms=norms)

@@ -33,9 +33,9 @@ class Call:
         own_scales = scales if as_bytes else (None, None)
         if one_after_the_other:
             apply_rope(KERNELS, query, key, self.positions, self.table, interleaved=interleaved)
-            KERNELS.write_kv(key, value, *caches, self.slots, *own_scales)
+            KERNELS.write_kv(key, value, caches[0], caches[1], self.slots, *own_scales)
         else:
-            where = (*caches, self.positions, self.slots, self.table)
+            where = (caches[0], caches[1], self.positions, self.slots, self.table)
             KERNELS.rope_and_write_kv(query, key, value, *where, interleaved, *own_scales)
         return heads, *caches, *scales
 
