@@ -171,8 +171,11 @@ def test_replicas_in_lockstep_keep_their_own_stats() -> None:
     replicas, _ = make(**options)
     assert replicas.stats() == [EngineStats(), EngineStats()]
     load = ExpertLoad([7, 1], [8], 1.5, 1.0)
-    own = [EngineStats(num_running=3, num_steps=7, step_seconds=0.5), EngineStats(num_waiting=1, num_steps=7)]
-    replicas.handle_event(0, EngineOutputs([], merge_lockstep(own, 0.25, load, [])))
+    own = [
+        EngineStats(num_running=3, num_steps=7, step_seconds=0.5, engine_seconds=0.25, experts=load),
+        EngineStats(num_waiting=1, num_steps=7, engine_seconds=0.25),
+    ]
+    replicas.handle_event(0, EngineOutputs([], merge_lockstep(own)))
     first, second = replicas.stats()
     assert first == EngineStats(num_running=3, num_steps=7, step_seconds=0.5, engine_seconds=0.25, experts=load)
     assert second == EngineStats(num_waiting=1, num_steps=7, engine_seconds=0.25)

@@ -170,8 +170,9 @@ class Engine:
             assert not any(of_rank._references)
         assert pool.num_free == self.shape.num_blocks - self.shape.context
         assert not self.scheduler.queues.fetching
-        assert not self.scheduler.kv.traffic.is_fetching
-        assert not self.scheduler.kv.traffic.has_copies
+        if (traffic := self.scheduler.kv.traffic) is not None:
+            assert not traffic.is_fetching
+            assert not traffic.has_copies
         assert self.tier is None or not self.tier.fetching
 
     def _take(self, outputs: list[SequenceOutput]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.config.topology import RankGrid
-from shardline.engine.executor.base import StepAnswers
+from shardline.engine.executor.step_answers import StepAnswers
 from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
 from shardline.messages.step import SequenceResult, StepPlan, StepResult
 

@@ -228,6 +228,7 @@ def test_a_request_that_is_cancelled_while_blocks_are_fetched_gives_all_back(
     engine.add(make_request("again", PROMPT, 2))
     engine.submit()
     pool, traffic = engine.scheduler.kv.pool, engine.scheduler.kv.traffic
+    assert traffic is not None
     assert (pool.num_used, len(engine.tier.fetching), traffic.is_fetching) == (4, 4, True)
     if not submitted:
         engine.add(make_request("too", PROMPT, 2))

@@ -9,6 +9,16 @@ from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 WAIT, PROBE, LOST = Verdict.WAIT, Verdict.PROBE, Verdict.LOST
 
 
+class Peer:
+    """What a peer has said so far."""
+
+    def __init__(self) -> None:
+        self.num_messages = 0
+
+    def __call__(self) -> int:
+        return self.num_messages
+
+
 class Clock:
     """Seconds, set by the test."""
 
@@ -25,8 +35,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def watchdog(clock: Clock) -> Watchdog:
-    return Watchdog(interval=2.0, patience=8.0, clock=clock)
+def peer() -> Peer:
+    return Peer()
+
+
+@pytest.fixture
+def watchdog(clock: Clock, peer: Peer) -> Watchdog:
+    return Watchdog(interval=2.0, patience=8.0, signs_of_life=peer, clock=clock)
 
 
 def pass_time(clock: Clock, watchdog: Watchdog, seconds: float) -> list[Verdict]:
@@ -45,31 +60,33 @@ def test_a_silent_peer_is_probed_once_and_given_up_when_its_patience_ends(clock:
     assert pass_time(clock, watchdog, 0.2)[0] is LOST
 
 
-def test_a_peer_that_answers_is_probed_again_and_again(clock: Clock, watchdog: Watchdog) -> None:
+def test_a_peer_that_answers_is_probed_again_and_again(clock: Clock, watchdog: Watchdog, peer: Peer) -> None:
     for _ in range(20):
         assert pass_time(clock, watchdog, 2.01) == [PROBE]
         clock.now += 0.1
-        watchdog.note_life()
+        peer.num_messages += 1
+        assert watchdog.check() is WAIT
 
 
-def test_a_peer_that_talks_is_not_probed(clock: Clock, watchdog: Watchdog) -> None:
+def test_a_peer_that_talks_is_not_probed(clock: Clock, watchdog: Watchdog, peer: Peer) -> None:
     for _ in range(20):
         assert pass_time(clock, watchdog, 1.9) == []
-        watchdog.note_life()
+        peer.num_messages += 1
 
 
 def test_a_step_that_begins_before_the_probe_and_another_after_it_are_both_allowed(
-    clock: Clock, watchdog: Watchdog
+    clock: Clock, watchdog: Watchdog, peer: Peer
 ) -> None:
     """The peer says nothing for 1.9 + 7.9 s, but the probe waits for the second step only."""
     assert pass_time(clock, watchdog, 1.9) == []
     assert pass_time(clock, watchdog, 7.9) == [PROBE]
-    watchdog.note_life()
+    peer.num_messages += 1
     assert pass_time(clock, watchdog, 1.9) == []
 
 
-def test_what_was_said_before_the_probe_is_no_answer(clock: Clock, watchdog: Watchdog) -> None:
-    watchdog.note_life()
+def test_what_was_said_before_the_probe_is_no_answer(clock: Clock, watchdog: Watchdog, peer: Peer) -> None:
+    peer.num_messages += 1
+    assert watchdog.check() is WAIT
     assert pass_time(clock, watchdog, 10.2)[:2] == [PROBE, LOST]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
-from shardline.engine import client
+from shardline.engine import engine_watch
 from shardline.engine.children import Child
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request
@@ -110,7 +110,7 @@ def test_slow_steps_are_spared_and_one_that_hangs_is_named(monkeypatch: pytest.M
     """Each slow step is shorter than the deadline of 1 s; together they are much longer."""
 
     monkeypatch.setattr(Child, "code", lambda self, module: SLOW_STEPS)
-    monkeypatch.setattr(client, "_GRACE", 0.5)
+    monkeypatch.setattr(engine_watch, "_GRACE", 0.5)
     replica = Replica(step_timeout=1.0, tensor_parallel_size=1)
     try:
         sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

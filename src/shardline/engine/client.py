@@ -7,7 +7,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -15,8 +14,8 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.engine.children import StartedEngine, is_own_end
-from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
+from shardline.engine.children import StartedEngine
+from shardline.engine.engine_watch import EngineWatch
 from shardline.messages.control import Command, Control, ControlDone, Probe
 from shardline.messages.engine import (
     AbortRequests,
@@ -30,13 +29,6 @@ from shardline.messages.engine import (
     StopEngine,
 )
 from shardline.messages.request import Request
-from shardline.segment.activity import Activity
-from shardline.segment.pulse import CHECK_INTERVAL
-
-_GRACE = 0.9
-"""Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""
-_LOADING_GRACE = 10.0
-"""The same for an engine that loads."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,29 +52,22 @@ class EngineClient:
         """`start` starts the engine's process, on this host or on another one. `secret`: see `StartEngine`."""
         started = start(deployment, replica, secret)
         self._child = started.child
-        self._deployment = deployment
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(started.sock, EngineMessage)  # type: ignore[arg-type]
         self._on_message = on_message
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None
         self._closing = False
-        self._ended = threading.Event()
-        """Nobody need watch the engine any more: it has ended, or it is to end."""
-        self._ready = threading.Event()
-        self._remote = Activity()
-        self._killed_because = ""
-        self._silence = 0.0
-        """Seconds for which the engine had done nothing when it was killed."""
-        interval = probe_interval(deployment.step_timeout)
-        self._watchdog = Watchdog(interval, deployment.step_timeout + _GRACE - interval)
+        self._watch = EngineWatch(
+            deployment, replica, started.child, lambda: self.control(Probe()), self._channel.shutdown
+        )
         self._control_numbers = itertools.count(1)
         self._controls: dict[int, Future[tuple[bytes, ...]]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._watch_engine, name=f"engine-{replica}-watchdog", daemon=True).start()
+        threading.Thread(target=self._watch.run, name=f"engine-{replica}-watchdog", daemon=True).start()
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Block until the engine can take requests.
@@ -127,7 +112,7 @@ class EngineClient:
         number = next(self._control_numbers)
         answer = self._controls[number] = Future[tuple[bytes, ...]]()
         self._outbox.put(encode_message(Control.carry(number, command)))
-        if self._ended.is_set():
+        if self._watch.is_over.is_set():
             self._end_controls()
         return answer
 
@@ -149,7 +134,7 @@ class EngineClient:
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; it is killed if it does not end in time."""
         self._closing = True
-        self._ended.set()
+        self._watch.is_over.set()
         self._outbox.put(encode_message(StopEngine()))
         self._outbox.put(None)
         if self._child is None:
@@ -169,90 +154,27 @@ class EngineClient:
             while (body := self._outbox.get()) is not None:
                 self._channel.send_encoded(body)
 
-    def _watch_engine(self) -> None:
-        """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
-        work, looked = 0, 0.0
-        loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
-        while not self._ended.wait(min(CHECK_INTERVAL, self._watchdog.seconds_to_check())):
-            if self._child is not None and self._child.is_silent():
-                self._give_up("")
-                return
-            if not self._ready.is_set():
-                self._watchdog.restart()
-                if time.monotonic() - looked >= LOOK_SECONDS:
-                    looked = time.monotonic()
-                    loading.look([self._activity()])
-                if loading.is_stuck:
-                    self._give_up(f"{self._name()} made no progress in loading for {loading.patience:g} s")
-                    return
-                continue
-            if self._child is not None and (now_done := self._child.work) != work:  # a step may be long
-                work = now_done
-                self._watchdog.note_life()
-            verdict = self._watchdog.check()
-            if verdict is Verdict.PROBE:
-                self.control(Probe())
-            elif verdict is Verdict.LOST:
-                waited = f"{self._deployment.step_timeout + _GRACE:g} s"
-                self._give_up(f"{self._name()} has not answered for {waited}: it is stopped or hangs in a step")
-                return
-
-    def _give_up(self, reason: str) -> None:
-        self._killed_because, self._silence = reason, self._watchdog.silence
-        if self._child is not None:
-            self._child.kill()
-        # A process that hangs in a driver outlives even this; the front must not wait for its end.
-        self._channel.shutdown()
-
-    def _work(self) -> int:
-        return self._remote.work if self._child is None else self._child.work
-
-    def _activity(self) -> Activity:
-        """What the engine has done while it loads. One that watches ranks reads much itself, so their work counts."""
-        if self._deployment.executor != "uni" and (work := self._work()):
-            return Activity(work)
-        return self._remote if self._child is None else self._child.activity()
-
-    def _name(self) -> str:
-        """The engine, and its rank if it has no more than one: that runs in the engine's process."""
-        grid = self._deployment.grid
-        rank = f"{grid.place(0)} " if grid.world_size == 1 else ""
-        host = self._deployment.machine.hosts[self._deployment.placements[self._replica][0].host].name
-        pid = f", pid {self._child.pid}" if self._child else ""
-        return f"engine {self._replica} ({rank}on {host}{pid})"
-
-    def _describe_end(self) -> EngineFailed:
-        """The failure of an engine that could not tell it."""
-        if self._killed_because:
-            return EngineFailed(self._killed_because, suspicious=True, stalled_for=self._silence)
-        if self._child is None:
-            return EngineFailed(f"{self._name()} has lost its connection", host_lost=True)
-        words = f"{self._name()} {self._child.describe_end()}"
-        return EngineFailed(words, suspicious=is_own_end(self._child.poll()))
-
     def _read(self) -> None:
         ready = False
         while True:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                message = self._describe_end()
+                message = self._watch.describe_end()
             if isinstance(message, EngineBeat):
-                if message.activity.work != self._remote.work:
-                    self._watchdog.note_life()
-                self._remote = message.activity
+                self._watch.note_beat(message)
                 continue
-            self._watchdog.note_life()
+            self._watch.num_messages += 1
             if isinstance(message, EngineReady):
                 ready = True
-                self._ready.set()
+                self._watch.is_ready.set()
                 self._first.put(message)
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)
             elif isinstance(message, ControlDone):
                 self._take_answer(message)
             else:
-                self._ended.set()
+                self._watch.is_over.set()
                 self._end_controls()
                 if not ready:
                     self._first.put(message)

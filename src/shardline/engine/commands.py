@@ -19,22 +19,16 @@ class RankCommands:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._numbers = itertools.count(-1, -1)
-        self._answered: dict[int, Answered] = {}
+        self.awaited: dict[int, Answered] = {}
+        """What follows the answers to the commands that some rank has not answered, by number."""
 
     def give(self, command: Command, answered: Answered) -> None:
         """Hand a command to all ranks, behind the steps that have been submitted; `answered` is called by `settle`."""
         control = Control.carry(next(self._numbers), command)
-        self._answered[control.number] = answered
+        self.awaited[control.number] = answered
         self._executor.submit_control(control)
 
     def settle(self) -> None:
         """Go on with the commands that all ranks have answered."""
-        if not self._answered:
-            return
         for done in self._executor.answers.take(own=True):
-            self._answered.pop(done.number)(done)
-
-    @property
-    def awaited(self) -> bool:
-        """Whether ranks have still to answer."""
-        return bool(self._answered)
+            self.awaited.pop(done.number)(done)

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from shardline.channel import readable
-from shardline.config.fields import format_bytes
-from shardline.deployment.block_folder import layout_digest, rank_folder
-from shardline.deployment.deployment import Deployment, TierPlan
+from shardline.deployment.deployment import Deployment
 from shardline.engine.adapters import AdapterSlots
 from shardline.engine.commands import RankCommands
 from shardline.engine.executor.base import Executor
-from shardline.engine.expert_balancer import ExpertBalancer
+from shardline.engine.expert_balancer import open_balancer
 from shardline.engine.expert_load import expert_load
 from shardline.engine.kv_events import KVEventPublisher
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
-from shardline.engine.tier_files import FileIndex
-from shardline.engine.tiers import Tier
+from shardline.engine.tiers import open_tiers
 from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, RankTimes, merge_lockstep
 from shardline.messages.step import StepPlan
 
-_log = logging.getLogger(__name__)
-
-_FETCH_BYTES = 16 << 20
-"""What a rank copies back in one step: a few milliseconds, which sequences that compute can bear."""
 _LOAD_SECONDS = 1.0
 """Age that the load of experts and the times of ranks may have while the engine is busy: they take long to read."""
 
@@ -67,9 +58,7 @@ class Engine:
             )
             for _ in range(deployment.grid.data)
         ]
-        self._files: list[FileIndex] = []
-        if deployment.cache.tier.num_slots:
-            self._open_tiers(deployment.cache.tier)
+        self._files = open_tiers(deployment, [scheduler.kv.add_tier for scheduler in self._schedulers])
         self._publishers: list[KVEventPublisher] = []
         self._untold: list[KVEvent] | None = [] if deployment.cache.events_to_front else None
         for replica, scheduler in enumerate(self._schedulers, number * deployment.grid.data):
@@ -82,43 +71,12 @@ class Engine:
         self._adapters: AdapterSlots | None = None
         if deployment.adapters.num_slots:
             self._adapters = AdapterSlots(deployment.adapters.num_slots, self._commands.give)
-        self._balancer = self._open_balancer()
+        self._balancer = open_balancer(deployment, self._commands.give, executor.expert_load)
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
         self._rank_times: list[RankTimes] = []
         self._load_time = 0.0
-
-    def _open_tiers(self, plan: TierPlan) -> None:
-        """Give each replica its tier. All know the same files."""
-        deployment, files = self._deployment, ""
-        if plan.folder:
-            # An engine is on the host of its first rank. Ranks that share keys have unlike files.
-            places, layout = map(deployment.grid.place, range(deployment.cache.context)), layout_digest(deployment)
-            index = FileIndex(*(rank_folder(Path(plan.folder), layout, place) for place in places))
-            self._files.append(index)
-            size = format_bytes(plan.folder_bytes)
-            files = f", and files of up to {size} a host in {plan.folder}, which has {len(index):,} for this layout"
-        each = " a replica" if len(deployment.placements) * deployment.grid.data > 1 else ""
-        memory = format_bytes(plan.num_bytes)
-        _log.info("KV offloading: %s blocks in %s of host memory%s%s", f"{plan.num_slots:,}", memory, each, files)
-        most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
-        for scheduler in self._schedulers:
-            known = self._files[0] if self._files else None
-            scheduler.kv.add_tier(Tier(plan.num_slots, known, deployment.cache.context), most)
-
-    def _open_balancer(self) -> ExpertBalancer | None:
-        deployment = self._deployment
-        if not deployment.expert_balancing.step_interval:
-            return None
-        routings = [layer.feed_forward.routing for layer in deployment.spec.layers]
-        return ExpertBalancer(
-            deployment.expert_balancing,
-            {index: routing.num_experts for index, routing in enumerate(routings) if routing is not None},
-            deployment.grid.expert,
-            self._commands.give,
-            self._executor.expert_load,
-        )
 
     @property
     def busy(self) -> bool:
@@ -139,7 +97,8 @@ class Engine:
         """Forget requests; unknown ids are ignored."""
         for scheduler in self._schedulers:
             scheduler.abort_requests(request_ids)
-        self._masks.forget_finished()
+        if self._masks.followed:
+            self._masks.forget_finished()
 
     def reset_prefix_cache(self) -> None:
         """Let later requests find nothing in the prefix cache that is there now."""
@@ -149,8 +108,8 @@ class Engine:
     def close(self) -> None:
         """End the processes that compute masks, and the sockets of events. The executor stays."""
         self._masks.close()
-        for files in self._files:
-            files.close()
+        if self._files is not None:
+            self._files.close()
         for publisher in self._publishers:
             publisher.close()
 
@@ -161,8 +120,10 @@ class Engine:
             ExecutorFailure: a rank died, failed or missed its deadline.
         """
         started = time.perf_counter()
-        self._masks.collect(0.0)
-        self._commands.settle()
+        if self._masks.followed:
+            self._masks.collect(0.0)
+        if self._commands.awaited:
+            self._commands.settle()
         if self._adapters is not None:
             self._adapters.settle()
         while len(self._in_flight) < self._executor.max_in_flight:
@@ -179,7 +140,7 @@ class Engine:
             if self._commands.awaited and (fds := self._executor.watched_fds()):
                 readable(fds, PATIENCE)
             self._executor.check_ranks()  # nothing else reads what they send
-            if not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
+            if self._masks.followed and not any(scheduler.registry.has_outputs for scheduler in self._schedulers):
                 self._masks.collect(PATIENCE)
             for scheduler in self._schedulers:
                 outputs += scheduler.take_outputs()
@@ -187,15 +148,17 @@ class Engine:
             before = time.perf_counter()
             results = self._executor.collect_results()
             waited = time.perf_counter() - before
-            if self._masks.num_followed:
+            if self._masks.followed:
                 results = self._masks.follow_results(self._schedulers, results)
             now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
             if self._balancer is not None:
                 self._balancer.note_step()
-        self._masks.forget_finished()
-        self._tell_events()
+        if self._masks.followed:
+            self._masks.forget_finished()
+        if self._publishers or self._untold is not None:
+            self._tell_events()
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
 
@@ -222,7 +185,7 @@ class Engine:
         """
         if any(scheduler.awaits_tokens for scheduler in self._schedulers):
             return True
-        if not self._masks.num_followed or self._deployment.grid.pipeline > 1:
+        if not self._masks.followed or self._deployment.grid.pipeline > 1:
             return False
         flights = [flight for scheduler in self._schedulers for flight in scheduler.in_flight]
         return any(step.allowed for flight in flights for step in flight.plan.steps)
@@ -248,6 +211,10 @@ class Engine:
                     counts, deployment.grid, deployment.stages, deployment.expert_parallel, self._balancer
                 )
         replicas = [
-            msgspec.structs.replace(scheduler.stats(), tier=scheduler.kv.tier_stats()) for scheduler in self._schedulers
+            msgspec.structs.replace(
+                scheduler.stats(), tier=scheduler.kv.tier_stats(), engine_seconds=self._engine_seconds
+            )
+            for scheduler in self._schedulers
         ]
-        return merge_lockstep(replicas, self._engine_seconds, self._expert_load, self._rank_times)
+        replicas[0] = msgspec.structs.replace(replicas[0], experts=self._expert_load, ranks=self._rank_times)
+        return replicas[0] if len(replicas) == 1 else merge_lockstep(replicas)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from shardline.config.experts import ExpertBalancing
+from shardline.deployment.deployment import Deployment
 from shardline.engine.commands import Give
 from shardline.engine.expert_balance import LayerPlaces, Load, Move
 from shardline.messages.control import ControlDone
@@ -151,3 +152,12 @@ class ExpertBalancer:
         self._move, self._is_asked = None, False
         longest = max(msgspec.msgpack.decode(value, type=float) for value in done.values)
         self._next_time = time.monotonic() + longest / _SHARE
+
+
+def open_balancer(deployment: Deployment, give: Give, read_load: Callable[[], Counts]) -> ExpertBalancer | None:
+    """The balancer of an engine, see `ExpertBalancer`; None: its experts stay where they are."""
+    if not deployment.expert_balancing.step_interval:
+        return None
+    routings = [layer.feed_forward.routing for layer in deployment.spec.layers]
+    layers = {index: routing.num_experts for index, routing in enumerate(routings) if routing is not None}
+    return ExpertBalancer(deployment.expert_balancing, layers, deployment.grid.expert, give, read_load)

@@ -138,7 +138,8 @@ class KVCache:
         is_shared = context > 1
         of_split = SPLIT_TOKENS // block_size
         self.pool = ContextPool(num_blocks, context, of_split) if is_shared else BlockPool(num_blocks)
-        self.traffic = BlockTraffic(self.pool, None)
+        self.traffic: BlockTraffic | None = None
+        """What moves blocks to the second tier and back; None: there is none."""
         self.events: KVEventLog | None = None
         self.tier_queries = self.tier_hits = 0
         """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
@@ -158,12 +159,17 @@ class KVCache:
 
     def tier_stats(self) -> TierStats | None:
         """Counters of the tier; None: there is none."""
-        tier, traffic = self.traffic.tier, self.traffic
-        if tier is None:
+        if (traffic := self.traffic) is None:
             return None
+        tier = traffic.tier
         return TierStats(
             tier.num_slots, tier.num_used, self.tier_queries, self.tier_hits, traffic.num_lost, traffic.counts
         )
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether blocks are held for prefixes that are on their way from the tier."""
+        return self.traffic is not None and self.traffic.is_fetching
 
     def log_events(self) -> None:
         """Note in `events` what is published and what is lost. Call it after `add_tier`."""
@@ -201,15 +207,17 @@ class KVCache:
             return PrefixHit(self.no_blocks, 0, 0, 0, {}, 0)
         most = self._most_hits(sequence)
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
+        traffic = None if sequence.has_fetched else self.traffic
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
 
         def in_pool(group: int, block: int) -> bool:
             return find(hashes[block] + suffixes[group]) is not None
 
         def in_pool_or_tier(group: int, block: int) -> bool:
-            return in_pool(group, block) or self.traffic.can_fetch(hashes[block] + suffixes[group])
+            assert traffic is not None
+            return in_pool(group, block) or traffic.can_fetch(hashes[block] + suffixes[group])
 
-        cached = in_pool_or_tier if self.traffic.has_tier and not sequence.has_fetched else in_pool
+        cached = in_pool if traffic is None else in_pool_or_tier
         length = longest_hit(self._groups, self._block_size, most, cached)
         tables: list[list[int]] = []
         held: list[int] = []
@@ -239,6 +247,7 @@ class KVCache:
 
     def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
+        assert self.traffic is not None
         sequence.has_fetched = True
         self.tier_hits += hit.num_tokens - hit.pool_tokens
         self.tier_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens

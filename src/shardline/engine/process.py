@@ -187,8 +187,9 @@ class EngineProcess:
                 return
 
     def _send_answers(self, executor: Executor) -> None:
-        for answer in executor.answers.take():
-            self._channel.send(answer)
+        if executor.answers.joined:
+            for answer in executor.answers.take():
+                self._channel.send(answer)
 
     def _take_messages(self, engine: Engine, executor: Executor) -> bool:
         """Whether a message came that may change what the engine does or reports, other than one for the ranks."""

@@ -6,16 +6,25 @@ The engine decides here what a tier holds, and in which of its slots. The ranks 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from shardline.config.fields import format_bytes
+from shardline.deployment.block_folder import layout_digest, rank_folder
+from shardline.deployment.deployment import Deployment
 from shardline.engine.block_pool import BlockPool
 from shardline.engine.context_pool import ContextPool
+from shardline.engine.tier_files import FileIndex
 from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
 
+_FETCH_BYTES = 16 << 20
+"""What a rank copies back in one step: a few milliseconds, which sequences that compute can bear."""
 _GROUP_BYTES = 2
+_log = logging.getLogger(__name__)
 
 
 def content_key(block_hash: bytes, group: int) -> bytes:
@@ -128,9 +137,8 @@ class BlockTraffic:
     whoever gives up waiting for them.
     """
 
-    def __init__(self, pool: BlockPool | ContextPool, tier: Tier | None, most_fetches: int = 1) -> None:
-        """Without a tier, there is nothing to copy. `most_fetches`: blocks that may be on their way at a time, so that
-        no plan waits for many."""
+    def __init__(self, pool: BlockPool | ContextPool, tier: Tier, most_fetches: int) -> None:
+        """`most_fetches`: blocks that may be on their way at a time, so that no plan waits for many."""
         self._pool = pool
         self.tier = tier
         self._most_fetches = most_fetches
@@ -152,17 +160,10 @@ class BlockTraffic:
         """Blocks that a rank had lost."""
         self.counts = CopyCounts()
         """Summed over ranks."""
-        if tier is not None:
-            pool.on_evict = self._store
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether evicted content is kept, and may be fetched."""
-        return self.tier is not None
+        pool.on_evict = self._store
 
     def can_fetch(self, key: bytes) -> bool:
         """Whether the tier has the content, or it is on its way already."""
-        assert self.tier is not None
         return key in self._waiting or self.tier.find(key)
 
     def fetch(self, shared: list[int], keys: Mapping[bytes, int]) -> int | None:
@@ -171,7 +172,6 @@ class BlockTraffic:
         `shared`: the blocks of the prefix that the pool has. There must be free blocks for the others. Returns the
         ticket that `finish_plan` gives back once nothing is missing; None: the tier has no room to fetch anything.
         """
-        assert self.tier is not None
         for block in shared:
             self._pool.share_block(block)
         arriving: set[bytes] = set()
@@ -216,7 +216,6 @@ class BlockTraffic:
     def finish_plan(self, step_id: int, result: CopyResult) -> list[int]:
         """The plan with this id is over: the pool has what was fetched, unless a rank has lost it. Returns the tickets
         for which nothing is missing any more."""
-        assert self.tier is not None
         self.counts += result.counts
         done: list[int] = []
         for copy in self._flying.pop(step_id):
@@ -253,7 +252,28 @@ class BlockTraffic:
             self._pool.release_block(block)
 
     def _store(self, key: bytes, block: int) -> None:
-        assert self.tier is not None
         slot = self.tier.store(key, block % self._pool.num_ranks)
         if slot is not None:
             self._stores.append(BlockCopy(split_key(key)[1], block, slot, key))
+
+
+def open_tiers(deployment: Deployment, replicas: Sequence[Callable[[Tier, int], None]]) -> FileIndex | None:
+    """Give each replica of an engine its tier, if the deployment has them: `KVCache.add_tier`. All know the same files,
+    which are returned; None: there are none."""
+    plan = deployment.cache.tier
+    if not plan.num_slots:
+        return None
+    index, files = None, ""
+    if plan.folder:
+        # An engine is on the host of its first rank. Ranks that share keys have unlike files.
+        places, layout = map(deployment.grid.place, range(deployment.cache.context)), layout_digest(deployment)
+        index = FileIndex(*(rank_folder(Path(plan.folder), layout, place) for place in places))
+        size = format_bytes(plan.folder_bytes)
+        files = f", and files of up to {size} a host in {plan.folder}, which has {len(index):,} for this layout"
+    each = " a replica" if len(deployment.placements) * deployment.grid.data > 1 else ""
+    memory = format_bytes(plan.num_bytes)
+    _log.info("KV offloading: %s blocks in %s of host memory%s%s", f"{plan.num_slots:,}", memory, each, files)
+    most = max(1, _FETCH_BYTES // max(deployment.cache.block_bytes))
+    for add_tier in replicas:
+        add_tier(Tier(plan.num_slots, index, deployment.cache.context), most)
+    return index

@@ -32,25 +32,31 @@ class Watchdog:
     """Watches one peer, or several that are probed together.
 
     Only the time since an unanswered probe counts against the peer: silence alone may be a long step. If the whole
-    machine, container or debugger stops this process too, the peer gets a new probe afterwards. Another thread may call
-    `note_life`.
+    machine, container or debugger stops this process too, the peer gets a new probe afterwards.
     """
 
-    def __init__(self, interval: float, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Probe after `interval` seconds of silence, and give up `patience` seconds after a probe."""
+    def __init__(
+        self,
+        interval: float,
+        patience: float,
+        signs_of_life: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Probe after `interval` seconds of silence, and give up `patience` seconds after a probe.
+
+        `signs_of_life`: a value that changes whenever the peer answers, or sends anything else.
+        """
         self.patience = patience
         self._interval = interval
+        self._signs_of_life = signs_of_life
         self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin anew, as if the peer had just answered."""
         self._heard = self._checked = self._clock()
+        self._signs = self._signs_of_life()
         self._probed: float | None = None
-
-    def note_life(self) -> None:
-        """The peer answered, or sent anything else."""
-        self._heard = self._clock()
 
     @property
     def silence(self) -> float:
@@ -64,6 +70,8 @@ class Watchdog:
             self.restart()
             return Verdict.WAIT
         self._checked = now
+        if (signs := self._signs_of_life()) != self._signs:
+            self._signs, self._heard = signs, now
         if self._probed is not None and self._heard < self._probed:
             return Verdict.LOST if now - self._probed >= self.patience else Verdict.WAIT
         if now - self._heard < self._interval:

@@ -38,8 +38,8 @@ class WeightKernels(Protocol):
         num_matrices: int | None = None,
     ) -> Tensor: ...
     def pack_weight(self, weight: Tensor, panels: Tensor, first: int = ..., half: int | None = ..., /) -> None: ...
-    def unpack_rows(self, panels: Tensor, indices: Tensor, in_features: int, /) -> Tensor:
-        """Unpacked rows of a packed weight, [len(indices), in_features]."""
+    def unpack_rows(self, panels: Tensor, indices: Tensor, out: Tensor, /) -> None:
+        """Unpacked rows of a packed weight to out [len(indices), in_features]."""
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None, /

@@ -42,10 +42,9 @@ def as_tensor(x: LinearInput) -> Tensor:
     return x
 
 
-def check_features(features: int, expected: int) -> None:
-    """Raise ValueError if rows have another number of features than a weight."""
-    if features != expected:
-        raise ValueError(f"x has {features} features, the weight takes {expected}")
+def features_error(features: int, expected: int) -> ValueError:
+    """Rows have another number of features than a weight."""
+    return ValueError(f"x has {features} features, the weight takes {expected}")
 
 
 class QuantizedLatents(NamedTuple):

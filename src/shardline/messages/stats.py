@@ -161,14 +161,10 @@ def _add_times(times: Sequence[RankTimes]) -> RankTimes:
     )
 
 
-def merge_lockstep(
-    stats: Sequence[EngineStats], engine_seconds: float, experts: ExpertLoad | None, ranks: list[RankTimes]
-) -> EngineStats:
-    """The counters and gauges of an engine whose replicas share their steps, and so the counters of steps."""
-    replicas = [msgspec.structs.replace(one, engine_seconds=engine_seconds) for one in stats]
-    first = replicas[0] = msgspec.structs.replace(replicas[0], experts=experts, ranks=ranks)
-    if len(replicas) == 1:
-        return first
+def merge_lockstep(replicas: list[EngineStats]) -> EngineStats:
+    """The counters and gauges of an engine whose replicas share their steps, and so the counters of steps. The first
+    one has the load of the experts and the times of the ranks."""
+    first = replicas[0]
     shared = ("num_steps", "step_seconds", "engine_seconds", "experts", "ranks")
     return msgspec.structs.replace(
         merge_stats(replicas), in_lockstep=replicas, **{name: getattr(first, name) for name in shared}

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardline.config.engine import LogprobsMode
-from shardline.messages.step import RankStep, SequenceResult, StepPlan, StepResult
+from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.adapters import RowAdapters
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.features.constraints import ConstraintRows
 from shardline.runtime.features.digests import Digests
-from shardline.runtime.features.drafts import Drafts, sampled_rows
+from shardline.runtime.features.drafts import Drafts
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.prompt_embeds import PromptRows
@@ -28,7 +29,7 @@ from shardline.runtime.kv_store import KVStore
 from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.sequences import SequenceTable, WorkerSequence, sampled_rows
 from shardline.runtime.step import StepInput
 from shardline.watermark.keys import WatermarkKey
 
@@ -115,6 +116,12 @@ class Runner:
             self._features.append(Finite(finite_checker))
         if make_draft is not None:
             self._features.append(make_draft(self._sequences))
+        self._met_by_all = frozenset(
+            place for place, feature in enumerate(self._features) if not (feature.start_fields or feature.step_fields)
+        )
+        """The places of features that meet all sequences."""
+        self._of_starts = _askers(feature.start_fields for feature in self._features)
+        self._of_steps = _askers(feature.step_fields for feature in self._features)
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan
@@ -161,17 +168,28 @@ class Runner:
             self._sequences.end_sequence(seq_id)
         for start in plan.starts:
             sequence = self._sequences.start_sequence(start)
-            for feature in self._features:
-                feature.start_sequence(sequence, start)
+            sequence.features = self._met_by_all.union(place for asks, place in self._of_starts if asks(start))
+            for place in sorted(sequence.features):
+                self._features[place].start_sequence(sequence, start)
         stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
         sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
         rows = sampled_rows(plan.steps, stepped)
         sampling = self._sampler.plan_sampling(rows) if self._sampler is not None and rows else None
         greedy = self._fuses_argmax and sampling is not None and sampling.is_greedy
         running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward)
-        if stepped:
-            running.features = [active for feature in self._features if (active := feature.begin(running)) is not None]
+        met = self._features_of(plan.steps, stepped)
+        running.features = [active for feature in met if (active := feature.begin(running)) is not None]
         return running
+
+    def _features_of(self, steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> list[Feature]:
+        """The features that the steps of these sequences have, in their order."""
+        places: set[int] = set()
+        for step, sequence in zip(steps, sequences, strict=True):
+            places |= sequence.features
+            for asks, place in self._of_steps:
+                if asks(step):
+                    places.add(place)
+        return [self._features[place] for place in sorted(places)]
 
     def _compute(self, rank_step: RankStep, running: RunningStep) -> _Outcome | None:
         """Receive, forward, head, send. Returns what was sampled; None: this rank samples nothing in this step."""
@@ -233,6 +251,11 @@ class Runner:
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
         return StepResult(running.plan.step_id, results, seconds, running.copied)
+
+
+def _askers(fields: Iterable[Sequence[str]]) -> list[tuple[Callable[[object], object], int]]:
+    """What reads each field that asks for a feature, and the place of the feature."""
+    return [(attrgetter(field), place) for place, names in enumerate(fields) for field in names]
 
 
 class _Outcome(NamedTuple):

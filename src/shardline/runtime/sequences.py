@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -72,6 +72,8 @@ class WorkerSequence:
     """How many of its last tokens are guesses."""
     adapter: int = -1
     """The slot of its adapter; negative: it has none."""
+    features: frozenset[int] = frozenset()
+    """The places of those that it has among the runner's features."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -165,6 +167,17 @@ class WorkerSequence:
             self.mask.append_token(token_id)
         if self.has_penalties:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+
+def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:
+    """For each sampled row of a plan, its sequence with the tokens that come before the sampled one."""
+    rows = []
+    for step, sequence in zip(steps, sequences, strict=True):
+        if step.draft_token_ids:
+            rows += [sequence.with_guesses(count) for count in range(len(step.draft_token_ids) + 1)]
+        elif step.sample:
+            rows.append(sequence)
+    return rows
 
 
 def num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:

@@ -14,8 +14,10 @@ import torch
 
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
+from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.messages.worker import RankReport
 from shardline.models.kv_groups import KVGroup
+from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
 from shardline.runtime.features.draft_head import DraftHead
@@ -30,17 +32,18 @@ from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.machines.base import Backend, Counters, Replay, Share, StepSizes
-from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.collectives import SingleRank
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.tiers import open_tier
+from shardline.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
 _PROGRESS_BYTES = 256 << 20
 """Expected weight bytes below which no progress bar is shown, because loading is too short."""
+_PROFILE_STEP_ID = -1
 
 Agree = Callable[[MemoryUse | None], KVAllocation]
 """Takes what a rank has measured (None: nothing) and returns the size of the KV pool, the same on all ranks."""
@@ -286,3 +289,23 @@ class Worker:
         )
         kv_store.bind_layers(stage.layers, self._deployment.stages[self._groups.place.pp_rank], self._groups)
         return kv_store
+
+
+def largest_step(deployment: Deployment) -> RankStep:
+    """The largest step that a rank may be given: of max_num_batched_tokens tokens, with as many sampled ones as a step
+    may have. They have penalties and log-probabilities, which need a copy of the logits from before the penalties.
+
+    All their blocks are the null block, which no sequence uses, so attention may read and write there.
+    """
+    limits, cache = deployment.limits, deployment.cache
+    num_seqs = min(limits.max_samples, limits.max_num_batched_tokens)
+    num_tokens = min(limits.max_num_batched_tokens, num_seqs * deployment.max_model_len)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, frequency_penalty=0.1, logprobs=1)
+    starts, steps = [], []
+    for seq_id, span in enumerate(split_dim(num_tokens, num_seqs)):
+        token_ids = [index % deployment.spec.vocab_size for index in range(span.start, span.stop)]
+        starts.append(SequenceStart(seq_id, token_ids, span.size, sampling, 0, ()))
+        blocks = [[0] * -(-span.size // cache.block_size) for _ in cache.groups]
+        steps.append(SequenceStep(seq_id, 0, span.size, blocks, -1, True))
+    replicas = deployment.grid.data
+    return RankStep(StepPlan(_PROFILE_STEP_ID, starts, steps, []), (num_tokens,) * replicas, (num_seqs,) * replicas)

@@ -88,12 +88,13 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         gc.enable()
         launched: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
         threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
+        launch_step = worker.runner.launch_step
         while True:
             event = events.get()
             if isinstance(event, Control):
                 answer(execute_control(worker, event))
                 continue
-            pending = worker.runner.launch_step(event) if isinstance(event, RankStep) else event
+            pending = launch_step(event) if isinstance(event, RankStep) else event
             note_work()  # kernels of a GPU do not count themselves
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)

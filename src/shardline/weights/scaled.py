@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardline.kernels.tensors import InputForm, QuantizedRows, as_tensor, check_features
+from shardline.kernels.tensors import InputForm, QuantizedRows, as_tensor, features_error
 from shardline.weights.base import (
     GroupScales,
     PackedExperts,
@@ -69,7 +69,8 @@ class ScaledWeight:
         in fp32, then the bias is added, and the result is rounded once. The bits are the same on every ISA and on GPUs.
         """
         rows = self.quantize(x)
-        check_features(rows.in_features, self.in_features)
+        if rows.in_features != self.in_features:
+            raise features_error(rows.in_features, self.in_features)
         out = self.kernels.activation_empty(out_dtype, rows.values.shape[0], self.out_features)
         self.linear(*rows[:4], self.panels, self.scales, bias, out, gate)
         return out

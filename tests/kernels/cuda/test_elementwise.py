@@ -7,13 +7,13 @@ import torch
 
 from shardline.kernels.pages import tokens_of
 from shardline.runtime.ops.activation import activation_reference, gated_activation_reference
-from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv_reference
 from shardline.runtime.ops.attention.rope import apply_rope_reference, rotary_table
 from shardline.runtime.ops.norm import layer_norm_reference, rms_norm_reference
 from shardline.runtime.ops.sampling.softcap import softcap_reference
 from tests.kernels.cuda.helpers import KERNELS
 from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
-from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import assert_close, assert_same_bits, randn, write_kv
 
 
 @pytest.mark.parametrize("width", [1, 5, 130, 1024])

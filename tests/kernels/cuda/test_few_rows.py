@@ -17,7 +17,6 @@ from shardline.models.parts import Rope
 from shardline.runtime.machines.cuda.fused_layers import add_linear, qkv_linear, unnormed_linear
 from shardline.runtime.ops import norm
 from shardline.runtime.ops.activation import ActivationName, gated_activation
-from shardline.runtime.ops.attention import kv_cache
 from shardline.runtime.ops.attention.rope import rotary_table
 from shardline.runtime.worker import Worker
 from shardline.weights.formats.plain import Format, PlainLinear
@@ -104,9 +103,8 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
         if norms is not None:
             query = norm.rms_norm(KERNELS, query, norms.query, norms.eps, weight_offset=norms.weight_offset)
             key = norm.rms_norm(KERNELS, key, norms.key, norms.eps, weight_offset=norms.weight_offset)
-        kv_cache.rope_and_write_kv(
-            KERNELS, query, key, value, expected[0], expected[1], slots, positions, table, interleaved=interleaved
-        )
+        written = (expected[0], expected[1], positions, slots, table)
+        KERNELS.rope_and_write_kv(query, key, value, *written, interleaved, None, None)
         for x in (unnormed, normed):
             place = (*actual, slots, positions, table)
             queries = qkv_linear(KERNELS, x, linear.panels, bias, heads, *place, interleaved=interleaved, norms=norms)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.kernels.contract import Kernels
+from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.w4a16 import W4A16Linear
 from shardline.kernels.host.kernels import HostKernels
 from shardline.models.sizes import weight_bytes
@@ -171,22 +171,21 @@ def without_kernels(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rotate_and_write(
-    kernels: Kernels,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    slots: Tensor,
     positions: Tensor,
+    slots: Tensor,
     table: Tensor,
-    *,
     interleaved: bool,
-    **scales: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None:
-    """`rope_and_write_kv` with the oracle of its second half."""
-    apply_rope(kernels, query, key, positions, table, interleaved=interleaved)
-    write_kv_reference(key, value, key_cache, value_cache, slots, **scales)
+    """`Kernels.rope_and_write_kv` with the oracle of its second half."""
+    apply_rope(KERNELS, query, key, positions, table, interleaved=interleaved)
+    write_kv_reference(key, value, key_cache, value_cache, slots, key_scales=key_scales, value_scales=value_scales)
 
 
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v2"])
@@ -200,7 +199,7 @@ def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, family):
     assert stored[0].dtype == torch.float8_e4m3fn
     actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
     monkeypatch.setattr(attention, "paged_attention", without_kernels(paged_attention_reference))
-    monkeypatch.setattr(attention, "rope_and_write_kv", rotate_and_write)
+    monkeypatch.setattr(CudaKernels, "rope_and_write_kv", staticmethod(rotate_and_write))
     monkeypatch.setattr(mla, "mla_attention", without_kernels(mla_attention_reference))
     monkeypatch.setattr(mla, "write_latent", without_kernels(write_latent_reference))
     expected = logits(load(tmp_path, options), 1)

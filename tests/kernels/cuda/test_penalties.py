@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_reference
+from shardline.runtime.ops.sampling.penalties import Penalties, penalize_reference
 from tests.kernels.cuda.helpers import KERNELS
 from tests.runtime.ops.helpers import assert_same_bits, randn
-from tests.runtime.ops.sampling.test_penalties import random_penalties
+from tests.runtime.ops.sampling.test_penalties import no_penalties, random_penalties
 
 
 def penalized(logits: torch.Tensor, p: Penalties) -> torch.Tensor:

@@ -15,9 +15,9 @@ from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
-from shardline.runtime.features.drafts import join_rows, sampled_rows
+from shardline.runtime.features.drafts import join_rows
 from shardline.runtime.machines.host.replay import DecodeReplay
-from shardline.runtime.sequences import WorkerSequence
+from shardline.runtime.sequences import WorkerSequence, sampled_rows
 from shardline.sampling_params import SamplingParams
 from tests.exactness.harness import Answer, Guesses, make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint

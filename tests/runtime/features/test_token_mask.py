@@ -9,7 +9,7 @@ import torch
 from shardline.messages.request import Constraints
 from shardline.messages.step import SequenceResult, SequenceStart
 from shardline.models.partition import Span
-from shardline.runtime.features.constraints import MaskMemory, TokenMask, _refuse, collect_masks, make_mask
+from shardline.runtime.features.constraints import MaskMemory, TokenMask, _refuse, collect_masks
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.sampling_params import SamplingParams
 
@@ -19,9 +19,7 @@ VOCAB_SIZE, EOS = 2048, 2
 def make(output: tuple[int, ...] = (), *, min_tokens: int = 0, **constraints: object) -> TokenMask:
     params = SamplingParams(max_tokens=100, min_tokens=min_tokens, stop_token_ids=[7])
     given = Constraints(**constraints)  # type: ignore[arg-type]
-    mask = make_mask(SequenceStart(1, [1, 5, *output], 2, params, 0, (EOS,), given), VOCAB_SIZE)
-    assert mask is not None
-    return mask
+    return TokenMask(SequenceStart(1, [1, 5, *output], 2, params, 0, (EOS,), given), given, VOCAB_SIZE)
 
 
 def allowed(mask: TokenMask) -> set[int]:
@@ -35,10 +33,6 @@ def bits(*token_ids: int) -> bytes:
     for token_id in token_ids:
         words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
     return words.tobytes()
-
-
-def test_no_constraints_no_mask() -> None:
-    assert make_mask(SequenceStart(1, [1], 1, SamplingParams(), 0, (EOS,)), VOCAB_SIZE) is None
 
 
 def test_allowed_tokens_and_bad_words() -> None:

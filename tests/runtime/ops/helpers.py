@@ -3,9 +3,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.kernels.contract import Kernels
 from shardline.kernels.host.kernels import HostKernels
 
 KERNELS = HostKernels()
+
+
+def write_kv(
+    kernels: Kernels,
+    *tensors: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """The kernel as `write_kv_reference` is called."""
+    key, value, key_cache, value_cache, slots = tensors
+    kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, rng: torch.Generator) -> Tensor:

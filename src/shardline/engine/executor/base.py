@@ -5,12 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-import msgspec
-
-from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import KVAllocation
 from shardline.messages.control import Control, ControlDone
-from shardline.messages.copies import CopyResult
 from shardline.messages.stats import RankTimes
 from shardline.messages.step import StepPlan, StepResult
 from shardline.messages.worker import RankReport
@@ -39,7 +35,8 @@ class ControlAnswers:
         self._num_ranks = num_ranks
         self._pending: dict[int, dict[int, ControlDone]] = {}
         """For each message, the answers of ranks so far."""
-        self._joined: list[ControlDone] = []
+        self.joined: list[ControlDone] = []
+        """Those of all ranks that nobody has taken."""
 
     def expect(self, control: Control) -> None:
         """Each rank will answer this message."""
@@ -55,7 +52,7 @@ class ControlAnswers:
         in_order = [answers[rank] for rank in range(self._num_ranks)]
         error = next((answer.error for answer in in_order if answer.error), "")
         values = () if error else tuple(value for answer in in_order for value in answer.values)
-        self._joined.append(ControlDone(answer.number, values, error))
+        self.joined.append(ControlDone(answer.number, values, error))
         del self._pending[answer.number]
         return True
 
@@ -68,8 +65,8 @@ class ControlAnswers:
     def take(self, *, own: bool = False) -> list[ControlDone]:
         """The joined answers since the last call: those to the front's messages, or those to the engine's own, whose
         numbers are negative."""
-        taken = [done for done in self._joined if (done.number < 0) is own]
-        self._joined = [done for done in self._joined if (done.number < 0) is not own]
+        taken = [done for done in self.joined if (done.number < 0) is own]
+        self.joined = [done for done in self.joined if (done.number < 0) is not own]
         return taken
 
 
@@ -145,39 +142,3 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every rank. Never raises, never waits for long."""
-
-
-class StepAnswers:
-    """The answers of ranks to the steps in flight, of which each replica gets one result."""
-
-    def __init__(self, grid: RankGrid) -> None:
-        self._replica_size = grid.replica_size
-        self._drivers = grid.drivers
-        self._steps: dict[int, tuple[int, dict[int, StepResult]]] = {}
-        """For each step, the oldest first: how many ranks answer, and the answers so far."""
-
-    def expect(self, plans: Sequence[StepPlan]) -> None:
-        """Note that the ranks are given a step: the plan of each replica."""
-        num_answers = sum(1 if plan.copies is None else self._replica_size for plan in plans)
-        self._steps[plans[0].step_id] = num_answers, {}
-
-    def put(self, rank: int, result: StepResult) -> None:
-        """Note the answer of a rank."""
-        self._steps[result.step_id][1][rank] = result
-
-    @property
-    def has_oldest(self) -> bool:
-        """Whether all answers to the oldest step in flight are there."""
-        num_answers, answers = next(iter(self._steps.values()))
-        return len(answers) == num_answers
-
-    def take_oldest(self) -> list[StepResult]:
-        """The result of each replica for the oldest step. What a rank has lost is lost to its replica."""
-        _, answers = self._steps.pop(next(iter(self._steps)))
-        results = {driver // self._replica_size: answers[driver] for driver in self._drivers}
-        for rank, answer in answers.items():
-            replica = rank // self._replica_size
-            if answer.copied is not None and rank not in self._drivers:
-                copied = (results[replica].copied or CopyResult()) + answer.copied
-                results[replica] = msgspec.structs.replace(results[replica], copied=copied)
-        return list(results.values())

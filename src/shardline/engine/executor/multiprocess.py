@@ -10,9 +10,10 @@ from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.step_answers import StepAnswers
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.control import Control, ControlDone, Probe
@@ -48,12 +49,16 @@ class MultiprocessExecutor(Executor):
         self._replica_size = deployment.grid.replica_size
         self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT)
         here = deployment.placements[engine][0].host
-        lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
-        self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
+        self._lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
+        self._channels = RankChannels(self._processes, self._lines, self._note_beat, self._at_step)
         self._submitted: list[int] = []
         self._results = StepAnswers(deployment.grid)
         interval = probe_interval(deployment.step_timeout)
-        self._watchdog = Watchdog(interval, deployment.step_timeout - interval)
+        self._num_heard = 0
+        """Steps and commands that all ranks have answered."""
+        self._watchdog = Watchdog(interval, deployment.step_timeout - interval, lambda: self._num_heard)
+        self._work, self._looked = 0, 0.0
+        """Pieces of work that all ranks had finished at the last look, and when that was."""
         self.answers = ControlAnswers(self._num_ranks)
         layout = segment_layout(deployment, engine, here)
         self._progress = layout.progress(self._processes.segment)
@@ -88,7 +93,8 @@ class MultiprocessExecutor(Executor):
                 noticed = now
                 waiting = [rank for rank in range(self._num_ranks) if rank not in reports]
                 _log.info("still loading: %s", self._processes.name_ranks(waiting))
-        self._channels.open_lines()
+        self._lines.open()  # steps of ranks on other hosts take these from now on
+        self._watchdog.restart()
         return [reports[rank] for rank in sorted(reports)]
 
     def _allocate(self, allocation: KVAllocation) -> None:
@@ -97,28 +103,32 @@ class MultiprocessExecutor(Executor):
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
+        if not self._submitted:
+            self._looked = time.monotonic()
         self._submitted.append(plans[0].step_id)
         self._results.expect(plans)
         for rank in range(self._num_ranks):
             self._channels.send_step(rank, messages[rank // self._replica_size])
 
     def collect_results(self) -> list[StepResult]:
-        last_progress, work = time.monotonic(), self._processes.work
+        last_progress = time.monotonic()
         while not self._results.has_oldest:
-            left = last_progress + self._deployment.step_timeout - time.monotonic()
-            for rank, reply in self._channels.receive(min(CHECK_INTERVAL, max(0.0, left))):
+            for rank, reply in self._channels.receive(CHECK_INTERVAL):
                 if isinstance(reply, StepDone):
                     self._results.put(rank, reply.result)
                 elif isinstance(reply, ControlDone):
                     self.answers.add(rank, reply)
-            if (now_done := self._processes.work) != work:
-                last_progress, work = time.monotonic(), now_done
+            if (now := time.monotonic()) - self._looked < CHECK_INTERVAL:
+                continue
+            self._looked = now
+            if (work := self._processes.work) != self._work:
+                last_progress, self._work = now, work
                 note_work()  # for the front, which watches this process
-            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not self._results.has_oldest:
+            elif now - last_progress >= self._deployment.step_timeout and not self._results.has_oldest:
                 waited = self._deployment.step_timeout
                 raise ExecutorFailure(self._stall(), suspicious=True, stalled_for=waited)
         self._submitted.pop(0)
-        self._watchdog.note_life()
+        self._num_heard += 1
         return self._results.take_oldest()
 
     def submit_control(self, control: Control) -> None:
@@ -131,7 +141,7 @@ class MultiprocessExecutor(Executor):
     def check_ranks(self) -> float:
         for rank, reply in self._channels.receive(0.0):
             if isinstance(reply, ControlDone) and self.answers.add(rank, reply):
-                self._watchdog.note_life()
+                self._num_heard += 1
         verdict = self._watchdog.check()
         if verdict is Verdict.PROBE:
             self.submit_control(Control.carry(0, Probe()))

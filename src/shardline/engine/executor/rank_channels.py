@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -22,6 +23,7 @@ from shardline.messages.worker import (
     StoreSet,
     WorkerReply,
 )
+from shardline.segment.pulse import CHECK_INTERVAL
 
 
 class RankChannels:
@@ -40,6 +42,10 @@ class RankChannels:
         self._on_beat = on_beat
         self._at_step = at_step
         self._channels: dict[int, Channel[WorkerReply]] = {}
+        self._ranks: dict[int, int] = {}
+        """The rank of each channel's descriptor."""
+        self._looked = 0.0
+        """When silent and lost ranks were last looked for."""
         self._lines = lines
         self.store = RankStore()
 
@@ -47,20 +53,13 @@ class RankChannels:
         """Start all ranks, and open their channels; errors are those of `send`."""
         for rank in range(count):
             self._channels[rank], start = self._processes.start_rank(rank, self._lines.address)
+            self._ranks[self._channels[rank].fileno()] = rank
             self.send(rank, encode_message(start))
-
-    def open_lines(self) -> None:
-        """From now on, send steps to ranks on other hosts over connections of their own. All ranks are ready.
-
-        Raises:
-            ExecutorFailure: a rank has no such connection.
-        """
-        self._lines.open()
 
     @property
     def fds(self) -> list[int]:
         """Descriptors that become readable when a rank sends something or ends."""
-        return [*(channel.fileno() for channel in self._channels.values()), *self._lines.fds()]
+        return [*self._ranks, *self._lines.fds]
 
     def send(self, rank: int, body: bytes) -> None:
         """Send an encoded message.
@@ -85,7 +84,7 @@ class RankChannels:
 
     def send_step(self, rank: int, body: bytes) -> None:
         """Send an encoded message for the thread that runs steps; errors are those of `send`."""
-        if rank not in self._lines:
+        if rank not in self._lines.lines:
             self.send(rank, body)
             return
         try:
@@ -107,17 +106,17 @@ class RankChannels:
             ExecutorFailure: a rank failed, ended, or gives no sign of life.
             ValueError: a rank says that the configuration or the checkpoint is at fault.
         """
-        ranks = {channel.fileno(): rank for rank, channel in self._channels.items()}
-        lines = self._lines.fds()
-        ready = readable([*ranks, *lines], timeout)
-        for lost in (self._processes.find_silent(), self._lines.find_lost()):
-            if lost is not None:
-                raise self._failure(lost)
+        ready = readable([*self._ranks, *self._lines.fds], timeout)
+        if (now := time.monotonic()) - self._looked >= CHECK_INTERVAL:
+            self._looked = now
+            for lost in (self._processes.find_silent(), self._lines.find_lost()):
+                if lost is not None:
+                    raise self._failure(lost)
         for fd in ready:
-            if fd in ranks:
-                yield ranks[fd], self._receive(ranks[fd])
-            elif (reply := self._lines.receive(lines[fd])) is not None:
-                yield lines[fd], reply
+            if (rank := self._ranks.get(fd)) is not None:
+                yield rank, self._receive(rank)
+            elif (reply := self._lines.receive(rank := self._lines.fds[fd])) is not None:
+                yield rank, reply
 
     def close(self) -> None:
         """Close all channels; the ranks end."""
@@ -148,7 +147,7 @@ class RankChannels:
     def _unread(self, rank: int) -> ExecutorFailure:
         words = f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
         # Between hosts it may be the connection.
-        return ExecutorFailure(words, suspicious=rank not in self._lines, stalled_for=FRAME_TIMEOUT)
+        return ExecutorFailure(words, suspicious=rank not in self._lines.lines, stalled_for=FRAME_TIMEOUT)
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)

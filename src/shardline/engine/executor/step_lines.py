@@ -32,8 +32,11 @@ class StepLines:
         """Listen on this host's IP address `address` until all of `ranks` have connected. Without ranks, do nothing."""
         self._ranks = ranks
         self._arrivals = Arrivals(address, nonce, list(map(steps_of, ranks))) if ranks else None
-        self._lines: dict[int, Channel[StepReply]] = {}
-        self._ended: dict[int, float] = {}
+        self.lines: dict[int, Channel[StepReply]] = {}
+        """By rank, once they are open."""
+        self.fds: dict[int, int] = {}
+        """The rank of each descriptor that may become readable."""
+        self.ended: dict[int, float] = {}
         """When each line that has ended did so."""
 
     @property
@@ -56,14 +59,8 @@ class StepLines:
             sock, seal = found[steps_of(rank)]
             # A rank reads its plans at once, whatever it does. One that does not must not stop the engine.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(FRAME_TIMEOUT), 0))
-            self._lines[rank] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._lines
-
-    def fds(self) -> dict[int, int]:
-        """The rank of each descriptor that may become readable."""
-        return {line.fileno(): rank for rank, line in self._lines.items() if rank not in self._ended}
+            self.lines[rank] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
+            self.fds[sock.fileno()] = rank
 
     def send(self, rank: int, body: bytes) -> None:
         """Send an encoded message. A line that has ended drops it: `find_lost` or the rank's channel tells the engine.
@@ -72,29 +69,33 @@ class StepLines:
             BlockingIOError: the rank does not read.
         """
         try:
-            self._lines[rank].send_encoded(body)
+            self.lines[rank].send_encoded(body)
         except BlockingIOError:
             raise
         except OSError:
-            self._ended.setdefault(rank, time.monotonic())
+            self._note_end(rank)
 
     def receive(self, rank: int) -> StepReply | None:
         """The next message of a rank that has sent something; None: its line has ended."""
         try:
-            return self._lines[rank].receive(FRAME_TIMEOUT)
+            return self.lines[rank].receive(FRAME_TIMEOUT)
         except (EOFError, OSError, TimeoutError, msgspec.MsgspecError):
-            self._ended.setdefault(rank, time.monotonic())
+            self._note_end(rank)
             return None
+
+    def _note_end(self, rank: int) -> None:
+        self.ended.setdefault(rank, time.monotonic())
+        self.fds.pop(self.lines[rank].fileno(), None)
 
     def find_lost(self) -> int | None:
         """A rank whose line has ended although its channel has not told an end in time."""
         now = time.monotonic()
-        return next((rank for rank, ended in self._ended.items() if now - ended >= _LAST_WORDS_SECONDS), None)
+        return next((rank for rank, ended in self.ended.items() if now - ended >= _LAST_WORDS_SECONDS), None)
 
     def close(self) -> None:
         """Stop listening, and close all lines."""
-        if self._arrivals is not None and not self._lines:
+        if self._arrivals is not None and not self.lines:
             for connection in self._arrivals.finish(0.0).values():
                 connection.socket.close()
-        for line in self._lines.values():
+        for line in self.lines.values():
             line.close()

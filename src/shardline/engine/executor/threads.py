@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure, StepAnswers
+from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
+from shardline.engine.executor.step_answers import StepAnswers
 from shardline.messages.control import Control, ControlDone
 from shardline.messages.stats import RankTimes
 from shardline.messages.step import RankStep, StepPlan, StepResult, rank_steps

@@ -24,7 +24,8 @@ class SequenceMasks:
 
     def __init__(self, lanes: MaskLanes) -> None:
         self._lanes = lanes
-        self._sequences: dict[int, tuple[Scheduler, LiveSequence]] = {}
+        self.followed: dict[int, tuple[Scheduler, LiveSequence]] = {}
+        """Those that have not ended, by the keys of their masks."""
         self._num_begun = 0
 
     def begin(self, scheduler: Scheduler, sequence: LiveSequence) -> None:
@@ -33,7 +34,7 @@ class SequenceMasks:
         assert constraints is not None
         key = self._num_begun
         self._num_begun += 1
-        self._sequences[key] = scheduler, sequence
+        self.followed[key] = scheduler, sequence
         sequence.mask_key = key
         request = sequence.request
         self._lanes.start(key, constraints.grammar, request.eos_token_ids, request.output_token_ids)
@@ -54,14 +55,15 @@ class SequenceMasks:
                     place = places[step.seq_id]
                     if not entries[place].error:
                         awaited[sequence.mask_key] = place
-                        guesses = scheduler.foresee(sequence, entries[place], _MOST_GUESSES)
+                        drafting = scheduler.drafting
+                        guesses = drafting.foresee(sequence, entries[place], _MOST_GUESSES) if drafting else []
                         self._lanes.advance(sequence.mask_key, entries[place].token_ids, guesses)
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:
                 if (awaited_place := awaited.pop(key, None)) is not None and answer.finished:
-                    entries = replaced[schedulers.index(self._sequences[key][0])]
+                    entries = replaced[schedulers.index(self.followed[key][0])]
                     entries[awaited_place] = msgspec.structs.replace(entries[awaited_place], finished=True)
-                    del self._sequences[key]
+                    del self.followed[key]
                     self._lanes.drop(key)
                 else:
                     self._apply(key, answer)
@@ -71,27 +73,21 @@ class SequenceMasks:
 
     def collect(self, timeout: float) -> None:
         """Apply the masks that have come; waits up to `timeout` seconds for the first one."""
-        if self._sequences:
-            for key, answer in self._lanes.collect(timeout):
-                self._apply(key, answer)
+        for key, answer in self._lanes.collect(timeout):
+            self._apply(key, answer)
 
     def forget_finished(self) -> None:
         """Drop the sequences that have ended."""
-        for key in [key for key, (_, sequence) in self._sequences.items() if sequence.state is State.FINISHED]:
-            del self._sequences[key]
+        for key in [key for key, (_, sequence) in self.followed.items() if sequence.state is State.FINISHED]:
+            del self.followed[key]
             self._lanes.drop(key)
-
-    @property
-    def num_followed(self) -> int:
-        """Constrained sequences that have not ended."""
-        return len(self._sequences)
 
     def close(self) -> None:
         """End the processes that compute masks."""
         self._lanes.close()
 
     def _apply(self, key: int, answer: MaskAnswer) -> None:
-        scheduler, sequence = self._sequences[key]
+        scheduler, sequence = self.followed[key]
         if sequence.state is State.FINISHED:
             return
         if answer.error:

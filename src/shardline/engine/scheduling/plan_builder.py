@@ -54,8 +54,9 @@ class PlanBuilder:
 
     def finish(self) -> StepPlan:
         """The plan."""
-        ends, copies = self._queues.take_ends(), self._kv.traffic.take_copies(self.step_id)
-        return StepPlan(self.step_id, self.starts, self.steps, ends, copies)
+        traffic = self._kv.traffic
+        copies = None if traffic is None else traffic.take_copies(self.step_id)
+        return StepPlan(self.step_id, self.starts, self.steps, self._queues.take_ends(), copies)
 
     def place(
         self, sequence: LiveSequence, num_tokens: int, draft_token_ids: Sequence[int] = (), num_guesses: int = 0
@@ -121,7 +122,7 @@ class PlanBuilder:
         """
         queues, kv = self._queues, self._kv
         room = kv.pool.num_free
-        others_have_blocks = bool(queues.running or queues.draining or kv.traffic.is_fetching)
+        others_have_blocks = bool(queues.running or queues.draining or kv.is_fetching)
         if others_have_blocks and sequence.blocks_wanted > room and self.step_id < sequence.next_lookup:
             return False
         hit = kv.lookup_prefix(sequence)
@@ -154,7 +155,7 @@ class PlanBuilder:
         """Preempt until each group can get one more block; False: that is impossible before further results."""
         queues, kv = self._queues, self._kv
         while kv.reach(needy) <= needy.num_scheduled:
-            if queues.draining or kv.traffic.is_fetching:
+            if queues.draining or kv.is_fetching:
                 return False
             victim = cheapest_victim(queues.running, needy, kv.recompute_cost)
             if victim is None:

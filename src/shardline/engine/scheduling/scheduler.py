@@ -16,7 +16,7 @@ from shardline.engine.scheduling.preemption import PreemptionLog
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.engine.speculative.proposer import make_proposer
+from shardline.engine.speculative.proposer import Drafting, make_proposer
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import STEP_TOKEN_BOUNDS, EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
@@ -98,9 +98,9 @@ class Scheduler:
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
-        self._proposer = make_proposer(limits.speculation)
-        self._expects = False
-        """Whether a request has had `expected_token_ids`."""
+        proposer = make_proposer(limits.speculation)
+        self.drafting = None if proposer is None else Drafting(proposer)
+        """None: nothing has been drafted yet."""
         self.kv = KVCache(
             cache.groups,
             num_blocks,
@@ -133,7 +133,8 @@ class Scheduler:
         """
         sequence = self.registry.add_request(request)
         if sequence is not None:
-            self._expects = self._expects or bool(request.expected_token_ids)
+            if self.drafting is None and sequence.expects:
+                self.drafting = Drafting(None)
             sequence.recorder.added = now
             self.queues.add(sequence)
         return sequence
@@ -143,8 +144,8 @@ class Scheduler:
         for sequence in self.registry.find_sequences(request_ids):
             self.queues.leave(sequence, State.FINISHED)
             self.registry.finish_sequence(sequence, "abort")
-            if self._proposer is not None:  # the front aborts what reaches a stop string
-                self._proposer.note_end(sequence)
+            if self.drafting is not None:  # the front aborts what reaches a stop string
+                self.drafting.note_end(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
@@ -159,7 +160,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, a plan in flight, a block to be fetched or an output not taken."""
         registry = self.registry
-        return bool(registry.num_live or self.in_flight or self.kv.traffic.is_fetching or registry.has_outputs)
+        return bool(registry.num_live or self.in_flight or self.kv.is_fetching or registry.has_outputs)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; the engine loop fills in `engine_seconds`."""
@@ -176,7 +177,7 @@ class Scheduler:
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
             step_seconds=totals.step_seconds,
-            drafts=None if self._proposer is None else self._proposer.stats(),
+            drafts=None if self.drafting is None else self.drafting.stats(),
             step_tokens=list(self._step_tokens),
             num_step_tokens=self._num_step_tokens,
         )
@@ -185,18 +186,9 @@ class Scheduler:
     def awaits_tokens(self) -> bool:
         """Whether the next plan may have drafts once the results of those in flight are known. Sequences with a draft
         in flight are in no plan before that, so a batch would fall apart."""
-        if (self._proposer is None and not self._expects) or self.last_token_known:
+        if self.drafting is None or self.last_token_known:
             return False
-        return any(
-            sequence.awaits_draft or (sequence.num_pending and self._may_draft(sequence))
-            for sequence in self.queues.running
-        )
-
-    def _may_draft(self, sequence: LiveSequence) -> bool:
-        """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
-        if sequence.request.expected_token_ids:
-            return sequence.may_expect
-        return self._proposer is not None and self._proposer.wants(sequence)
+        return self.drafting.awaits_tokens(self.queues.running)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
@@ -209,7 +201,8 @@ class Scheduler:
         builder.begin(self.num_steps, now)
         prefills = self._schedule_decodes()
         self._schedule_prefills(prefills)
-        return self._launch() if builder.steps or self.kv.traffic.has_copies else None
+        has_copies = self.kv.traffic is not None and self.kv.traffic.has_copies
+        return self._launch() if builder.steps or has_copies else None
 
     def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
@@ -223,6 +216,7 @@ class Scheduler:
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self.registry.totals.step_seconds += step_result.seconds
         if flying.copies is not None:
+            assert self.kv.traffic is not None
             assert step_result.copied is not None, "every rank must say what came of its copies"
             self.queues.end_fetches(self.kv.traffic.finish_plan(flying.step_id, step_result.copied))
         outputs = self.registry.take_outputs()
@@ -232,11 +226,8 @@ class Scheduler:
             output = self._apply(sequence, step, results.get(step.seq_id), planned, now)
             if output is not None:
                 outputs.append(output)
-        if self._proposer is not None and flying.steps and not flying.starts and all(s.decodes for s in flying.steps):
-            num_rows = sum(step.num_tokens for step in flying.steps)
-            num_sampled = sum(len(entry.token_ids) for entry in step_result.results)
-            seconds = now - self._updated or step_result.seconds
-            self._proposer.note_decode(len(flying.steps), num_rows, num_sampled, seconds)
+        if self.drafting is not None:
+            self.drafting.note_step(flying, step_result.results, now - self._updated or step_result.seconds)
         self._updated = now
         num_tokens = self.registry.totals.tokens - tokens_before
         if num_tokens:
@@ -275,33 +266,14 @@ class Scheduler:
                 break
             # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
-                draft = self._propose(sequence, share - len(builder.steps))
-                builder.place(sequence, 1, draft, self._count_guesses(sequence, share))
+                if self.drafting is None:
+                    builder.place(sequence, 1)
+                    continue
+                # Those that are left have equal shares of the room for drafts.
+                draft = self.drafting.propose(sequence, builder.draft_budget // (share - len(builder.steps)))
+                room = min(self.max_samples, self._max_tokens) - max(share, samples)
+                builder.place(sequence, 1, draft, self.drafting.count_guesses(sequence, max(0, room) // share))
         return prefills
-
-    def _propose(self, sequence: LiveSequence, num_left: int) -> list[int]:
-        """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
-        limit = self._builder.draft_budget // num_left
-        if sequence.allowed:
-            return sequence.foreseen[: max(0, limit)]
-        if sequence.request.expected_token_ids:
-            return sequence.expected_next(limit)
-        return [] if self._proposer is None else self._proposer.propose(sequence, limit)
-
-    def _count_guesses(self, sequence: LiveSequence, num_decodes: int) -> int:
-        """How many guesses of a sequence's next tokens a step of so many sequences asks for."""
-        if self._proposer is None or sequence.request.expected_token_ids:
-            return 0
-        room = min(self.max_samples, self._max_tokens) - max(num_decodes, min(self.registry.num_live, self.max_running))
-        return self._proposer.count_guesses(sequence, max(0, room) // num_decodes)
-
-    def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
-        """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
-        later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
-        if sequence.request.expected_token_ids:
-            return sequence.expected_next(most, len(result.token_ids))
-        proposer = self._proposer
-        return [] if proposer is None else proposer.propose(sequence, most, result.token_ids, result.guesses)
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
@@ -339,8 +311,8 @@ class Scheduler:
                 sequence.num_scheduled += len(result.token_ids) - 1
                 sequence.recorder.num_guesses += len(step.draft_token_ids)
                 sequence.recorder.num_right_guesses += len(result.token_ids) - 1
-            if self._proposer is not None and not sequence.request.expected_token_ids:
-                self._proposer.note_result(sequence, step, result)
+            if self.drafting is not None:
+                self.drafting.note_result(sequence, step, result)
         if step.start < sequence.num_start_tokens:
             sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
         if step.sample:
@@ -377,6 +349,6 @@ class Scheduler:
             if recorder.num_guesses:
                 output = msgspec.structs.replace(output, timeline=recorder.timeline())
             self.queues.leave(sequence, State.FINISHED)
-            if self._proposer is not None:
-                self._proposer.note_end(sequence)
+            if self.drafting is not None:
+                self.drafting.note_end(sequence)
         return output

@@ -229,6 +229,11 @@ class LiveSequence:
             self.num_reported = end
 
     @property
+    def expects(self) -> bool:
+        """Whether its request expects tokens, so that it has no other drafts."""
+        return bool(self.request.expected_token_ids)
+
+    @property
     def may_expect(self) -> bool:
         """Whether its expected tokens can be drafts at once. A grammar must allow them before, see `foreseen`."""
         return not self.has_grammar

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.kernels.tensors import LinearInput, as_tensor, check_features
+from shardline.kernels.tensors import LinearInput, as_tensor, features_error
 from shardline.weights.base import PackedGatedLinear, PackedLinear
 from shardline.weights.grouped import GroupedWeight
 
@@ -75,7 +75,8 @@ class W4A16Linear(PackedLinear):
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         rows, weight = as_tensor(x), self.weight
-        check_features(rows.shape[1], weight.in_features)
+        if rows.shape[1] != weight.in_features:
+            raise features_error(rows.shape[1], weight.in_features)
         out = self.kernels.activation_empty(out_dtype or rows.dtype, rows.shape[0], self.out_features)
         self.kernels.linear_w4a16(rows, weight.values, weight.scales, weight.zeros, weight.group_size, bias, out)
         return out

@@ -62,8 +62,8 @@ class RowKernels:
         _place(panels, weight, first, half).copy_(weight)
 
     @staticmethod
-    def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
-        return panels[indices]
+    def unpack_rows(panels: Tensor, indices: Tensor, out: Tensor) -> None:
+        torch.index_select(panels, 0, indices, out=out)
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None

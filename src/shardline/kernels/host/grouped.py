@@ -30,7 +30,7 @@ from shardline.kernels.host.grouped_forms import (
 from shardline.kernels.host.memory import streamed_empty
 from shardline.kernels.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
 from shardline.kernels.page_cache import row_slices
-from shardline.kernels.tensors import GROUP_SIZE, LinearInput, as_tensor, check_features
+from shardline.kernels.tensors import GROUP_SIZE, LinearInput, as_tensor, features_error
 from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats import int4, int8_fast, int8_w8a16
 from shardline.weights.grouped import GroupedWeight, TwoLevels
@@ -104,7 +104,8 @@ class GroupedPanels:
     def _arrange(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x in the order of the packed columns, and rounded if need be; with the sums of its groups if there are mins,
         or their scales if they are rounded."""
-        check_features(x.shape[1], self.in_features)
+        if x.shape[1] != self.in_features:
+            raise features_error(x.shape[1], self.in_features)
         rows = x
         if self.order is not None:
             rows = _cpu.activation_empty(x.dtype, *x.shape)

@@ -48,6 +48,7 @@ class PanelKernels:
     linear = staticmethod(_cpu.linear)
     linear_int8 = staticmethod(_cpu.linear_int8)
     linear_int4 = staticmethod(_cpu.linear_int4)
+    unpack_rows = staticmethod(_cpu.packed_rows)
 
     @staticmethod
     def pack_weight(weight: Tensor, panels: Tensor, first: int = 0, half: int | None = None) -> None:
@@ -84,12 +85,6 @@ class PanelKernels:
     ) -> Tensor:
         leading = () if num_matrices is None else (num_matrices,)
         return streamed_empty((*leading, *panel_shape(out_features, in_features, dtype, gated=gated)), dtype)
-
-    @staticmethod
-    def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
-        out = torch.empty(len(indices), in_features, dtype=panels.dtype)
-        _cpu.packed_rows(panels, indices.contiguous(), out)
-        return out
 
     @staticmethod
     def linear_argmax(

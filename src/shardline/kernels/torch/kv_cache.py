@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import LatentCache
-from shardline.kernels.torch.kept import Kept
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
+
+_Value = TypeVar("_Value")
+_MOST_KEPT = 48
+
+
+class Kept:
+    """What the layers of a step compute alike from its tables, by the identity of these. Nobody may write to them
+    afterwards."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = {}
+
+    def value_of(self, tensors: tuple[Tensor, ...], more: Hashable, make: Callable[[], _Value]) -> _Value:
+        """What `make` returns for these tensors, and for `more`."""
+        key = (*map(id, tensors), more)
+        if key not in self._values:
+            if len(self._values) == _MOST_KEPT:
+                self._values.clear()
+            self._values[key] = tensors, make()  # the tensors live on, so that their ids stay theirs
+        value: _Value = self._values[key][1]
+        return value
 
 
 class CacheKernels:

@@ -62,8 +62,8 @@ class DenseKernels:
         place_rows(panels.flatten(0, 1), len(weight), first, half).copy_(weight)
 
     @staticmethod
-    def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
-        return panels.flatten(0, 1).index_select(0, indices)
+    def unpack_rows(panels: Tensor, indices: Tensor, out: Tensor) -> None:
+        torch.index_select(panels.flatten(0, 1), 0, indices, out=out)
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
         width = out.shape[1]

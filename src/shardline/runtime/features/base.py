@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -57,13 +58,22 @@ class RunningStep:
 
 class Feature:
     """What a feature does, in this order. The methods after `begin` are called only if that returned a feature: itself,
-    or an object for this step."""
+    or an object for this step.
+
+    A feature names the fields that ask for it. The others of a batch, and their steps, never meet it. One that names
+    none meets all sequences.
+    """
+
+    start_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of a SequenceStart, or paths of them: where one of them is set, the sequence has the feature."""
+    step_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of a SequenceStep: where one of them is set, the step has the feature."""
 
     def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
-        """A sequence starts."""
+        """A sequence starts that has the feature."""
 
     def begin(self, running: RunningStep) -> Feature | None:
-        """Before the step's tensors are made. None: the step has nothing for it."""
+        """Before the tensors are made of a step that has the feature. None: there is nothing for it to do."""
         raise NotImplementedError
 
     def prepare(self, running: RunningStep, step: StepInput) -> StepInput:

@@ -96,6 +96,8 @@ class TokenMask:
 class ConstraintRows(Feature):
     """The constraints of the sequences of the last stage."""
 
+    start_fields = ("constraints",)
+
     def __init__(self, vocab_size: int, span: Span, max_rows: int, wait_for_step: Callable[[], object]) -> None:
         """`span`: this rank's part of the vocabulary. `wait_for_step` waits for the oldest step in flight."""
         self._vocab_size = vocab_size
@@ -103,7 +105,8 @@ class ConstraintRows(Feature):
         self._wait_for_step = wait_for_step
 
     def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
-        sequence.mask = make_mask(start, self._vocab_size)
+        assert start.constraints is not None
+        sequence.mask = TokenMask(start, start.constraints, self._vocab_size)
 
     def begin(self, running: RunningStep) -> StepConstraints | None:
         constrained = any(sequence.mask is not None for sequence in running.rows)
@@ -164,11 +167,6 @@ def _refuse(result: SequenceResult, num_right: int, error: str) -> SequenceResul
         logprobs=result.logprobs and result.logprobs[:num_right],
         digests=result.digests and result.digests[:num_right],
     )
-
-
-def make_mask(start: SequenceStart, vocab_size: int) -> TokenMask | None:
-    """The constraints of a sequence that starts; None: it has none."""
-    return None if start.constraints is None else TokenMask(start, start.constraints, vocab_size)
 
 
 def collect_masks(masks: Sequence[NextTokens | None]) -> tuple[TokenMasks | None, dict[int, str]]:

@@ -15,6 +15,8 @@ from shardline.runtime.ops.sampling.row_digests import row_digests
 class Digests(Feature):
     """Reports the digest of each row that asks for it."""
 
+    start_fields = ("sampling.logits_digest",)
+
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 

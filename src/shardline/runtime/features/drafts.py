@@ -5,30 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardline.messages.step import SequenceResult, SequenceStep
+from shardline.messages.step import SequenceResult
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.sequences import WorkerSequence
 
 
 class Drafts(Feature):
     """Joins the rows of each draft to one result."""
 
-    def begin(self, running: RunningStep) -> Drafts | None:
-        return self if len(running.rows) > len(running.sampled) else None
+    step_fields = ("draft_token_ids",)
+
+    def begin(self, running: RunningStep) -> Drafts:
+        return self
 
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         return join_rows([step.draft_token_ids for step in running.plan.steps if step.sample], results)
-
-
-def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:
-    """For each sampled row of a plan, its sequence with the tokens that come before the sampled one."""
-    rows = []
-    for step, sequence in zip(steps, sequences, strict=True):
-        if step.draft_token_ids:
-            rows += [sequence.with_guesses(count) for count in range(len(step.draft_token_ids) + 1)]
-        elif step.sample:
-            rows.append(sequence)
-    return rows
 
 
 def join_rows(drafts: Sequence[Sequence[int]], rows: Iterable[SequenceResult]) -> list[SequenceResult]:

@@ -18,12 +18,14 @@ from shardline.runtime.step import GivenRows, StepInput
 class PromptRows(Feature):
     """Puts the rows of prompts into the steps that compute their positions."""
 
+    start_fields = ("embeds",)
+
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
 
     def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
-        if start.embeds is not None:
-            sequence.given = self._read(start.embeds)
+        assert start.embeds is not None
+        sequence.given = self._read(start.embeds)
 
     def _read(self, embeds: PromptEmbeds) -> GivenRows:
         rows = torch.from_numpy(np.frombuffer(embeds.rows, dtype=np.float32).copy()).view(-1, self._hidden_size)

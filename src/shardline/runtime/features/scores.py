@@ -32,30 +32,29 @@ class ScoringPlan(NamedTuple):
     """What each sequence reports of each prompt token."""
 
 
-def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoringPlan | None:
-    """What a step scores; None: nothing."""
+def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoringPlan:
+    """What a step scores."""
     plan = ScoringPlan([], [], [])
     for step, sequence in zip(steps, sequences, strict=True):
         if step.score:
             plan.seq_ids.append(step.seq_id)
             plan.counts.append(num_scored(step, sequence))
             plan.wanted.append(Wanted(sequence.sampling.prompt_logprobs or 0))
-    return plan if plan.seq_ids else None
+    return plan
 
 
 class Scores(Feature):
     """Scores the tokens of prompts that ask for it."""
 
+    step_fields = ("score",)
+
     def __init__(self, stage: DecoderStage, sampler: Sampler) -> None:
         self._stage = stage
         self._sampler = sampler
 
-    def begin(self, running: RunningStep) -> StepScores | None:
-        plan = plan_scoring(running.plan.steps, running.stepped)
-        if plan is None:
-            return None
+    def begin(self, running: RunningStep) -> StepScores:
         running.greedy = False
-        scores = StepScores(self._stage, self._sampler, plan)
+        scores = StepScores(self._stage, self._sampler, plan_scoring(running.plan.steps, running.stepped))
         running.forward = scores.forward
         return scores
 

@@ -122,6 +122,8 @@ class TournamentMark:
 class Watermark(Feature):
     """Marks the rows of sequences that ask for it."""
 
+    start_fields = ("sampling.watermarking",)
+
     def __init__(self, key: WatermarkKey, vocab_size: int, wait_for_step: Callable[[], object]) -> None:
         """`wait_for_step` waits for the oldest step in flight."""
         self._mark: Mark = GreenMark(key, vocab_size) if isinstance(key, KGWKey) else TournamentMark(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.attention import GQA
 from shardline.models.parts import KVDType, KVPart, QueryScale, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
-from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
-from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from shardline.runtime.ops.norm import rms_norm
@@ -45,6 +44,18 @@ def query_factors(scale: QueryScale, stage: StageContext) -> Tensor:
     return (1 + scale.beta * torch.log1p(steps)).float().to(stage.device)
 
 
+class KVPages(NamedTuple):
+    """The pages of one layer; layers of different KV groups may share them."""
+
+    keys: Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim], in the order of `Kernels.page_order`; the values have the same
+    shape."""
+    values: Tensor
+    key_scales: Tensor | None = None
+    """float32 [num_blocks, num_kv_heads, block_size] if keys and values are int8 or fp8 (e4m3), else None."""
+    value_scales: Tensor | None = None
+
+
 class AttentionLayer:
     """x [T, hidden] -> [Q, hidden]: project, normalise, rotate, store KV; then the Q rows that are left attend and are
     projected back."""
@@ -54,6 +65,7 @@ class AttentionLayer:
         self.kv_group = kv_group
         self._kernels = loader.stage.kernels
         self._reads_only, self._reads_token = spec.kv_source is not None, spec.projections.reads_token
+        self._head_dim, self._window = spec.head_dim, spec.window
         parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
         self.parts = ["q"] if self._reads_only else parts
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
@@ -80,7 +92,7 @@ class AttentionLayer:
 
     def count_heads(self, widths: Sequence[int]) -> list[int]:
         """Numbers of heads of queries, keys and values, for the columns of their projections on a rank."""
-        num_heads = [width // self.spec.head_dim for width in widths]
+        num_heads = [width // self._head_dim for width in widths]
         return [*num_heads, num_heads[1]] if self.spec.projections.value_is_key and not self._reads_only else num_heads
 
     @property
@@ -121,28 +133,18 @@ class AttentionLayer:
     def store_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, rows: Rows) -> Tensor:
         """The same for normalised queries, keys and values [T, heads, head_dim]."""
         rope, positions, slots = self.spec.positions.rope, rows.positions, rows.slots[self.kv_group]
-        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        scales = pages.key_scales, pages.value_scales
         if self.spec.norms.rotated_norm is not None:
             if self.table is not None and rope is not None:
                 apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
             q, k = (rms_norm(self._kernels, x, self._ones, self.spec.norms.rotated_norm.eps) for x in (q, k))
-            write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, *scales)
         elif self.table is None:
-            write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
+            self._kernels.write_kv(k, v, pages.keys, pages.values, slots, *scales)
         else:
             assert rope is not None
-            rope_and_write_kv(
-                self._kernels,
-                q,
-                k,
-                v,
-                pages.keys,
-                pages.values,
-                slots,
-                positions,
-                self.table,
-                interleaved=rope.interleaved,
-                **scales,
+            self._kernels.rope_and_write_kv(
+                q, k, v, pages.keys, pages.values, positions, slots, self.table, rope.interleaved, *scales
             )
         if self._query_factors is not None:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
@@ -150,7 +152,7 @@ class AttentionLayer:
 
     def _rotated_queries(self, q: Tensor, num_heads: int, positions: Tensor) -> Tensor:
         """As `store_in`, for a layer that projects queries only."""
-        q, rope = q.view(len(q), num_heads, self.spec.head_dim), self.spec.positions.rope
+        q, rope = q.view(len(q), num_heads, self._head_dim), self.spec.positions.rope
         q = q if self.q_norm is None else self.q_norm(q)
         if self.table is not None and rope is not None:
             self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
@@ -158,7 +160,7 @@ class AttentionLayer:
 
     def normed_heads(self, qkv: Tensor, num_heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of qkv [T, columns]; the first two normalised."""
-        num_tokens, head_dim = len(qkv), self.spec.head_dim
+        num_tokens, head_dim = len(qkv), self._head_dim
         if not self.spec.norms.norms_all_heads:
             counts = num_heads[: len(self.parts)]
             q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), list(counts), dim=1)
@@ -185,7 +187,7 @@ class AttentionLayer:
             rows.query_starts,
             rows.context_lens,
             self.spec.score.scale,
-            window=self.spec.window,
+            window=self._window,
             softcap=self.spec.score.softcap,
             key_scales=pages.key_scales,
             value_scales=pages.value_scales,

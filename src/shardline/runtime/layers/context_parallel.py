@@ -23,11 +23,10 @@ from shardline.models.attention import GQA, MLA
 from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.key_share import SharedRun
-from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
+from shardline.runtime.layers.attention import AttentionLayer, KVPages, RotaryTables
 from shardline.runtime.layers.context import LayerLoader, StageContext
-from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.mla import LatentAttentionLayer
-from shardline.runtime.ops.attention.paged import Partials
+from shardline.runtime.ops.attention.partials import Partials
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
 

@@ -18,7 +18,6 @@ from shardline.messages.request import TokenLogprobs
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
 from shardline.runtime.ops.sampling.sample import GREEDY_BELOW
 from shardline.runtime.sampling.inputs import Draws
-from shardline.sampling_params import SamplingParams
 
 _NARROW = 64
 """The most likely tokens that a row reports without a call of its own."""
@@ -36,13 +35,6 @@ class Wanted(NamedTuple):
     def is_narrow(self) -> bool:
         """Whether the call for all rows suffices."""
         return self.top_n <= _NARROW and not self.token_ids
-
-
-def wanted_logprobs(sampling: SamplingParams) -> Wanted | None:
-    """What a request reports of each of its tokens; None: nothing."""
-    if sampling.logprobs is None:
-        return None
-    return Wanted(sampling.logprobs, tuple(sampling.logprob_token_ids or ()))
 
 
 class Reports(NamedTuple):

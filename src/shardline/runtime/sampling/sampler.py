@@ -25,7 +25,7 @@ from shardline.runtime.ops.sampling.sample import find_best, greedy_argmax, samp
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
-from shardline.runtime.sampling.reports import Reports, Wanted, processed_logits, read_reports, report, wanted_logprobs
+from shardline.runtime.sampling.reports import Reports, Wanted, processed_logits, read_reports, report
 from shardline.runtime.sequences import WorkerSequence
 
 _SCORED_LOGIT_BYTES = 64 << 20
@@ -111,7 +111,11 @@ class Sampler:
             return SamplingPlan(seq_ids, [None] * count, SamplingInput(rows, None, None))
         penalties = penalties_of(sequences) if any(sequence.adjusts_logits for sequence in sequences) else None
         inputs = SamplingInput(rows, _draws(sequences), penalties)
-        return SamplingPlan(seq_ids, [wanted_logprobs(sequence.sampling) for sequence in sequences], inputs)
+        wanted = [
+            None if params.logprobs is None else Wanted(params.logprobs, tuple(params.logprob_token_ids or ()))
+            for params in (sequence.sampling for sequence in sequences)
+        ]
+        return SamplingPlan(seq_ids, wanted, inputs)
 
     def sample_tokens(
         self,

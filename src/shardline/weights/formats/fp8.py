@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from shardline.kernels.tensors import as_tensor, check_features
+from shardline.kernels.tensors import as_tensor, features_error
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import int8_fast
 
@@ -74,7 +74,8 @@ class Fp8Linear(PackedLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """The product, gated if `gate` names an activation."""
-        check_features(x.shape[1], self.in_features)
+        if x.shape[1] != self.in_features:
+            raise features_error(x.shape[1], self.in_features)
         out = self.kernels.activation_empty(out_dtype, x.shape[0], self.out_features)
         self.kernels.linear_fp8(x, self.values, self.scales, bias, out, gate)
         return out

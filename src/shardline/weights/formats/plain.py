@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardline.kernels.tensors import as_tensor, check_features
+from shardline.kernels.tensors import QuantizedRows, as_tensor, features_error
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ class PlainLinear(PackedLinear):
         return self.panels.dtype
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        rows = as_tensor(x)
-        check_features(rows.shape[1], self.in_features)
-        out = self.kernels.activation_empty(out_dtype or rows.dtype, rows.shape[0], self.out_features)
-        self.kernels.linear(rows, self.panels, bias, out)
+        assert not isinstance(x, QuantizedRows)
+        if x.shape[1] != self.in_features:
+            raise features_error(x.shape[1], self.in_features)
+        out = self.kernels.activation_empty(out_dtype or x.dtype, x.shape[0], self.out_features)
+        self.kernels.linear(x, self.panels, bias, out)
         return out
 
     def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -52,7 +53,9 @@ class PlainLinear(PackedLinear):
 
     def unpack_rows(self, indices: Tensor) -> Tensor:
         """Unpacked rows of the weight, [len(indices), in_features]."""
-        return self.kernels.unpack_rows(self.panels, indices, self.in_features)
+        out = self.panels.new_empty(len(indices), self.in_features)
+        self.kernels.unpack_rows(self.panels, indices.contiguous(), out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ class PlainGatedLinear(PackedGatedLinear):
         return self.panels.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: str) -> Tensor:
-        rows = as_tensor(x)
-        check_features(rows.shape[1], self.in_features)
-        out = self.kernels.activation_empty(rows.dtype, rows.shape[0], self.out_features)
-        self.kernels.linear(rows, self.panels, bias, out, activation)
+        assert not isinstance(x, QuantizedRows)
+        if x.shape[1] != self.in_features:
+            raise features_error(x.shape[1], self.in_features)
+        out = self.kernels.activation_empty(x.dtype, x.shape[0], self.out_features)
+        self.kernels.linear(x, self.panels, bias, out, activation)
         return out
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.kernels.pages import tokens_of
-from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv, write_kv_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv_reference
 from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
 from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
@@ -30,13 +30,13 @@ class Call:
         cache_dtype = torch.int8 if as_bytes else heads.dtype
         caches = [torch.zeros(self.num_blocks, 2, BLOCK_SIZE, heads.shape[2], dtype=cache_dtype) for _ in range(2)]
         scales = [torch.zeros(self.num_blocks, 2, BLOCK_SIZE) for _ in range(2)]
-        named = {"key_scales": scales[0], "value_scales": scales[1]} if as_bytes else {}
+        own_scales = scales if as_bytes else (None, None)
         if one_after_the_other:
             apply_rope(KERNELS, query, key, self.positions, self.table, interleaved=interleaved)
-            write_kv(KERNELS, key, value, caches[0], caches[1], self.slots, **named)
+            KERNELS.write_kv(key, value, caches[0], caches[1], self.slots, *own_scales)
         else:
-            where = (*caches, self.slots, self.positions, self.table)
-            rope_and_write_kv(KERNELS, query, key, value, *where, interleaved=interleaved, **named)
+            where = (caches[0], caches[1], self.positions, self.slots, self.table)
+            KERNELS.rope_and_write_kv(query, key, value, *where, interleaved, *own_scales)
         return heads, *caches, *scales
 
 
@@ -80,19 +80,19 @@ def test_keys_and_values_lie_where_the_reference_puts_them(dtype, rng):
 def test_pages_without_an_order_are_refused():
     key, cache, slots = torch.zeros(1, 1, 8), torch.zeros(4, 1, 24, 8), torch.tensor([0])
     with pytest.raises(ValueError, match="a block of 24 tokens: the block size must be a multiple of 16"):
-        write_kv(KERNELS, key, key, cache, cache, slots)
+        KERNELS.write_kv(key, key, cache, cache, slots, None, None)
     if KERNELS.page_order(torch.bfloat16) == "pairs":
         key, cache = key[..., :7].bfloat16(), torch.zeros(4, 1, BLOCK_SIZE, 7, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="keys of 7 elements: in bf16 their number must be even"):
-            write_kv(KERNELS, key, key, cache, cache, slots)
+            KERNELS.write_kv(key, key, cache, cache, slots, None, None)
 
 
 def test_what_lies_outside_is_refused():
     heads, cache, table = torch.zeros(1, 1, 8), torch.zeros(4, 1, BLOCK_SIZE, 8), rotary_table(torch.ones(4), 10)
 
     def call(slot: int, position: int, table: torch.Tensor = table) -> None:
-        where = (torch.tensor([slot]), torch.tensor([position]), table)
-        rope_and_write_kv(KERNELS, heads, heads, heads, cache, cache, *where, interleaved=False)
+        where = (torch.tensor([position]), torch.tensor([slot]), table)
+        KERNELS.rope_and_write_kv(heads, heads, heads, cache, cache, *where, False, None, None)
 
     call(63, 9)
     with pytest.raises(ValueError, match="a slot lies outside"):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.kernels.pages import pages_of, tokens_of
-from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv_reference
 from shardline.runtime.ops.attention.paged import paged_attention, paged_attention_reference
-from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn, write_kv
 
 BLOCK_SIZE = 16
 

@@ -10,18 +10,47 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.kernels.contract import Kernels
-from shardline.runtime.ops.attention.paged import (
-    Partials,
-    attention_partials,
-    merge_partials,
-    merge_partials_reference,
-    paged_attention_reference,
-)
+from shardline.runtime.ops.attention.paged import paged_attention_reference
+from shardline.runtime.ops.attention.partials import Partials, merge_partials_reference
 from tests.runtime.ops.attention.test_paged import E4M3, attend, random_sequence
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits
 
 LENGTHS = [(0, 1), (511, 512), (510, 514), (0, 70), (1020, 1030), (1535, 1536), (1530, 1537), (2049, 2050)]
 """Begin and end of the new tokens of each sequence, around the bounds of splits."""
+
+
+def attention_partials(
+    kernels: Kernels,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    num_splits: int,
+    first_split: int = 0,
+    split_step: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    chunked: bool = False,
+) -> Partials:
+    shape = num_splits, query.shape[0], query.shape[1]
+    maxima, sums = (kernels.activation_empty(torch.float32, *shape) for _ in range(2))
+    outputs = kernels.activation_empty(torch.float32, *shape, value_cache.shape[3])
+    tables, parts = (block_tables, query_starts, context_lens), Partials(maxima, sums, outputs)
+    more = (scale, window, softcap, key_scales, value_scales, chunked, first_split, split_step)
+    kernels.attention_partials(query, key_cache, value_cache, *tables, *parts, *more)
+    return parts
+
+
+def merge_partials(kernels: Kernels, ranks: Partials, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    out = kernels.activation_empty(dtype, *ranks.outputs.shape[2:])
+    kernels.merge_partials(*ranks, out, sinks)
+    return out
 
 
 def on_ranks(

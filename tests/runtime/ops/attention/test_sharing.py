@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.runtime.ops.attention.kv_cache import write_kv
 from shardline.runtime.ops.attention.paged import paged_attention
 from tests.runtime.ops.attention.test_paged import BLOCK_SIZE, Sequence, attend, random_sequence
-from tests.runtime.ops.helpers import KERNELS, assert_same_bits
+from tests.runtime.ops.helpers import KERNELS, assert_same_bits, write_kv
 
 # Tokens in common with the others, keys, queries.
 REQUESTS = [

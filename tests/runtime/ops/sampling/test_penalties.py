@@ -3,8 +3,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_, penalize_reference
+from shardline.runtime.ops.sampling.penalties import Penalties, penalize_, penalize_reference
 from tests.runtime.ops.helpers import KERNELS, randn
+
+
+def no_penalties(num_rows: int) -> Penalties:
+    """Penalties that change nothing; a base for `_replace`."""
+    return Penalties(
+        offsets=torch.zeros(num_rows + 1, dtype=torch.int32),
+        ids=torch.empty(0, dtype=torch.int32),
+        output_counts=torch.empty(0, dtype=torch.int32),
+        in_prompt=torch.empty(0, dtype=torch.bool),
+        bias=torch.empty(0),
+        repetition=torch.ones(num_rows),
+        presence=torch.zeros(num_rows),
+        frequency=torch.zeros(num_rows),
+    )
 
 
 def random_penalties(rng: torch.Generator, num_rows: int, vocab_size: int) -> Penalties:

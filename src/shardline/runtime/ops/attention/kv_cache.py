@@ -10,53 +10,6 @@ from shardline.kernels.tensors import LatentCache, QuantizedLatents
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 
 
-def write_kv(
-    kernels: Kernels,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    *,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
-
-    A page [block_size, D] of a block and head has the order of `kernels.page_order` (see `pages`). slot = block_id *
-    block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
-    scales, fp32 [num_blocks, Hk, block_size], the caches are int8. A token's head is stored as round(x / scale), with
-    the largest |x| / 127 as its scale, so its bytes depend on that head only. The caches may also be float8_e4m3fn,
-    with 448 in place of 127.
-    """
-    kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
-
-
-def rope_and_write_kv(
-    kernels: Kernels,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    *,
-    interleaved: bool,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    """Rotate query and key [T, heads, D] in place (`rope.apply_rope`) and call `write_kv`, in one kernel and with the
-    same bits.
-
-    Token strides are free.
-    """
-    kernels.rope_and_write_kv(
-        query, key, value, key_cache, value_cache, positions, slots, table, interleaved, key_scales, value_scales
-    )
-
-
 def write_kv_reference(
     key: Tensor,
     value: Tensor,
@@ -67,7 +20,7 @@ def write_kv_reference(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> None:
-    """`write_kv` to pages in the order of tokens."""
+    """`Kernels.write_kv` to pages in the order of tokens."""
     block_size = key_cache.shape[2]
     is_kept = slots >= 0
     place = slots[is_kept] // block_size, slice(None), slots[is_kept] % block_size
@@ -92,10 +45,10 @@ def write_kv_reference(
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
     """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], whose
-    pages have the order of `kernels.page_order`. In `QuantizedLatents`, each token's latent is quantized as `write_kv`
-    quantizes a head; the values and the rotated parts are pages of their own, both in that order.
+    pages have the order of `kernels.page_order`. In `QuantizedLatents`, each token's latent is quantized as
+    `Kernels.write_kv` quantizes a head; the values and the rotated parts are pages of their own, both in that order.
 
-    Slots are as in `write_kv`; token strides are free.
+    Slots are as in `Kernels.write_kv`; token strides are free.
     """
     kernels.write_latent(latent, rope_key, cache, slots)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -61,88 +59,6 @@ def paged_attention(
         chunked,
     )
     return out
-
-
-class Partials(NamedTuple):
-    """What attention computes of every row for each of some splits of 512 keys, all float32. Context parallelism gives
-    split i to rank i % C, as the rank's split i // C."""
-
-    maxima: Tensor
-    """[S, T, Hq]: the largest score of the keys that the row sees; -inf if it sees none. Only the back end that wrote
-    it knows its unit."""
-    sums: Tensor
-    """[S, T, Hq]: the sum of the weights exp(score - maximum); 0 if it sees none."""
-    outputs: Tensor
-    """[S, T, Hq, Dv]: the weighted sum of the values, not yet divided by the sum of the weights."""
-
-
-def attention_partials(
-    kernels: Kernels,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    *,
-    num_splits: int,
-    first_split: int = 0,
-    split_step: int = 1,
-    window: int | None = None,
-    softcap: float | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    chunked: bool = False,
-) -> Partials:
-    """The partials of the splits first_split, first_split + split_step, ..., `num_splits` of them.
-
-    Entries of block tables for other splits are not read. All else is as in `paged_attention`, whose result is made of
-    these: `merge_partials` of all splits gives the same bits.
-    """
-    shape = num_splits, query.shape[0], query.shape[1]
-    maxima, sums = (kernels.activation_empty(torch.float32, *shape) for _ in range(2))
-    outputs = kernels.activation_empty(torch.float32, *shape, value_cache.shape[3])
-    kernels.attention_partials(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_starts,
-        context_lens,
-        maxima,
-        sums,
-        outputs,
-        scale,
-        window,
-        softcap,
-        key_scales,
-        value_scales,
-        chunked,
-        first_split,
-        split_step,
-    )
-    return Partials(maxima, sums, outputs)
-
-
-def merge_partials(kernels: Kernels, ranks: Partials, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
-    """[T, Hq, Dv] of `dtype`: the attention whose partials the ranks have, merged in the order of their splits in fp32,
-    and rounded once. `ranks` has tensors [C, S, ...], those of one rank after another; `sinks` as in
-    `paged_attention`."""
-    out = kernels.activation_empty(dtype, *ranks.outputs.shape[2:])
-    kernels.merge_partials(*ranks, out, sinks)
-    return out
-
-
-def merge_partials_reference(ranks: Partials, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
-    """`merge_partials` in fp64, for maxima in natural units."""
-    maxima, sums, outputs = (part.double().flatten(0, 1) for part in ranks)
-    largest = maxima.amax(0)
-    weights = torch.exp(maxima - largest)
-    total = (sums * weights).sum(0)
-    if sinks is not None:
-        total += torch.exp(sinks.double() - largest)
-    return ((outputs * weights[..., None]).sum(0) / total[..., None]).to(dtype)
 
 
 def paged_attention_reference(

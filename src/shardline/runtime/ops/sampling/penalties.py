@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardline.kernels.contract import Kernels
@@ -64,17 +63,3 @@ def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
                 logit = logit - p.frequency[row] * count - p.presence[row]
             out[row, token] = logit
     return out
-
-
-def no_penalties(num_rows: int) -> Penalties:
-    """Penalties that change nothing; a base for `_replace`."""
-    return Penalties(
-        offsets=torch.zeros(num_rows + 1, dtype=torch.int32),
-        ids=torch.empty(0, dtype=torch.int32),
-        output_counts=torch.empty(0, dtype=torch.int32),
-        in_prompt=torch.empty(0, dtype=torch.bool),
-        bias=torch.empty(0),
-        repetition=torch.ones(num_rows),
-        presence=torch.zeros(num_rows),
-        frequency=torch.zeros(num_rows),
-    )

@@ -8,7 +8,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.runtime.memory_profile import largest_step
+from shardline.runtime.worker import largest_step
 from tests.models.checkpoints import make_checkpoint
 
 
