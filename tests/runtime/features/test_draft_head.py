@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ _CLOSE = 1e-3
 
 
 def check_guesses(
-    model: Path, head: Path | None, tensor: int = 1, pipeline: int = 1, most: int = 3, **options: object
+    model: Path, head: Path | None, tensor: int = 1, pipeline: int = 1, most: int = 3, **options: Any
 ) -> None:
     """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
     torch."""
@@ -55,7 +56,7 @@ def check_guesses(
     ],
 )
 def test_guesses_of_eagle(
-    tensor: int, pipeline: int, made: dict[str, bool], options: dict[str, object], tmp_path: Path
+    tensor: int, pipeline: int, made: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **made)
     check_guesses(model, head, tensor, pipeline, **options)
