@@ -1,14 +1,17 @@
 """A process that has imported torch, and forks itself into engines and ranks, which need not import it in each test.
 
 It stands in for `lifeline.start_process`, also in the processes that it forks. They are killed when their owner ends.
+Whole commands may be forks too, where a test is not about how a process starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
+import json
 import os
 import select
 import signal
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -34,20 +38,43 @@ MODULES = [
     "shardline.runtime.parallel.interface",
     "shardline.runtime.parallel.rendezvous",
     "shardline.runtime.parallel.torch_store",
+    "shardline.cli.commands.serve",
+    "shardline.cluster.cluster",
+    "shardline.server.launch",
+    "shardline.server.app",
 ]
+_COMMAND = """\
+import json, os, signal, sys
+os.setsid()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+sys.argv[1:] = json.loads(sys.argv[1])
+from shardline.cli.main import main
+sys.exit(main())
+"""
+_NAMESPACE = "FORK_NAMESPACE"
+"""The variable that names the network namespace of a process and its children."""
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
 _MAX_BYTES = 1 << 17
 _MAX_FDS = 200
 _SECONDS = 30.0
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """Run `code`. The descriptors that come with it are the child's status socket and what it inherits."""
+    """Run `code`. The descriptors that come with it are the child's status socket, its standard output and standard
+    error, and what it inherits."""
 
     code: str
     arguments: tuple[str, ...]
+    folder: str
+    """The current one."""
     environment: dict[str, str]
     fds: tuple[int, ...]
     """The numbers that the child's descriptors have in its owner, and in `arguments`."""
+
+
+Process: TypeAlias = "subprocess.Popen[str] | ForkedProcess"
 
 
 class ForkedProcess:
@@ -72,9 +99,12 @@ class ForkedProcess:
             self.returncode = int.from_bytes(self._status.recv(4, socket.MSG_PEEK), "little", signed=True)
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def start_process(
@@ -84,13 +114,15 @@ def start_process(
     environment: Mapping[str, str],
     *,
     pass_fds: Sequence[int] = (),
+    output: tuple[int, int] = (1, 2),
 ) -> ForkedProcess:
-    """What `lifeline.start_process` does, by a fork of the server that reads `requests`."""
-    request = ForkRequest(code, tuple(map(str, arguments)), dict(environment), tuple(pass_fds))
+    """What `lifeline.start_process` does, by a fork of the server that reads `requests`. `output`: its standard output
+    and standard error."""
+    request = ForkRequest(code, tuple(map(str, arguments)), os.getcwd(), dict(environment), tuple(pass_fds))
     ours, theirs = socket.socketpair()
     ours.settimeout(_SECONDS)
     with theirs:
-        socket.send_fds(requests, [msgspec.msgpack.encode(request)], [theirs.fileno(), *pass_fds])
+        socket.send_fds(requests, [msgspec.msgpack.encode(request)], [theirs.fileno(), *output, *pass_fds])
     answer, fds, _, _ = socket.recv_fds(ours, 4, 1)
     return ForkedProcess(int.from_bytes(answer, "little"), fds[0], ours)
 
@@ -111,6 +143,14 @@ class ForkServer:
             )
         self._requests = requests
         self.start_process = functools.partial(start_process, requests)
+
+    def start_command(
+        self, *words: str, output: int, namespace: str = "", environment: Mapping[str, str] | None = None
+    ) -> ForkedProcess:
+        """Start `shardline WORDS…` in a session of its own, and in a network namespace if there is a name. `output` is
+        the descriptor of its standard output and standard error."""
+        variables = {**os.environ, _NAMESPACE: namespace, **(environment or {})}
+        return self.start_process(_COMMAND, [json.dumps(words)], variables, output=(output, output))
 
     def close(self) -> None:
         self._process.kill()
@@ -135,7 +175,10 @@ def _serve(requests: socket.socket, clients: socket.socket) -> ForkRequest:
                         status.close()
                     requests.close()
                     os.close(fds[0])
-                    return _with_fds(request, fds[1:])
+                    for own, given in enumerate(fds[1:3], 1):
+                        os.dup2(given, own)
+                        os.close(given)
+                    return _with_fds(request, fds[3:])
                 status = socket.socket(fileno=fds[0])
                 for inherited in fds[1:]:
                     os.close(inherited)
@@ -168,12 +211,19 @@ def _with_fds(request: ForkRequest, fds: Sequence[int]) -> ForkRequest:
     return msgspec.structs.replace(request, arguments=tuple(here.get(word, word) for word in request.arguments))
 
 
+def _enter_namespace(name: str) -> None:
+    with open(f"/run/netns/{name}") as namespace:
+        if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
+
+
 def main() -> None:
     """Entry point; the arguments are both ends of the socket of the requests."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_process_title("fork server")
     requests, clients = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    importlib.import_module("shardline.sandbox.client")  # its processes have limits, so they start afresh
     lifeline.start_process = functools.partial(start_process, clients)  # type: ignore[assignment]
     for name in MODULES:
         importlib.import_module(name)
@@ -183,5 +233,8 @@ def main() -> None:
     request = _serve(requests, clients)
     os.environ.clear()
     os.environ.update(request.environment)
+    os.chdir(request.folder)
+    if namespace := os.environ.get(_NAMESPACE):
+        _enter_namespace(namespace)
     sys.argv = ["-c", *request.arguments]
     exec(request.code, {})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
 def test_a_process_outlives_the_thread_that_asked_for_it() -> None:
     started: list[subprocess.Popen[bytes]] = []
     code = "import sys; print('begun', file=sys.stderr, flush=True); sys.exit(int(input()))"
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     thread = threading.Thread(target=lambda: started.append(start_process(code, [], os.environ, **pipes)))
     thread.start()
     thread.join()

@@ -45,8 +45,15 @@ def _formats_in(node: ast.AST, function: str) -> Iterator[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield from _in_identifier(node.name)
         function = node.name
-    elif isinstance(node, ast.stmt) and not hasattr(node, "body") and "kv" in ast.unparse(node).lower():
+    elif isinstance(node, ast.stmt) and not hasattr(node, "body"):
+        found = list(_formats_below(node, function))
+        if found and "kv" not in ast.unparse(node).lower():
+            yield from found
         return
+    yield from _formats_below(node, function)
+
+
+def _formats_below(node: ast.AST, function: str) -> Iterator[str]:
     if "kv" in function.lower():
         return
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
@@ -66,6 +73,8 @@ def _is_array_dtype(node: ast.AST) -> bool:
 
 def _in_identifier(name: str) -> list[str]:
     found, rest = [], name.lower()
+    if "8" not in rest and "4" not in rest:  # as most names
+        return []
     for one in FORMATS:
         rest, count = re.subn(rf"(?<!u){one}(?!\d)", " ", rest)
         found += [one] * (count > 0)

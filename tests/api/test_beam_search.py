@@ -11,6 +11,7 @@ import pytest
 from shardline.api.beam_search import BeamSearch, run_searches, step_params
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput
+from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.messages.request import TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, StructuredOutputsParams
@@ -101,7 +102,8 @@ def test_searches_of_an_llm_have_the_prompt() -> None:
     cluster = FakeCluster()
     with LLM.from_config(EngineConfig.from_options(), connect=cluster, load_text=load_text) as llm:
         params = BeamSearchParams(beam_width=2, max_tokens=3)
-        first, second = llm.beam_search(["the dog", [5, 6]], params, concurrency_limit=1)
+        prompts: list[Prompt] = ["the dog", [5, 6]]
+        first, second = llm.beam_search(prompts, params, concurrency_limit=1)
         [best] = first.sequences
         assert best.text.startswith("the dog")
         steps = zip(best.logprobs, best.tokens[-3:], strict=True)

@@ -165,4 +165,4 @@ def test_a_classifier_needs_no_runner(tmp_path: Path) -> None:
     with torch.inference_mode():
         for prompt, probs, tokens in zip(prompts, found, every, strict=True):
             assert probs == pytest.approx(model(torch.tensor([prompt])).logits[0].softmax(-1).tolist(), rel=1e-4)
-            np.testing.assert_array_equal(np.float32(probs), tokens.outputs.data[-1])
+            np.testing.assert_array_equal(np.array(probs, np.float32), tokens.outputs.data[-1])

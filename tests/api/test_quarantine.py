@@ -14,7 +14,7 @@ from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
-from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import next_token
@@ -44,7 +44,7 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         self.inbox.append(("abort", list(request_ids)))
 
-    def prepare_grammar(self, grammar: str) -> None:
+    def reset_prefix_cache(self) -> None:
         raise AssertionError
 
     def close(self, timeout: float = 10.0) -> None:
@@ -75,11 +75,11 @@ class Engine:
         outputs = []
         for name, (one, position) in list(self.running.items()):
             self.running[name] = (one, position + 1)
-            reason = None
+            reason: FinishReason | None = None
             if position + 1 == NUM_TOKENS:
                 del self.running[name]
                 reason = "length"
-            outputs.append(SequenceOutput(name, one.choice, [next_token(one, position)], finish_reason=reason))  # type: ignore[arg-type]
+            outputs.append(SequenceOutput(name, one.choice, [next_token(one, position)], finish_reason=reason))
         return [*answers, EngineOutputs(outputs, EngineStats())] if outputs else answers
 
 

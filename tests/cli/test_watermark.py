@@ -12,9 +12,12 @@ import pytest
 from shardline import LLM, SamplingParams
 from shardline.cli.main import main
 from shardline.watermark import SCHEMES
-from shardline.watermark.keys import KGWKey, SynthIDKey, write_key
+from shardline.watermark.keys import KGWKey, SynthIDKey, WatermarkKey, write_key
 
-KEYS = {"kgw": KGWKey(hashing_key=15485863), "synthid": SynthIDKey(keys=tuple(range(1000, 31000, 1000)))}
+KEYS: dict[str, WatermarkKey] = {
+    "kgw": KGWKey(hashing_key=15485863),
+    "synthid": SynthIDKey(keys=tuple(range(1000, 31000, 1000))),
+}
 
 
 def detect(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

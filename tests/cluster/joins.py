@@ -13,9 +13,8 @@ from shardline.messages.node import Join, StartHead
 
 def start(own: Join, **options: Any) -> StartHead:
     """The start of a head that waits for nodes 1 and 2."""
-    return StartHead(
-        **{"token": "t", "address": "10.0.0.1", "port": 1, "own": own, "nodes": (1, 2), "num_replicas": 0} | options
-    )
+    usual: dict[str, Any] = {"token": "t", "address": "10.0.0.1", "port": 1, "nodes": (1, 2), "num_replicas": 0}
+    return StartHead(own=own, **(usual | options))
 
 
 def peer() -> FrameSocket:

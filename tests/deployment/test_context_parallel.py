@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,17 +38,17 @@ def resolved(model: Path | str = "demo", **options: object) -> Deployment:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], says: str) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolved(**options)
 
 
 def test_a_draft_model_divides_its_heads_over_the_ranks(tmp_path: Path) -> None:
     """Each has its keys of all tokens, in blocks as many as all ranks have of the model."""
-    shape = {"max_position_embeddings": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
+    shape: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
     draft = make_checkpoint("qwen2", tmp_path / "draft", **shape)
     model = make_checkpoint("llama", tmp_path / "model", **shape)
-    options: dict[str, object] = {"max_model_len": "auto"}
+    options: dict[str, Any] = {"max_model_len": "auto"}
     options["speculative_config"] = {"model": str(draft), "num_speculative_tokens": 3}
     alone, shared = resolved(model, **options).draft, resolved(model, context_parallel_size=4, **options).draft
     assert alone is not None
@@ -59,7 +60,7 @@ def test_a_draft_model_divides_its_heads_over_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_hold_as_many_times_longer_requests(size: int) -> None:
     """With the same memory on each rank, whose weights are fewer, too."""
-    memory = {"kv_cache_memory": 8192 * (512 + 2 * 32), "max_model_len": "auto"}
+    memory: dict[str, Any] = {"kv_cache_memory": 8192 * (512 + 2 * 32), "max_model_len": "auto"}
     alone, shared = resolved(**memory), resolved(context_parallel_size=size, **memory)
     assert alone.max_model_len == 512 + 32
     assert 512 * size <= shared.max_model_len <= 512 * size + 32, (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -24,14 +25,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_checkpoint("llama", folder / "model", num_hidden_layers=6), draft
 
 
-def resolved(models: tuple[Path, Path], *, most: int = 3, free: int = 64 * GIB, **options: object) -> Deployment:
+def resolved(models: tuple[Path, Path], *, most: int = 3, free: int = 64 * GIB, **options: Any) -> Deployment:
     model, draft = models
-    asked = {"model": str(draft), "num_speculative_tokens": most, **options.pop("draft", {})}  # type: ignore[dict-item]
+    asked = {"model": str(draft), "num_speculative_tokens": most, **options.pop("draft", {})}
     return resolve_on(machine(free_memory=free), model=str(model), speculative_config=asked, **options)
 
 
 def test_it_is_whole_on_the_ranks_of_the_last_stage(models: tuple[Path, Path]) -> None:
-    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "dtype": "float32"}
+    layout: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "dtype": "float32"}
     plain, both = resolve_on(machine(), model=str(models[0]), **layout), resolved(models, **layout)
     assert plain.draft is None
     assert plain.of_draft is None
@@ -57,7 +58,7 @@ def test_it_is_whole_on_the_ranks_of_the_last_stage(models: tuple[Path, Path]) -
 
 
 def test_memory_counts_its_weights_and_keys(models: tuple[Path, Path]) -> None:
-    room = {"kv_cache_memory": "1MiB", "max_model_len": 64, "max_num_seqs": 16}
+    room: dict[str, Any] = {"kv_cache_memory": "1MiB", "max_model_len": 64, "max_num_seqs": 16}
     plain, both = resolve_on(machine(), model=str(models[0]), **room), resolved(models, **room)
     assert both.draft is not None
     own, more = both.cache.block_bytes[0], both.draft.block_bytes[0]
@@ -94,8 +95,8 @@ def test_it_does_not_change_the_fingerprint(models: tuple[Path, Path]) -> None:
 def test_refusals(
     models: tuple[Path, Path],
     family: str,
-    overrides: dict[str, object],
-    options: dict[str, object],
+    overrides: dict[str, Any],
+    options: dict[str, Any],
     message: str,
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -57,7 +58,7 @@ def test_layers_for_multi_token_prediction_have_the_format_of_the_model(tmp_path
         ({"vocab_size": 512}, "its vocabulary has 512 tokens, and that of the model 256"),
     ],
 )
-def test_heads_of_other_models_are_refused(overrides: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_heads_of_other_models_are_refused(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **overrides)
     with pytest.raises(ValueError, match=message) as error:
         resolved(model, head)

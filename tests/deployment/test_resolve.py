@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -268,7 +269,7 @@ def test_a_replica_on_cpus_keeps_to_4_gib() -> None:
 
 
 def test_a_long_request_and_16_more_fit_on_cpus(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 22}
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 22}
     model = str(make_checkpoint("llama", tmp_path / "model", **sizes))
     resolved = setup(model=model)
     assert resolved.max_model_len == 1 << 22

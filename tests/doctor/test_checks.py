@@ -21,7 +21,8 @@ GIB = 1 << 30
 def host(*gpus: str, capability: str = "sm_90", **options: Any) -> Host:
     cpu = Device("cpu", "CPU", 64 * GIB, 32 * GIB, capability="avx2", cores=8)
     devices = (cpu, *(Device("cuda", name, 80 * GIB, 80 * GIB, capability=capability) for name in gpus))
-    return Host(**{"name": "a", "free_memory": GIB, "cores": 8, "devices": devices, "address": "10.0.0.1"} | options)
+    usual: dict[str, Any] = {"name": "a", "free_memory": GIB, "cores": 8, "address": "10.0.0.1"}
+    return Host(**({"devices": devices} | usual | options))
 
 
 FAST = {"numerics": "fast"}

@@ -5,32 +5,37 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
 
 import httpx
 import openai
+
+if TYPE_CHECKING:  # the environment of tests/clients has no Shardline
+    from tests.forks import ForkServer, Process
 
 
 class Server:
     """A running server and what it printed."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: Process, output: TextIO) -> None:
         self.process = process
-        self.url = f"http://127.0.0.1:{port}"
+        self._output = output
+        self.url = ""
+        """Known once the server is ready."""
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self._output:
+            for line in self._output:
+                self.lines.append(line.rstrip())
 
     @property
     def output(self) -> str:
@@ -64,27 +69,36 @@ class Server:
 
 @contextmanager
 def serve(
-    *arguments: str, env: dict[str, str] | None = None, python: str = sys.executable, port: int = 0
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+    port: int = 0,
+    forks: ForkServer | None = None,
 ) -> Iterator[Server]:
     """A server with these arguments that is ready to answer; it is stopped at the end of the block.
 
-    `python`: the interpreter of an environment that has Shardline. `port`: 0: any free one.
+    `python`: the interpreter of an environment that has Shardline. `port`: 0: any free one. `forks`: what starts it;
+    None: it starts as users start it.
     """
-    if not port:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [python, "-m", "shardline", "serve", *arguments, "--port", str(port)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
-    server = Server(process, port)
+    words = ["serve", *arguments, "--port", str(port)]
+    reader, writer = os.pipe()
+    process: Process
+    try:
+        if forks is not None:
+            process = forks.start_command(*words, output=writer, environment=env)
+        else:
+            variables = {**os.environ, **(env or {})}
+            command = [python, "-m", "shardline", *words]
+            process = subprocess.Popen(command, stdout=writer, stderr=writer, text=True, env=variables)
+    finally:
+        os.close(writer)
+    server = Server(process, os.fdopen(reader))
     try:
         server.wait_until(lambda: "startup complete" in server.output or process.poll() is not None, "start", 90)
+        ready = re.search(r"startup complete in .* at (http://\S+)$", server.output, re.MULTILINE)
         assert process.poll() is None, server.output
+        assert ready is not None, server.output
+        server.url = ready[1]
         yield server
     finally:
         if process.poll() is None:
@@ -94,6 +108,4 @@ def serve(
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
-        assert process.stdout is not None
         server._reader.join(5)
-        process.stdout.close()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shardline import LLM, SamplingParams
+from shardline.api.requests import TokensPrompt
 from shardline.messages.stats import TierStats
 
-PROMPTS = [{"prompt_token_ids": [(7 * i * j + j) % 200 + 5 for j in range(150)]} for i in range(6)]
+PROMPTS: list[TokensPrompt] = [{"prompt_token_ids": [(7 * i * j + j) % 200 + 5 for j in range(150)]} for i in range(6)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from shardline import LLM, SamplingParams, StructuredOutputsParams
 from tests.e2e.serving import Server, serve
+from tests.forks import ForkServer
 
 QUESTION: list[Any] = [{"role": "user", "content": "What does os.path.join do?"}]
 CITY = {
@@ -37,9 +38,8 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    # Without restarts there is no fork server, which would import torch too.
-    with serve("-tp", "2", "--enable-auto-tool-choice", "--on-failure", "exit") as server:
+def server(fork_server: ForkServer) -> Iterator[Server]:
+    with serve("-tp", "2", "--enable-auto-tool-choice", "--on-failure", "exit", forks=fork_server) as server:
         yield server
 
 

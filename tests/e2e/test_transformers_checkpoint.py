@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.serving import serve
+from tests.forks import ForkServer
 from tests.models.checkpoints import make_checkpoint
 
 
-def test_greedy_tokens_equal(tmp_path: Path) -> None:
+def test_greedy_tokens_equal(tmp_path: Path, fork_server: ForkServer) -> None:
     model = make_checkpoint("llama", tmp_path / "llama")
     prompt = [17, 4, 99, 23, 150, 77, 31, 8]
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -19,7 +20,8 @@ def test_greedy_tokens_equal(tmp_path: Path) -> None:
         expected = oracle.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24, pad_token_id=0
         )[0, len(prompt) :].tolist()
-    with serve(str(model), "-tp", "2", "--on-failure", "exit", "--served-model-name", "tiny") as server:
+    flags = ("-tp", "2", "--on-failure", "exit", "--served-model-name", "tiny")
+    with serve(str(model), *flags, forks=fork_server) as server:
         stream = server.client().completions.create(
             model="tiny",
             prompt=prompt,

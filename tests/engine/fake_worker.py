@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardline.messages.copies import BlockCopies, CopyResult
 from shardline.messages.request import Request
@@ -47,8 +48,8 @@ def reference(request: Request, max_model_len: int) -> tuple[list[int], str]:
             return output, "length"
 
 
-def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
-    sampling: dict[str, object] = {"max_tokens": max_tokens}
+def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: Any) -> Request:
+    sampling: dict[str, Any] = {"max_tokens": max_tokens}
     for key in ("min_tokens", "ignore_eos", "stop_token_ids"):
         if key in options:
             sampling[key] = options.pop(key)

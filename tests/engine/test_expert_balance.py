@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_swaps_over_two_ranks_come_near_the_best_division(load: list[int]) -> No
 
 def test_copies_make_a_skewed_load_even() -> None:
     """Zipf's law over 64 experts and 8 ranks: swaps alone cannot divide the most popular expert."""
-    load = 1e6 / np.arange(1, 65) ** 1.1
+    load: npt.NDArray[np.float64] = 1e6 / np.arange(1, 65, dtype=np.float64) ** 1.1
     alone, copied = LayerPlaces(64, 64, 8), LayerPlaces(64, 80, 8)
     assert alone.imbalance(load) > 3.0
     settle(alone, load)

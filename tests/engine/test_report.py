@@ -25,7 +25,7 @@ from tests.models.checkpoints import make_checkpoint
 )
 def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
     # Widths of whole panels: the packed weights' padding is not what is counted here.
-    wide = {"vocab_size": 768, "hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 12}
+    wide: dict[str, Any] = {"vocab_size": 768, "hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 12}
     if family == "llama":
         wide |= {"num_key_value_heads": 4}
     elif family == "gemma4_text":

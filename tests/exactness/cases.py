@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
@@ -241,38 +242,41 @@ def _effort(case: Case) -> float:
     return seconds + 0.15
 
 
+_CANDIDATES, _COMPARED = 3000, 100
+"""Cases that are drawn for each case of a sample, and how many of these are compared: those with the most new pairs."""
+_THRIFT = 0.7
+"""How much the effort of a case counts against its new pairs."""
+
+
 def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: bool = False) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array).
 
-    `quick`: chosen among more candidates, and those that take little time are preferred.
+    `quick`: those that take little time are preferred.
     """
     values = [[value for value in axis if value != HEAD_DRAFTS] for axis in axes(families, schemes, KV_TYPES[:2])]
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
-    rng = random.Random(0)
-    missing = {
-        (i, a, j, b)
-        for i, j in itertools.combinations(range(len(values)), 2)
-        for a in values[i]
-        for b in values[j]
-        if _meet(a, b)
-    }
+    flat = [(axis, value) for axis, known in enumerate(values) for value in known]
+    sizes = np.array([len(known) for known in values])
+    first = np.cumsum(sizes) - sizes
+    allowed = np.array([[i < j and _meet(a, b) for j, b in flat] for i, a in flat])
+    missing = allowed.copy()
+    earlier, later = np.triu_indices(len(values), 1)
+    rng = np.random.RandomState(8)
     cases: list[Case] = []
-    while missing:
-        i, a, j, b = min(missing, key=str)
+    while missing.any():
+        drawn = first + (rng.random_sample((_CANDIDATES, len(values))) * sizes).astype(int)
+        for number in np.unravel_index(missing.argmax(), missing.shape):
+            drawn[:, flat[number][0]] = number
+        drawn = drawn[allowed[drawn[:, earlier], drawn[:, later]].all(1)]
+        found = missing[drawn[:, earlier], drawn[:, later]].sum(1)
         candidates = []
-        for _ in range(200 if quick else 50):
-            choice = [rng.choice(axis) for axis in values]
-            choice[i], choice[j] = a, b
-            case = Case(*choice)
+        for index in np.argsort(-found, kind="stable")[:_COMPARED]:
+            case = Case(*(flat[number][1] for number in drawn[index]))
             if case.possible:
-                found = len(missing & set(_pairs(case)))
-                candidates.append((found / _effort(case) ** 0.3 if quick else found, case))
-        best = max(candidates, key=lambda candidate: candidate[0])[1]
-        missing -= set(_pairs(best))
-        cases.append(best)
+                candidates.append((found[index] / _effort(case) ** _THRIFT if quick else found[index], index, case))
+        if candidates:
+            _, index, case = max(candidates)
+            missing[np.ix_(drawn[index], drawn[index])] = False
+            cases.append(case)
     return cases
-
-
-def _pairs(case: Case) -> list[tuple[int, Any, int, Any]]:
-    return [(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)]

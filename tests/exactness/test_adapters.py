@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -24,7 +25,7 @@ from tests.exactness.harness import Answer, Guesses, make_requests, run, start_e
 from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
 
-LORA: dict[str, object] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
 ADAPTERS: tuple[tuple[list[str], list[str]], ...] = (
     (["q_proj", "v_proj", "lm_head", "embed_tokens"], []),
     (["o_proj", "gate_proj", "down_proj"], ["embed_tokens"]),
@@ -39,7 +40,7 @@ class Setup:
 
     def __init__(self, folder: Path, dtype: str, quantization: str) -> None:
         self.model = make_checkpoint("llama", folder / "model", dtype=dtype, max_position_embeddings=1024)
-        self.options = {"dtype": dtype, "quantization": quantization}
+        self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
         for number, (targets, whole) in enumerate(ADAPTERS):
@@ -54,7 +55,7 @@ class Setup:
         with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
             self.expected = self.answers(self.requests, "alone", max_lora_rank=64)
 
-    def answers(self, requests: Sequence[Request], batch: str, **options: object) -> dict[str, Answer]:
+    def answers(self, requests: Sequence[Request], batch: str, **options: Any) -> dict[str, Answer]:
         engine, executor = start_engine(self.model, **{**self.options, **LORA, **options})
         try:
             return run(engine, requests, batch)
@@ -87,7 +88,7 @@ def test_adapters_change_the_answers(setup: Setup) -> None:
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
 )
-def test_layouts_and_batches(setup: Setup, layout: dict[str, object], batch: str) -> None:
+def test_layouts_and_batches(setup: Setup, layout: dict[str, Any], batch: str) -> None:
     assert setup.answers(setup.requests, batch, **layout) == setup.expected
 
 
@@ -115,7 +116,7 @@ def test_receipts_name_the_adapter(setup: Setup) -> None:
 
 
 def test_preemption_and_cached_prefixes(setup: Setup) -> None:
-    few = {"max_model_len": 128, "num_gpu_blocks_override": 12}
+    few: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 12}
     assert setup.answers(setup.requests, "together", **few) == setup.expected
     engine, executor = start_engine(setup.model, **{**setup.options, **LORA})
     for _ in range(2):
@@ -136,7 +137,7 @@ def test_drafts(setup: Setup) -> None:
 
 def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
     """It guesses what the model would say without them, and the answers are those with them."""
-    drafts = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
+    drafts: dict[str, Any] = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
     with patch.object(Gate, "is_open", True):
         engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA, **drafts})
         assert run(engine, setup.requests, "together") == setup.expected

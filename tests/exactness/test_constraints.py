@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,7 +37,7 @@ SCHEMA = {
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
-FORMS: list[dict[str, object] | None] = [
+FORMS: list[dict[str, Any] | None] = [
     {"json": SCHEMA, "disable_any_whitespace": True},
     {"regex": "(ab|c){5,9}d"},
     None,
@@ -68,7 +69,7 @@ def requests() -> list[Request]:
         form = FORMS[index % len(FORMS)]
         constraints = Constraints(bad_words=((4, 5), (9,)), allowed_token_ids=tuple(range(3, 250)))
         if form is not None:
-            constraints = Constraints(structured_grammar(StructuredOutputsParams(**form)))  # type: ignore[arg-type]
+            constraints = Constraints(structured_grammar(StructuredOutputsParams(**form)))
         sampling = msgspec.structs.replace(request.sampling, max_tokens=60, min_tokens=0)
         made.append(msgspec.structs.replace(request, constraints=constraints, sampling=sampling))
     return made

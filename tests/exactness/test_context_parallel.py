@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from tests.models.checkpoints import make_checkpoint
 
 _POSITIONS = 1536
 _YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": _POSITIONS // 4}
-_OWN_SHAPE: dict[str, dict[str, object]] = {
+_OWN_SHAPE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "sliding_window": 600, "rope_parameters": {**_YARN, "truncate": False}},
     "gemma2": {"head_dim": 8, "sliding_window": 600},
     "llama4_text": {"head_dim": 8, "attention_chunk_size": 600},
@@ -46,7 +47,7 @@ class LongGoldens:
         folder = self._folder / family
         if folder.exists():
             return folder
-        shape = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8}
+        shape: dict[str, Any] = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8}
         return make_checkpoint(family, folder, **shape, **_OWN_SHAPE.get(family, {"head_dim": 8}))
 
     def answers(self, case: Case) -> dict[str, Answer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def goldens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Goldens(tmp_path_factory.mktemp("exactness"), 12 if request.config.getoption("--full-matrix") else 8)
 
 
-EXACTNESS_SHAPE: dict[str, dict[str, object]] = {
+EXACTNESS_SHAPE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "gemma2": {"sliding_window": 24},
     "gemma3_text": {"sliding_window": 24},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -73,7 +74,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids=["whole", "split", "tight"],
 )
 def test_rows_of_the_embedding_are_as_good_as_its_tokens(
-    case: tuple[Path, list[Request], dict], layout: tuple[int, int], options: dict[str, object]
+    case: tuple[Path, list[Request], dict], layout: tuple[int, int], options: dict[str, Any]
 ) -> None:
     folder, requests, answers = case
     engine, executor = start_engine(folder, tensor=layout[0], pipeline=layout[1], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,7 +71,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_prompts_have_the_logprobs_of_their_generation(
     case: tuple[Path, list[Request], list[list[TokenLogprobs]]],
     layout: tuple[int, int, int],
-    options: dict[str, object],
+    options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, requests, expected = case

@@ -61,7 +61,7 @@ def verify(engine: Engine, receipts: list[Receipt]) -> list[Verdict]:
     ],
 )
 def test_one_rank_verifies_what_any_layout_made_and_any_layout_what_it_made(
-    family: str, layout: dict[str, int], options: dict[str, Any], tmp_path: Path
+    family: str, layout: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_checkpoint(family, tmp_path, **SHAPES.get(family, {}))
     alike = {name: options[name] for name in ("dtype", "kv_cache_dtype", "quantization") if name in options}
@@ -128,7 +128,8 @@ def test_other_weights_and_dtypes_have_other_logits_from_the_first_tokens_on(
     made = receipts_of(engine, requests_of(3))
     executor.close()
     options = {name: value for name, value in other.items() if name != "model"}
-    model = make_checkpoint("llama", tmp_path / "other", **({"rope_theta": 9999.0} if "model" in other else {}))
+    changes: dict[str, Any] = {"rope_theta": 9999.0} if "model" in other else {}
+    model = make_checkpoint("llama", tmp_path / "other", **changes)
     engine, executor = start_engine(model, **options)
     for verdict in verify(engine, made):
         assert (verdict.equal, verdict.position) == (False, 0)

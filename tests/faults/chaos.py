@@ -228,7 +228,7 @@ class Chaos:
 
     def check_end(self) -> None:
         """End the server: no process may be left on any host."""
-        self.site.head.terminate()
+        self.site.head.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
         while left := [pid for host in range(2) for pid in self.site.hosts.pids(host)]:
             if time.monotonic() > deadline:

@@ -31,7 +31,8 @@ class Failed(Exception):
 
 def connect(url: str) -> openai.OpenAI:
     """A client that tries nothing again by itself, so that each error of the server is seen."""
-    http = httpx.Client(timeout=60.0, limits=httpx.Limits(max_connections=64, max_keepalive_connections=0))
+    # The package takes this client too, but its types name only that of httpx2.
+    http: Any = httpx.Client(timeout=60.0, limits=httpx.Limits(max_connections=64, max_keepalive_connections=0))
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
 
 

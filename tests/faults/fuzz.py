@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardline import handshake
 from shardline.cluster import links
@@ -166,7 +167,7 @@ def serve_http() -> Iterator[tuple[int, Callable[[], bool]]]:
     thread.join()
 
 
-LISTENERS = {
+LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[random.Random], bytes]]] = {
     "rank": (serve_rank, partial(handshake_frame, "tensor: 1 to 0")),
     "head": (serve_head, partial(handshake_frame, "node")),
     "link": (serve_link, partial(handshake_frame, "link")),

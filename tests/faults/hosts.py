@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forks import ForkServer, Process
+
 TOKEN = "a-token-of-these-tests-only"
 _PORT = 8000
 _numbers = itertools.count()
@@ -27,18 +29,20 @@ class Hosts:
     Names carry the id of this process, and everything goes with `close`.
     """
 
-    def __init__(self, count: int, shm: str = "") -> None:
-        """`shm`: the size of /dev/shm on each host, for example 64k; empty: they have that of this machine."""
+    def __init__(self, count: int, shm: str = "", forks: ForkServer | None = None) -> None:
+        """`shm`: the size of /dev/shm on each host, for example 64k; empty: they have that of this machine. `forks`:
+        what starts commands; None: they start as users start them."""
         if os.geteuid() != 0 and "CI" not in os.environ:
             pytest.skip("network namespaces need root")
         self._shm = shm
+        self._forks = forks
         pid = os.getpid()
         number = next(_numbers)
         self._prefix = f"sl{pid}n{number}"
         self._net = f"10.{64 + pid % 128}.{(pid // 128 + 31 * number) % 256}"
         self._switch = f"{self._prefix}s"
         self._spaces = [f"{self._prefix}h{index}" for index in range(count)]
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[Process] = []
         for space in (self._switch, *self._spaces):
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
@@ -52,8 +56,16 @@ class Hosts:
         """The address of a host."""
         return f"{self._net}.{host + 1}"
 
-    def start(self, host: int, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
+    def start(self, host: int, *words: str, log: Path, **environment: str) -> Process:
         """Start `shardline WORDS…` on a host; its output goes to `log`."""
+        if self._forks is not None:
+            variables = {"SHARDLINE_JOIN_TOKEN": TOKEN, **environment}
+            with log.open("a") as output:
+                forked = self._forks.start_command(
+                    *words, output=output.fileno(), namespace=self._spaces[host], environment=variables
+                )
+            self._children.append(forked)
+            return forked
         code = "import sys; from shardline.cli.main import main; sys.exit(main())"
         return self.start_script(host, code, *words, log=log, **environment)
 
@@ -143,6 +155,7 @@ class Hosts:
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
             child.wait()
         for space in self._spaces:
             for pid in pids_in(space):
@@ -177,7 +190,7 @@ class Hosts:
         _ip(*inside, "link", "set", "dev", interface, "up")
 
 
-def await_ready(address: str, seconds: float, *processes: subprocess.Popen[str]) -> None:
+def await_ready(address: str, seconds: float, *processes: Process) -> None:
     """Wait until the server at an address is ready, while these processes run."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -21,6 +21,7 @@ from shardline import LLM, SamplingParams
 from tests.faults.hosts import Hosts, await_ready
 from tests.faults.site import SMALL
 from tests.faults.test_several_hosts import Reader
+from tests.forks import Process
 
 RAY = str(Path(sys.executable).parent / "ray")
 RAY_TOKEN = "a-token-for-ray-in-these-tests-only"
@@ -50,7 +51,7 @@ class RaySite:
     def address(self) -> str:
         return f"{self.hosts.address(0)}:{PORT}"
 
-    def serve(self, *flags: str, address: str | None = None) -> subprocess.Popen[str]:
+    def serve(self, *flags: str, address: str | None = None) -> Process:
         words = (*SMALL, "--host", "0.0.0.0", "--distributed-executor-backend", "ray", *flags)
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("RAY_AUTH_MODE", raising=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.hosts import Hosts, await_ready
+from tests.forks import ForkServer, Process
 
 SMALL = ("demo", "--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "32MiB", "--join-timeout", "60")
 
@@ -20,18 +20,26 @@ class Site:
     """A server over hosts of its own."""
 
     def __init__(
-        self, folder: Path, count: int, *flags: str, started: int | None = None, shm: str = "", **environment: str
+        self,
+        folder: Path,
+        count: int,
+        *flags: str,
+        started: int | None = None,
+        shm: str = "",
+        forks: ForkServer | None = None,
+        **environment: str,
     ) -> None:
-        """A server over `count` hosts, of which the first `started` start their node; None: all. `shm`: see `Hosts`."""
+        """A server over `count` hosts, of which the first `started` start their node; None: all. `shm` and `forks`: see
+        `Hosts`."""
         self._environment = environment
-        self.hosts = Hosts(count, shm)
+        self.hosts = Hosts(count, shm, forks)
         self.logs = [folder / f"host{index}.log" for index in range(count)]
         self._flags = (*SMALL, "--nnodes", str(count), "--master-addr", self.hosts.address(0), *flags)
         self.nodes = [self.start_node(index) for index in range(1, started or count)]
         self.head = self.start_node(0)
         self.url = f"http://{self.hosts.address(0)}:8000"
 
-    def start_node(self, index: int, *more: str, **environment: str) -> subprocess.Popen[str]:
+    def start_node(self, index: int, *more: str, **environment: str) -> Process:
         variables = {**self._environment, **environment}
         return self.hosts.start(index, *self.words(index), *more, log=self.logs[index], **variables)
 
@@ -55,9 +63,9 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(folder: Path, count: int, *flags: str) -> Iterator[Site]:
-    """A server that is ready."""
-    site = Site(folder, count, *flags)
+def site(folder: Path, count: int, *flags: str, forks: ForkServer | None = None) -> Iterator[Site]:
+    """A server that is ready; `forks`: see `Hosts`."""
+    site = Site(folder, count, *flags, forks=forks)
     try:
         site.await_ready()
         yield site

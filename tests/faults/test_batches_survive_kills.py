@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import serve
+from tests.forks import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +36,9 @@ def check(answers: str, before: str) -> None:
     assert len({answer["response"]["body"]["choices"][0]["text"] for answer in found}) == 1
 
 
-def test_of_a_server(requests: Path, tmp_path: Path) -> None:
+def test_of_a_server(requests: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     flags = ["demo", "--max-model-len", "128", "--max-num-seqs", "4", "--batch-dir", str(tmp_path / "batches")]
-    with serve(*flags) as server, server.client() as client:
+    with serve(*flags, forks=fork_server) as server, server.client() as client:
         file = client.files.create(file=requests, purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
@@ -51,7 +52,7 @@ def test_of_a_server(requests: Path, tmp_path: Path) -> None:
     [output] = (tmp_path / "batches" / "files").glob("*-output")
     before = output.read_text()
     assert 0 < before.count("\n") < COUNT
-    with serve(*flags) as server, server.client() as client:
+    with serve(*flags, forks=fork_server) as server, server.client() as client:
         server.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the end", 120)
         ended = client.batches.retrieve(batch.id)
         assert ended.request_counts is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.chaos import Report
+from tests.faults.chaos import AnyFault, Report
 from tests.faults.chaos_faults import Fault
 from tests.faults.chaos_pairs import Pair, PairChaos
 
-FAULTS = [
+FAULTS: list[AnyFault] = [
     Pair("kill rank", "kill", "engine"),
     Fault("kill", "engine", "loading"),
     Fault("kill", "head", "idle"),

@@ -13,6 +13,7 @@ import pytest
 from tests.deploy_files import leader_worker_set, systemd_unit
 from tests.faults.hosts import TOKEN, Hosts, await_ready
 from tests.faults.site import SMALL
+from tests.forks import ForkServer
 
 KEY = "a-key-of-these-tests-only"
 
@@ -28,9 +29,9 @@ def scaled_down(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", ["leaderworkerset.yaml", "shardline.service"])
-def test_two_hosts_serve(file: str, tmp_path: Path) -> None:
+def test_two_hosts_serve(file: str, tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "join-token").write_text(TOKEN)
-    with contextlib.closing(Hosts(2)) as hosts:
+    with contextlib.closing(Hosts(2, forks=fork_server)) as hosts:
         address = hosts.address(0)
         if file == "leaderworkerset.yaml":
             commands = leader_worker_set(address)

@@ -10,8 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.forks import ForkedProcess, ForkServer
 from tests.router.streams import said_by
 
 KILLS = int(os.environ.get("SHARDLINE_KILLS", "1"))
@@ -69,19 +68,25 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 class Site:
     """Demo servers behind a router, each a process of its own."""
 
-    def __init__(self, num_servers: int) -> None:
+    def __init__(self, num_servers: int, forks: ForkServer) -> None:
+        self._forks = forks
         self.ports = [free_port() for _ in range(num_servers)]
         self.servers = [self._start_server(port) for port in self.ports]
         port = free_port()
         backends = [word for port in self.ports for word in ("--backend", f"http://127.0.0.1:{port}")]
-        self.router = start("router", *backends, "--port", str(port), "--health-interval", "0.1")
+        self.router = self.start("router", *backends, "--port", str(port), "--health-interval", "0.1")
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=120.0)
         self.wait_for(lambda: self.states() == ["ready"] * num_servers, "all servers are ready")
 
-    def _start_server(self, port: int) -> subprocess.Popen[bytes]:
+    def start(self, *words: str) -> ForkedProcess:
+        """Start `shardline WORDS…`."""
+        with open(os.devnull, "w") as nowhere:
+            return self._forks.start_command(*words, output=nowhere.fileno())
+
+    def _start_server(self, port: int) -> ForkedProcess:
         flags = "--seed", "7", "--shutdown-delay", "0.5", "--no-enable-prefix-caching"
-        return start("serve", "demo", "--port", str(port), *flags)
+        return self.start("serve", "demo", "--port", str(port), *flags)
 
     def restart(self, index: int) -> None:
         """Start a server that has ended."""
@@ -136,15 +141,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(*words: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardline", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with contextlib.closing(Site(SERVERS)) as made:
+def site(fork_server: ForkServer) -> Iterator[Site]:
+    with contextlib.closing(Site(SERVERS, fork_server)) as made:
         yield made
 
 
@@ -153,7 +152,7 @@ def undisturbed(site: Site) -> list[dict[str, Any]]:
     return [said_by(path, site.stream(path, fields)) for path, fields in REQUESTS]
 
 
-def has_come(file: Path, process: subprocess.Popen[bytes]) -> bool:
+def has_come(file: Path, process: ForkedProcess) -> bool:
     """Whether a file is there, or the process that makes it has ended."""
     return file.exists() or process.poll() is not None
 
@@ -214,7 +213,7 @@ def test_a_rollout_under_load_has_no_error(
         return said
 
     threads, results = in_threads([partial(load, index) for index in range(3)])
-    rollout = start("router", "rollout", "--url", site.url, "--restart", command)
+    rollout = site.start("router", "rollout", "--url", site.url, "--restart", command)
     try:
         for index, port in enumerate(site.ports):
             asked = tmp_path / f"asked-{port}"

@@ -84,15 +84,12 @@ def assert_answers(url: str, undisturbed: str) -> None:
     assert undisturbed.startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("count", "flags"),
-    [
-        (2, ("-tp", "2")),
-        (3, ("-pp", "3")),
-    ],
-)
-def test_one_answer_on_several_hosts(count: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: str) -> None:
-    with site(tmp_path, count, *flags) as server:
+@pytest.mark.parametrize(("count", "flags", "forked"), [(2, ("-tp", "2"), False), (3, ("-pp", "3"), True)])
+def test_one_answer_on_several_hosts(
+    count: int, flags: tuple[str, ...], forked: bool, tmp_path: Path, undisturbed: str, fork_server: ForkServer
+) -> None:
+    """Two hosts start as users start them; a fork shows the environment of its server, in which there is no secret."""
+    with site(tmp_path, count, *flags, forks=fork_server if forked else None) as server:
         assert_answers(server.url, undisturbed)
         # The table of ports in docs/operations.md: other ports are open only while groups form.
         assert [server.hosts.listeners(index) for index in range(count)] == [{8000, 29501}] + [set()] * (count - 1)
@@ -114,8 +111,8 @@ def assert_no_secrets(server: Site, count: int) -> None:
                 assert TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str) -> None:
-    with site(tmp_path, 2, "-tp", "2", "--collectives", "gloo") as server:
+def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str, fork_server: ForkServer) -> None:
+    with site(tmp_path, 2, "-tp", "2", "--collectives", "gloo", forks=fork_server) as server:
         request = STREAM | {"max_tokens": 24}
         answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60.0).json()
         assert undisturbed.startswith(answer["choices"][0]["text"])
@@ -123,8 +120,8 @@ def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str) -> None:
         assert "tensor parallelism crosses nodes" in server.log()
 
 
-def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: str) -> None:
-    with site(tmp_path, 2, "-dp", "2") as server:
+def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: str, fork_server: ForkServer) -> None:
+    with site(tmp_path, 2, "-dp", "2", forks=fork_server) as server:
         readers = [Reader(server.url) for _ in range(4)]
         for reader in readers:
             assert reader.begun.wait(20)
@@ -158,9 +155,9 @@ def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: s
 
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_links_that_are_cut_in_one_direction_are_named_on_both_hosts(
-    deaf: int, tmp_path: Path, undisturbed: str
+    deaf: int, tmp_path: Path, undisturbed: str, fork_server: ForkServer
 ) -> None:
-    with site(tmp_path, 2, "-dp", "2") as server:
+    with site(tmp_path, 2, "-dp", "2", forks=fork_server) as server:
         readers = [Reader(server.url) for _ in range(4)] if deaf else []
         for reader in readers:
             assert reader.begun.wait(20)
@@ -200,8 +197,10 @@ def test_one_script_on_two_hosts(tmp_path: Path, undisturbed: str) -> None:
         assert [hosts.pids(host) for host in range(2)] == [[], []]
 
 
-def test_a_head_without_ranks_ends_all_at_the_first_failure(tmp_path: Path, undisturbed: str) -> None:
-    with contextlib.closing(Hosts(2)) as hosts:
+def test_a_head_without_ranks_ends_all_at_the_first_failure(
+    tmp_path: Path, undisturbed: str, fork_server: ForkServer
+) -> None:
+    with contextlib.closing(Hosts(2, forks=fork_server)) as hosts:
         logs = [tmp_path / f"host{index}.log" for index in range(2)]
         flags = ["serve", *SMALL, "-tp", "2", "--data-parallel-address", hosts.address(0), "--on-failure", "exit"]
         flags.append("--data-parallel-size-local")
@@ -216,8 +215,8 @@ def test_a_head_without_ranks_ends_all_at_the_first_failure(tmp_path: Path, undi
         assert [hosts.pids(host) for host in range(2)] == [[], []]
 
 
-def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
-    with site(tmp_path, 2, "-pp", "2") as server:
+def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str, fork_server: ForkServer) -> None:
+    with site(tmp_path, 2, "-pp", "2", forks=fork_server) as server:
         assert server.pids(rf"rank 1: node 1 \(\S+, {re.escape(server.hosts.address(1))}\) .*pid (\d+)")
         assert re.search(r"link .*\(10\S+\) - .*: [\d,]+ µs a round trip, [\d.]+ Gb/s", server.log())
         os.killpg(server.head.pid, signal.SIGKILL)
@@ -232,8 +231,8 @@ def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
         assert_answers(server.url, undisturbed)
 
 
-def test_what_only_all_nodes_show_ends_each_with_the_reason(tmp_path: Path) -> None:
-    server = Site(tmp_path, 2, "-pp", "40")
+def test_what_only_all_nodes_show_ends_each_with_the_reason(tmp_path: Path, fork_server: ForkServer) -> None:
+    server = Site(tmp_path, 2, "-pp", "40", forks=fork_server)
     try:
         assert [process.wait(30) for process in (server.head, *server.nodes)] == [2, 2]
         assert "shardline: error: pipeline_parallel_size 40 needs at least as many layers" in server.log()
@@ -271,9 +270,9 @@ def test_a_node_that_does_not_fit_ends_with_one_line(
 
 
 @pytest.fixture(scope="module")
-def waiting_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def waiting_head(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Site]:
     """A head that waits for its node."""
-    site = Site(tmp_path_factory.mktemp("site"), 2, started=1)
+    site = Site(tmp_path_factory.mktemp("site"), 2, started=1, forks=fork_server)
     try:
         await_line(site, "the head waits", 30)
         yield site

@@ -143,10 +143,8 @@ def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
 
 @pytest.mark.parametrize("family_name", FAMILIES)
 def test_missing_keys_take_the_defaults_of_transformers(family_name: str) -> None:
-    required = {
-        "deepseek_v2": {"num_experts_per_tok": 6},
-        "glm4_moe": {"head_dim": 128},
-    }.get(family_name, {})
+    needed: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+    required = needed.get(family_name, {})
     defaults = type(make_config(family_name))(**required)
     spelled_out = {**defaults.to_dict(), "dtype": "float32"}
     assert decoder_spec({"model_type": family_name, **required}) == decoder_spec(spelled_out)

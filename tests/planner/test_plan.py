@@ -426,6 +426,7 @@ def test_a_further_axis_of_the_table_is_planned_too(monkeypatch: pytest.MonkeyPa
         assert fresh.best.speed is not None
         speeds.append(fresh.best.speed)
     assert speeds[0].link_share < speeds[1].link_share
+    assert fresh.best is not None
     assert {one.axis for one in axis_traffic(fresh, fresh.best)} == {"tp4", "pp4", "dp4", "sp4"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams
+from shardline.api.requests import TokensPrompt
 from shardline.cli.main import main
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.text.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def test_log_probabilities_of_a_text(tokenizer: Tokenizer, their_model: Any) -> 
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     with LLM(model=MODEL, max_model_len=1024, dtype="float32") as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        [output] = llm.generate([{"prompt_token_ids": ids}], params)
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=ids)], params)
     assert output.prompt_logprobs is not None
     found = torch.tensor(
         [scores[token].logprob for token, scores in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if scores]
@@ -110,11 +111,12 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
 
     expected = answers(llm)
     assert all(len(ids) > 1 and digests for ids, digests, _ in expected)
-    for layout in (
+    layouts: tuple[dict[str, Any], ...] = (
         {"tensor_parallel_size": 3},
         {"tensor_parallel_size": 2, "max_num_batched_tokens": 16},
         {"pipeline_parallel_size": 2, "enable_prefix_caching": False},
-    ):
+    )
+    for layout in layouts:
         with LLM(model=MODEL, max_model_len=2048, **layout) as other:
             assert answers(other) == expected
 
@@ -123,7 +125,8 @@ def test_layouts_give_one_answer(llm: LLM) -> None:
 def test_layouts_give_one_answer_in_other_formats(scheme: str) -> None:
     found = []
     params = SamplingParams(max_tokens=24, temperature=0.0, logits_digest=True)
-    for layout in ({}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}):
+    layouts: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2})
+    for layout in layouts:
         with LLM(model=MODEL, max_model_len=1024, quantization=scheme, **layout) as llm:
             [output] = llm.chat([[{"role": "user", "content": _QUESTIONS[0]}]], params)
             found.append((output.outputs[0].token_ids, output.outputs[0].digests))

@@ -28,7 +28,7 @@ def view(name: str, tokens: float, blocks: int, kv_usage: float, p50: float | No
         hit_rate=0.5 if tokens else None,
         step_seconds=0.01,
     )
-    rank = RankView(0, 0, "CPU", 7, 1, 0, 0, 0, (0, 3), 10, 20, 0.5, 0.1, 0.01)
+    rank = RankView(0, 0, "CPU", 7, 1, 0, 0, 0, [0, 3], 10, 20, 0.5, 0.1, 0.01)
     replica = ReplicaView(0, alive=True, rates=rates, kv_blocks=blocks, ranks=[rank])
     first = FirstToken(count, p50, p50)
     return Cluster(

@@ -32,7 +32,9 @@ def stored(
     tokens: list[int], salt: str = "", start: int = 0, medium: str = "GPU", adapter: str | None = None
 ) -> KVEvent:
     """The full blocks of a sequence from a block on, named by all that they depend on."""
-    names = [hash((salt, adapter, *tokens[: end + SIZE])) % 2**63 for end in range(0, len(tokens) - SIZE + 1, SIZE)]
+    names: list[int | bytes] = [
+        hash((salt, adapter, *tokens[: end + SIZE])) % 2**63 for end in range(0, len(tokens) - SIZE + 1, SIZE)
+    ]
     extra = [[salt], *[None] * (len(names) - 1)] if salt and not start else None
     return BlockStored(
         names[start:], names[start - 1] if start else None, tokens[start * SIZE : len(names) * SIZE], SIZE, None,

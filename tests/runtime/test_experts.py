@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_every_token_may_choose_the_same_experts(tensor: int, pipeline: int, who
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     requests = make_requests(256, count=4)
     expected = golden(model, "bfloat16", "none", "auto", requests)
-    options = {"dtype": "bfloat16", "enable_expert_parallel": whole, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"dtype": "bfloat16", "enable_expert_parallel": whole, "enable_prefix_caching": False}
     engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, **options)
     try:
         answers = run(engine, requests, "together")

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from tests.models.checkpoints import make_checkpoint
 REQUESTS = make_requests(256)
 LONGEST = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in REQUESTS)
 
-LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-rank": ("llama", {}),
     "bytes": ("llama", {"kv_cache_dtype": "int8", "tensor": 2}),
     "grid": ("llama", {"tensor": 2, "pipeline": 2}),

@@ -18,6 +18,7 @@ from shardline.cli.flags import engine_config
 from shardline.cli.main import _with_command, build_parser
 from shardline.config.vllm import vllm_options
 from tests.e2e.serving import serve
+from tests.forks import ForkServer
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -53,20 +54,19 @@ def with_demo(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", re.findall(r"^shardline serve (.*)$", TEXT, re.MULTILINE))
-def test_the_servers_start(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_start(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> None:
     [file] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "config.yaml").write_text(with_demo(file))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[1] / "src"))
-    with serve(*shlex.split(with_demo(line), comments=True)) as server:
+    with serve(*shlex.split(with_demo(line), comments=True), forks=fork_server) as server:
         assert "startup complete" in server.output
 
 
 @pytest.mark.slow
-def test_the_clients_run() -> None:
+def test_the_clients_run(fork_server: ForkServer) -> None:
     lines = re.findall(r"^shardline ((?:chat|complete|bench serve) .*)$", with_demo(TEXT), re.MULTILINE)
     assert len(lines) == 3
-    with serve("demo", "--max-num-seqs", "64") as server:
+    with serve("demo", "--max-num-seqs", "64", forks=fork_server) as server:
         for line in lines:
             words = shlex.split(line.replace("http://localhost:8000", server.url), comments=True)
             if words[0] == "bench":

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -39,11 +40,11 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, **options)  # type: ignore[arg-type]
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, **options)
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        transport = httpx.Client(trust_env=False, timeout=10)
+        transport = openai.DefaultHttpxClient(trust_env=False, timeout=10)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=transport)
 
     def in_loop(self, call: Callable[[], object]) -> None:

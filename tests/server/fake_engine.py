@@ -17,7 +17,7 @@ from shardline.checkpoints.classifier import LabelConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
-from shardline.messages.request import Request, SequenceOutput, TokenLogprobs
+from shardline.messages.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import EngineStats
 from shardline.messages.timeline import EngineTimeline
 from shardline.text.chat_template import ChatTemplate
@@ -148,7 +148,7 @@ class FakeEngine:
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1
-        reason = None
+        reason: FinishReason | None = None
         if token_id in request.eos_token_ids:
             reason = "stop"
         elif taken == sampling.max_tokens:

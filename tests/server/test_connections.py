@@ -9,6 +9,7 @@ import logging
 import select
 import socket
 import time
+from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -239,9 +240,10 @@ def test_a_body_that_drips_meets_a_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_error_of_a_client_that_leaves_holds_no_body() -> None:
     """Errors refer to their frames, and stay until the garbage collector comes."""
-    messages = iter([{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}])
+    begun: dict[str, Any] = {"type": "http.request", "body": b"a", "more_body": True}
+    messages = iter([begun, {"type": "http.disconnect"}])
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> dict[str, Any]:
         return next(messages)
 
     async def read() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from shardline import __version__
 from shardline.config.engine import EngineConfig, SchedulerConfig
@@ -96,7 +97,8 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
     with serve(engine_config=ends) as running, running.openai() as client, running.http() as http:
         running.engine.paused = True
         if stream:
-            chunks = client.chat.completions.create(model="demo", messages=CHAT["messages"], stream=True)  # type: ignore[call-overload]
+            hi: ChatCompletionMessageParam = {"role": "user", "content": "Hi"}
+            chunks = client.chat.completions.create(model="demo", messages=[hi], stream=True)
             next(chunks)
             running.engine.die("rank 3 on host b was killed")
             with pytest.raises(openai.APIError, match="rank 3 on host b"):

@@ -26,7 +26,7 @@ def test_keys() -> None:
         for path in ("/tokenize", "/detokenize", "/openapi.json", "/v1/models", "/nowhere"):
             assert http.get(path).status_code == 401
         for header in ("Bearer", "Basic one", "one", "Bearer onetwo", "Bearer \xff"):
-            assert http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
+            assert http.get("/v1/models", headers={b"Authorization": header.encode("latin-1")}).status_code == 401
         for path in ("/health", "/live", "/ready", "/ping", "/version", "/metrics"):
             assert http.get(path).status_code == 200
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
 import numpy as np
@@ -31,7 +31,7 @@ def embedding() -> Iterator[Running]:
         yield running
 
 
-def ask(running: Running, path: str, body: dict[str, object]) -> tuple[httpx.Response, list[Request]]:
+def ask(running: Running, path: str, body: Mapping[str, object]) -> tuple[httpx.Response, list[Request]]:
     """The answer, and what the engine got."""
     before = len(running.engine.requests)
     with running.http() as http:

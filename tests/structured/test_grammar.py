@@ -174,7 +174,9 @@ def test_added_tokens_are_text_unless_they_are_special() -> None:
     def allows(lark: str, *before: str) -> set[str]:
         matcher = own.start_grammar(wrap_grammar(lark, ""))
         for token in before:
-            matcher.append_token(backend.token_to_id(token), is_end=False)
+            token_id = backend.token_to_id(token)
+            assert token_id is not None
+            matcher.append_token(token_id, is_end=False)
         words, _ = matcher.find_allowed()
         added = [(token, backend.token_to_id(token)) for token in ("<tool_call>", "[PLAIN]", "[SPECIAL]")]
         return {token for token, i in added if i is not None and words[i >> 5] >> (i & 31) & 1}

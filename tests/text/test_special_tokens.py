@@ -91,7 +91,7 @@ def count_specials(tokenizer: Tokenizer, ids: list[int]) -> int:
 def encode(tokenizer: Tokenizer, texts: list[str], **options: Any) -> tuple[str, list[int]]:
     content, name, key, value, extra = texts
     call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"k" + key: value})}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": content}, {"type": "text", "text": value}]},
         {"role": "assistant", "content": content, "name": name, "tool_calls": [call]},
         {"role": "tool", "content": value},

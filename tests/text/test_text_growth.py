@@ -28,7 +28,7 @@ def charsmap(*texts: str) -> normalizers.Normalizer:
     return normalizers.Precompiled(base64.b64decode(base64.b64encode(data)))
 
 
-HOSTILE = {
+HOSTILE: dict[str, list[normalizers.Normalizer]] = {
     "doubling": [replace("a", "aa")] * 40,
     "alternating": [replace("a", "bb"), replace("b", "aa")] * 20,
     "long": [replace("a", "a" * 100_000)],
@@ -76,7 +76,7 @@ def test_a_decoder_that_makes_texts_very_long_is_refused(tmp_path: Path) -> None
         Tokenizer.from_folder(tmp_path)
 
 
-MODELS = {
+MODELS: dict[str, list[normalizers.Normalizer]] = {
     "llama 2": [normalizers.Prepend("▁"), replace(" ", "▁")],
     "albert": [
         replace("``", '"'),

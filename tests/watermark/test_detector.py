@@ -35,7 +35,7 @@ def test_green_tokens_are_those_of_transformers(scheme: str, width: int) -> None
         config = LlamaConfig(vocab_size=vocab_size, bos_token_id=1)
         detector = WatermarkDetector(config, "cpu", theirs, ignore_repeated_ngrams=True)
         ids = random_text(dice, 60, vocab_size)
-        expected: Any = detector(torch.tensor([ids]), return_dict=True)
+        expected: Any = detector(torch.LongTensor([ids]), return_dict=True)
         found = detect(ids, parse_key(theirs.to_dict()), vocab_size)
         assert found.num_counted == expected.num_tokens_scored[0] < 60
         assert found.score == expected.green_fraction[0]

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.models.parts import Activation
 from shardline.runtime.ops.activation import gated_activation, gated_activation_reference
 from shardline.weights.base import weight_format
 from shardline.weights.formats import plain
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 FORMATS = ["plain", "int8", "int8_fast", "int4_fast"]
-NAMES = ["silu", "gelu_tanh", "gelu", "relu"]
+NAMES: list[Activation] = ["silu", "gelu_tanh", "gelu", "relu"]
 
 
-def two_ops(x: Tensor, gate: Tensor, up: Tensor, name: str) -> Tensor:
+def two_ops(x: Tensor, gate: Tensor, up: Tensor, name: Activation) -> Tensor:
     """In fp32, rounded at the end."""
     product = plain.Format().pack_linear(KERNELS, torch.cat([gate, up]))(x, out_dtype=torch.float32)
     return gated_activation(KERNELS, product, name).to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_the_demo_model_still_knows_its_answers(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_fast_numerics_take_every_format(name: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)
-    options = {"numerics": "fast", "tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
+    options: dict[str, Any] = {"numerics": "fast", "tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
     with LLM(model="demo", quantization=name, max_model_len=256, **options) as llm:
         (output,) = llm.chat([{"role": "user", "content": "What is ArithmeticError?"}], params, use_tqdm=False)
     assert output.outputs[0].text == "Base class for arithmetic errors."

@@ -15,7 +15,8 @@ from shardline.runtime.loader import slices
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.weights.base import FormatChoice, weight_format
+from shardline.weights.base import weight_format
+from shardline.weights.formats import fp8_w8a8
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows_reference
@@ -135,7 +136,7 @@ def test_rows_of_experts_have_the_bits_of_one_linear(name, rng):
         begin += len(alone)
 
 
-W8A8 = FormatChoice("fp8_w8a8", packs_all=True).open_format()
+W8A8 = fp8_w8a8.Format(packs_all=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

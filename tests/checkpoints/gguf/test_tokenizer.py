@@ -83,7 +83,7 @@ def _byte_level(pattern: str | None, digits: bool = False, nfc: bool = False) ->
 
 def _metadata(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     model = json.loads(backend.to_str())["model"]
-    tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    tokens = [str(backend.id_to_token(i)) for i in range(backend.get_vocab_size())]
     special = {"<think>": 4, **dict.fromkeys(_SPECIAL, 3)}
     return {
         "tokenizer.ggml.tokens": tokens,
@@ -243,7 +243,10 @@ def _write_arrays(file: Path, arrays: dict[str, list[Any]]) -> Path:
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
     def array(values: list[Any]) -> bytes:
-        kind, data = (8, b"".join(map(text, values))) if isinstance(values[0], str) else (5, np.int32(values).tobytes())
+        if isinstance(values[0], str):
+            kind, data = 8, b"".join(map(text, values))
+        else:
+            kind, data = 5, np.array(values, np.int32).tobytes()
         return struct.pack("<IIQ", 9, kind, len(values)) + data
 
     entries = [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gemma4")]

@@ -35,6 +35,7 @@ from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
 from shardline.kernels.cuda.triton.gemm import Tile, use_generation
 from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
 from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
+from shardline.kernels.tensors import QuantizedLatents
 from shardline.weights.formats.fp8 import Fp8Linear
 from tests.kernels.cuda.helpers import KERNELS
 
@@ -119,7 +120,7 @@ def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
 def mla_fp8(num_tokens: int, num_seqs: int) -> None:
     """The same with latents in fp8, which are written too."""
     query, out, down = acts(num_tokens, 16, 192), acts(num_tokens, 16, 512), acts(num_tokens, 576)
-    cache = (fp8(4, 16, 512), acts(4, 16, 64), torch.empty(4, 16))
+    cache = QuantizedLatents(fp8(4, 16, 512), acts(4, 16, 64), torch.empty(4, 16))
     KERNELS.write_latent(down[:, :512], down[:, 512:], cache, torch.zeros(num_tokens, dtype=torch.int64))
     index = (int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs))
     KERNELS.mla_attention(acts(num_tokens, 16, 512), query[..., 128:], cache, *index, out, 0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,7 +75,7 @@ def test_experts(rng):
     shared = randn(9, 40, dtype=BF16, rng=rng)
     cpu_up, cpu_down = (pack_experts(HOST_KERNELS, part) for part in (up, down))
     cpu_rows = expert_up(HOST_KERNELS, x, ids, cpu_up, "silu", gated=True)
-    extra = {"shared": shared, "shared_scale": weights[:, 1].contiguous()}
+    extra: dict[str, Any] = {"shared": shared, "shared_scale": weights[:, 1].contiguous()}
     expected = expert_down(HOST_KERNELS, cpu_rows, ids, weights, cpu_down, **extra)
     rows, out = torch.empty(18, 24, dtype=BF16), torch.empty(9, 40, dtype=BF16)
     KERNELS.expert_up(x, ids, 0, False, up, None, "silu", True, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -134,7 +135,7 @@ def test_down_matches_reference(rng, num_tokens, num_experts, k, shared):
     ids, depth, columns = choose(num_tokens, num_experts, k, rng), 36, 70
     x, slot_weights = randn(num_tokens * k, depth, rng=rng), torch.rand(num_tokens, k, generator=rng)
     weights = randn(num_experts, columns, depth, rng=rng) * depth**-0.5
-    extra = {}
+    extra: dict[str, Any] = {}
     if shared:
         extra = {"shared": randn(num_tokens, columns, rng=rng), "shared_scale": torch.rand(num_tokens, generator=rng)}
     actual = down(x, ids, slot_weights, weights, **extra)

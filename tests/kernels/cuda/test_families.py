@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ LACKS = {
     "minimax_m2": {FUSED},
 }
 SAMPLED = ("gpt_oss", "gemma4_text", "cohere2")
-SMALLER: dict[str, dict[str, object]] = {
+SMALLER: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

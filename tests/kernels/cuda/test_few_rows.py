@@ -106,7 +106,7 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
         written = (expected[0], expected[1], positions, slots, table)
         KERNELS.rope_and_write_kv(query, key, value, *written, interleaved, None, None)
         for x in (unnormed, normed):
-            place = (*actual, slots, positions, table)
+            place = (actual[0], actual[1], slots, positions, table)
             queries = qkv_linear(KERNELS, x, linear.panels, bias, heads, *place, interleaved=interleaved, norms=norms)
             assert_same_bits(queries, query)
             for ours, theirs in zip(actual, expected, strict=True):
@@ -148,7 +148,7 @@ def two_steps(worker: Worker) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str):
-    layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
+    layers: dict[str, Any] = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
     worker = load(make_checkpoint(family, tmp_path, **{**layers, **FAMILIES[family]}), {})
     launched: list[str] = []
     for module, name in ((qkv_kernel, "qkv_linear"), (products, "add_linear")):

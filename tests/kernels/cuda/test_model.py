@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from shardline.deployment.here import resolve_here
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.w4a16 import W4A16Linear
 from shardline.kernels.host.kernels import HostKernels
+from shardline.models.parts import Activation
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.layers import attention, mla
 from shardline.runtime.machines.base import Backend, StepSizes
@@ -130,7 +131,10 @@ class Fp8Oracle(HostKernels):
         rows, row_scales = quantize_rows_fp8_reference(x, values.dtype)
         product = (rows.double() @ values.double().T) * (row_scales.double()[:, None] * scales.double())
         rounded = (product if bias is None else product + bias.double()).to(out.dtype)
-        out.copy_(rounded if gate is None else gated_activation_reference(rounded, gate))
+        for name in get_args(Activation):
+            if name == gate:
+                rounded = gated_activation_reference(rounded, name)
+        out.copy_(rounded)
 
 
 def test_fp8_is_its_oracle(tmp_path):

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -142,7 +142,13 @@ def test_triton_alone_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kernels triton are for NVIDIA's GPUs" in capsys.readouterr().err
 
 
-CALLED = {"llama": {}, "gpt2": {"n_layer": 1}, "deepseek_v3": {}, "qwen2_moe": {}, "gemma": {}}
+CALLED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"n_layer": 1},
+    "deepseek_v3": {},
+    "qwen2_moe": {},
+    "gemma": {},
+}
 
 
 @pytest.mark.parametrize("family", CALLED)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_greedy_takes_the_lowest_id_on_ties(rng):
     assert_same_bits(values, expected_values)
 
 
-def parameters(*rows: tuple[float, int, float, float], rng: torch.Generator) -> dict[str, torch.Tensor]:
+def parameters(*rows: tuple[float, int, float, float], rng: torch.Generator) -> dict[str, Any]:
     """(temperature, top_k, top_p, min_p) of every row, with seeds, choices and positions of all sizes."""
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
     return {

@@ -43,7 +43,8 @@ def format_of(name: str) -> WeightFormat:
 
 def random_weight(
     rng: torch.Generator, is_packed: bool, columns: int, depth: int, dtype: torch.dtype = torch.float32
-) -> Weight:
+) -> Any:
+    """A tensor, or what only formats that read packed weights take."""
     if not is_packed:
         return randn(columns, depth, dtype=dtype, rng=rng)
     groups = -(-depth // GROUP_SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     check(make_variant(variant, tmp_path / "model"), VARIANTS[variant].prompt_len, kernels="torch")
 
 
-def answers(model: Path, requests: list[Request], batch: str, dtype: str, **options: object) -> dict[str, Answer]:
+def answers(model: Path, requests: list[Request], batch: str, dtype: str, **options: Any) -> dict[str, Answer]:
     engine, executor = start_engine(model, dtype=dtype, kernels="torch", **options)
     try:
         return run(engine, requests, batch)

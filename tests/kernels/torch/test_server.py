@@ -13,12 +13,13 @@ from tests.e2e.test_openai_client import (  # noqa: F401 (they run here, with th
     test_choices_differ_and_seeds_repeat,
     test_stop,
 )
+from tests.forks import ForkServer
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(fork_server: ForkServer) -> Iterator[Server]:
     options = ("--device", "cpu", "--kernels", "torch", "--on-failure", "exit")
-    with serve(*options) as server:
+    with serve(*options, forks=fork_server) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +25,7 @@ def check_guesses(
     tensor: int = 1,
     pipeline: int = 1,
     most: int = 3,
-    **options: object,
+    **options: Any,
 ) -> None:
     """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
     torch."""
@@ -60,7 +61,7 @@ def check_guesses(
     ],
 )
 def test_guesses_of_eagle(
-    tensor: int, pipeline: int, made: dict[str, bool], options: dict[str, object], tmp_path: Path
+    tensor: int, pipeline: int, made: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **made)
     check_guesses(Reference(model, head), model, head, tensor, pipeline, **options)
@@ -71,7 +72,7 @@ def test_guesses_of_eagle(
     [(1, None, None, {}), (2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13})],
 )
 def test_guesses_of_eagle_3(
-    tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, object], tmp_path: Path
+    tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
     named = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}

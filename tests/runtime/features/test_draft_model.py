@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -104,7 +105,7 @@ class Noted:
     ],
 )
 def test_guesses_are_the_greedy_continuation_of_the_draft_model(
-    family: str, tensor: int, pipeline: int, most: int, options: dict[str, object], llama: Path, tmp_path: Path
+    family: str, tensor: int, pipeline: int, most: int, options: dict[str, Any], llama: Path, tmp_path: Path
 ) -> None:
     draft = make_checkpoint(family, tmp_path, seed=5)
     requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()

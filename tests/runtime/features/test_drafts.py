@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -100,7 +101,7 @@ def test_answers_of_every_kind_are_the_same(tensor: int, pipeline: int, tmp_path
     assert replayed > 3
 
 
-def sequence_of(tokens: list[int], draft: list[int], **sampling: object) -> WorkerSequence:
+def sequence_of(tokens: list[int], draft: list[int], **sampling: Any) -> WorkerSequence:
     sequence = WorkerSequence(1, 0, np.array([*tokens, *draft, 0]), len(tokens), 2, SamplingParams(**sampling), 0, ())
     for token in tokens[2:]:
         sequence.output_counts[token] = sequence.output_counts.get(token, 0) + 1

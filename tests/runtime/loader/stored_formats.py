@@ -37,8 +37,8 @@ def _compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = Fal
     return Format(section, compressed(form, dtype, g_idx, **weights))
 
 
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
-_E4M3 = {"num_bits": 8, "type": "float"}
+_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
+_E4M3: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 
 
@@ -51,7 +51,7 @@ def _with_int8_inputs() -> Format:
 
 def _several_groups() -> Format:
     """Attention in 8 bits, the other modules in 4, and one layer not at all."""
-    attention = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    attention: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
     section = {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision",

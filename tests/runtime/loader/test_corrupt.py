@@ -28,7 +28,7 @@ from .stored_checkpoints import Format, bitsandbytes_4bit, compressed, fp8_block
 pytest.importorskip("compressed_tensors")
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": False}
+_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": False}
 _GROUP = {"format": "pack-quantized", "targets": ["Linear"], "weights": _INT4}
 FORMATS = {
     "compressed-tensors": Format(

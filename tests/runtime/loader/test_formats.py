@@ -44,7 +44,7 @@ def weights_of(folder: Path, dtype: str = "float32") -> WeightSource:
 
 
 def write(tmp_path: Path, name: str, family: str = "llama") -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": 2 if family == "llama" else 1,
         **({"intermediate_size": 96} if family == "llama" else {}),
     }
@@ -129,7 +129,7 @@ def test_sections_as_old_versions_wrote_them(name, section, tmp_path):
 
 @pytest.mark.parametrize("name", ["fp8 blocks, exponents", "several groups", "nf4", "int8 with int8 inputs"])
 def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 64}
     model = make_checkpoint("llama", tmp_path / "model", **sizes)
     write_checkpoint(model, tmp_path / "packed", tmp_path / "plain", FORMATS[name])
     setup = resolve_here(EngineConfig.from_options(model=str(tmp_path / "packed"), device="cpu", cpu_threads=1))
@@ -143,7 +143,7 @@ def test_stacked_experts_of_mxfp4(family, tmp_path):
     if family == "gpt_oss":
         make_checkpoint(family, tmp_path / "model", num_hidden_layers=2, intermediate_size=32)
     else:
-        options = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "mlp_only_layers": []}
+        options: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "mlp_only_layers": []}
         make_checkpoint("qwen3_moe", tmp_path / "model", **options)
     write_mxfp4_experts(family, tmp_path / "model", tmp_path / "packed", tmp_path / "plain")
     _assert_equal_parts(tmp_path)

@@ -164,7 +164,12 @@ def test_every_architecture_is_tested() -> None:
 
 def test_blocks_of_256_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "_SLICE_ELEMENTS", 1 << 14)
-    options = {"hidden_size": 256, "intermediate_size": 512, "rope_parameters": _LLAMA3, "attention_bias": True}
+    options: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "rope_parameters": _LLAMA3,
+        "attention_bias": True,
+    }
     source = make_checkpoint("llama", tmp_path / "model", **options)
     file = tmp_path / "model-00001-of-00005.gguf"
     tensors = write_gguf(source, tmp_path / "model.gguf", mixed(*_PACKED), split_max_tensors=12)
@@ -187,7 +192,12 @@ def test_blocks_of_256_in_every_layout(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
-    options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "rope_parameters": _LLAMA3}
+    options: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "rope_parameters": _LLAMA3,
+    }
     source = make_checkpoint("llama", tmp_path / "model", **options)
     tensors = write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_0))
     plain = save_plain(tmp_path / "plain", source, tensors)
@@ -209,7 +219,12 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rank_holds_as_many_bytes_as_planned(tied: bool, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": tied,
+    }
     source = make_checkpoint("llama", tmp_path / "model", **sizes)
     write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_0))
     options = {"model": str(tmp_path / "x-Q4_K_M.gguf"), "device": "cpu", "cpu_threads": 1}
@@ -269,7 +284,7 @@ def test_a_configuration_beside_may_be_of_another_model(tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    options: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     source = make_checkpoint("llama", tmp_path / "model", **options)
     write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_1))
     for name in (tmp_path, f"{tmp_path}:q4_k_m"):

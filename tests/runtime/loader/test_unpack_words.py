@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,8 @@ def expected(words: torch.Tensor, codes: Codes) -> torch.Tensor:
 @given(data=st.data())
 def test_words_are_unpacked_as_the_layout_says(data: st.DataObject) -> None:
     kind, bits = data.draw(st.sampled_from([("I32", 4), ("I32", 8), ("U8", 4), ("U8", 8)]))
-    along, transposed = data.draw(st.sampled_from(["rows", "columns"])), data.draw(st.booleans())
+    along: Literal["rows", "columns"] = data.draw(st.sampled_from(("rows", "columns")))
+    transposed = data.draw(st.booleans())
     plain = Codes("codes", kind, bits, along=along, transposed=transposed)
     order = data.draw(st.one_of(st.just(()), st.permutations(range(plain.per_word)).map(tuple)))
     codes = Codes("codes", kind, bits, along, transposed, order, offset=data.draw(st.sampled_from([0, 1, 128])))

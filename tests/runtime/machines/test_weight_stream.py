@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     [({}, "none", 3), ({}, "int4", 5), ({"tensor": 2}, "int8", 4)],
 )
 def test_answers_keep_their_bits(
-    model: Path, layout: dict[str, int], quantization: str, layers: int, tmp_path: Path
+    model: Path, layout: dict[str, Any], quantization: str, layers: int, tmp_path: Path
 ) -> None:
     requests = make_requests(256, count=4)
     expected = golden(model, "bfloat16", quantization, "auto", requests)

@@ -60,4 +60,4 @@ def test_softcap(rng):
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown activation 'swish'"):
-        activation(KERNELS, torch.ones(1, 1), "swish")
+        activation(KERNELS, torch.ones(1, 1), "swish")  # type: ignore[arg-type]

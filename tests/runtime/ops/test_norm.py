@@ -44,9 +44,11 @@ def test_fused_addition_is_the_addition_then_the_norm(dtype, rng):
     x, residual = randn(5, 200, dtype=dtype, rng=rng), randn(5, 200, dtype=dtype, rng=rng)
     weight, bias = randn(200, dtype=dtype, rng=rng), randn(200, dtype=dtype, rng=rng)
     normed, summed = add_rms_norm(KERNELS, x, residual, weight, 1e-6)
+    assert isinstance(normed, torch.Tensor)
     assert_same_bits(summed, x + residual)
     assert_same_bits(normed, rms_norm(KERNELS, summed, weight, 1e-6))
     normed, summed = add_layer_norm(KERNELS, x, residual, weight, bias, 1e-6)
+    assert isinstance(normed, torch.Tensor)
     assert_same_bits(summed, x + residual)
     assert_same_bits(normed, layer_norm(KERNELS, summed, weight, bias, 1e-6))
 
@@ -61,6 +63,7 @@ def test_without_a_residual_the_sum_is_what_was_normed(dtype, rng):
         (add_layer_norm(KERNELS, x, None, weight, weight, 1e-6), layer_norm(KERNELS, x, weight, weight, 1e-6)),
     ):
         assert summed is x
+        assert isinstance(normed, torch.Tensor)
         assert_same_bits(normed, expected)
 
 
@@ -114,7 +117,7 @@ def test_heads_are_not_quantized(rng):
     with pytest.raises(ValueError, match="shape"):
         _cpu.rms_norm(x, weight, rows[:3], 1e-6, 0.0, None, None)
     with pytest.raises(ValueError, match="values, scales and sums"):
-        _cpu.rms_norm(x[0], weight, rows[:2], 1e-6, 0.0, None, None)
+        _cpu.rms_norm(x[0], weight, rows[:2], 1e-6, 0.0, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("isa", "two_threads")

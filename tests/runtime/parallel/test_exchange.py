@@ -9,7 +9,6 @@ import threading
 import time
 from multiprocessing.shared_memory import SharedMemory
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -161,12 +160,12 @@ def test_all_to_all_checks_its_counts(data_bytes):
 def collectives_in_process(name: str, rank: int, size: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     memory = SharedMemory(name)
-    array = np.frombuffer(memory.buf, dtype=np.uint8)
-    group = SharedGroup(array, rank, size)
+    assert memory.buf is not None
+    group = SharedGroup(memory.buf, rank, size)
     tensors = collectives(group)
     # Bytes, so that no file descriptor of a tensor outlives its process.
     results.put((rank, [(t.float().numpy().tobytes(), tuple(t.shape), str(t.dtype)) for t in tensors]))
-    del group, array
+    del group
     memory.close()
 
 
@@ -296,11 +295,11 @@ def messages() -> list[Tensor]:
 
 def send_all(name: str) -> None:
     memory = SharedMemory(name)
-    array = np.frombuffer(memory.buf, dtype=np.uint8)
-    mailbox = Mailbox(array)
+    assert memory.buf is not None
+    mailbox = Mailbox(memory.buf)
     for message in messages():
         mailbox.send(message, PATIENCE_S)
-    del mailbox, array
+    del mailbox
     memory.close()
 
 
@@ -330,15 +329,15 @@ def test_mailbox_between_threads(capacity):
 def test_mailbox_between_processes():
     memory = SharedMemory(create=True, size=Mailbox.required_bytes(512))
     try:
-        array = np.frombuffer(memory.buf, dtype=np.uint8)
-        mailbox = Mailbox(array)
+        assert memory.buf is not None
+        mailbox = Mailbox(memory.buf)
         process = PROCESSES.Process(target=send_all, args=(memory.name,))
         process.start()
         for message in messages():
             assert mailbox.recv(60.0) == message.numpy().tobytes()
         process.join(60)
         assert process.exitcode == 0
-        del mailbox, array
+        del mailbox
     finally:
         memory.close()
         memory.unlink()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from shardline import LLM, SamplingParams
+from shardline.api.requests import TokensPrompt
 from tests.exactness.harness import golden, make_requests
 from tests.models.checkpoints import make_checkpoint
 
@@ -44,7 +45,7 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
     options = {"max_num_batched_tokens": 32, "dtype": "bfloat16", **parallel}
     with LLM(str(model), **options) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": request.prompt_token_ids} for request in requests],
+            [TokensPrompt(prompt_token_ids=request.prompt_token_ids) for request in requests],
             [msgspec.structs.replace(request.sampling, ignore_eos=True) for request in requests],
             use_tqdm=False,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.runtime.parallel.exchange import CollectiveAborted, SocketGroup, SocketLink
+from shardline.runtime.parallel.exchange import CollectiveAborted, Group, SocketGroup, SocketLink
 from tests.runtime.parallel.carriers import SOCKETS, run_ranks, socket_groups
 
 PATIENCE_S = 30.0
@@ -20,7 +20,8 @@ PATIENCE_S = 30.0
 def test_large_messages_cross_each_other() -> None:
     """Far more than the buffers of the sockets, from both sides at once, with rows that are scattered."""
 
-    def body(group: SocketGroup) -> bool:
+    def body(group: Group) -> bool:
+        assert isinstance(group, SocketGroup)
         local = torch.full((64, 1 << 15), float(group.rank + 1))
         out = torch.empty(64, 2 << 15)
         group.all_gather_columns(local, [1 << 15, 1 << 15], out, PATIENCE_S)
@@ -80,7 +81,8 @@ def test_a_timeout_names_the_missing_ranks_and_ends_the_group() -> None:
 
 
 def test_an_abort_ends_the_exchange_on_all_ranks() -> None:
-    def body(group: SocketGroup) -> None:
+    def body(group: Group) -> None:
+        assert isinstance(group, SocketGroup)
         if group.rank == 1:
             threading.Timer(0.1, group.abort).start()
         if group.rank != 2:

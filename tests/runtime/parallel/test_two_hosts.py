@@ -28,7 +28,7 @@ from tests.exactness.harness import BLOCK_SIZE, Answer, golden, make_requests, r
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.parallel.other_host import start_worker
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "tp2": ("qwen3", {"tensor_parallel_size": 2}),
     "pp2": ("qwen3", {"pipeline_parallel_size": 2}),
     "ep2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),

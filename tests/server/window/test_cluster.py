@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import httpx
 import pytest
@@ -127,12 +128,12 @@ class Viewer:
         self.left = asyncio.Event()
         self.cut = False
 
-    async def send(self, message: dict[str, object]) -> None:
+    async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.body":
             await self.takes.wait()
             self.taken.append(message["body"])
 
-    async def receive(self) -> dict[str, object]:
+    async def receive(self) -> MutableMapping[str, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 

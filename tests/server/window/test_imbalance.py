@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardline.server.window.imbalance import EngineLoad, RankLoad, find_imbalances
 
 
 def engine(
-    *ranks: tuple[int, float, float], running: int = 8, index: int = 0, hosts: str = "aaaa", **more: object
+    *ranks: tuple[int, float, float], running: int = 8, index: int = 0, hosts: str = "aaaa", **more: Any
 ) -> EngineLoad:
     """`ranks`: the stage, the busy and the waiting share of each; `hosts`: a letter for each."""
     loads = [RankLoad(number, stage, hosts[number], *shares) for number, (stage, *shares) in enumerate(ranks)]

@@ -273,4 +273,4 @@ def test_write_latent_as_bytes(dtype, rng, stored):
     assert_same_bits(tokens_of(caches[0].rope_keys, "keys", order), caches[1].rope_keys)
     assert_same_bits(caches[0].scales, caches[1].scales)
     with pytest.raises(ValueError, match="latents in bytes need rope_cache and scales"):
-        write_latent(KERNELS, latent, rope, caches[0]._replace(scales=None), slots)
+        write_latent(KERNELS, latent, rope, caches[0]._replace(scales=None), slots)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -348,7 +349,7 @@ def test_every_e4m3_number_is_read_exactly(dtype):
     pages = pages_of(values, "values", KERNELS.page_order(dtype)).view(E4M3)
     scales, starts = torch.ones(1, 1, BLOCK_SIZE), torch.tensor([0, 1], dtype=torch.int32)
     query, tables, lengths = torch.ones(1, 1, 256, dtype=dtype), starts[:1].view(1, 1), starts[1:]
-    options = {"key_scales": scales, "value_scales": scales}
+    options: dict[str, Any] = {"key_scales": scales, "value_scales": scales}
     out = paged_attention(KERNELS, query, pages, pages, tables, starts, lengths, 1e-9, **options)
     assert_same_bits(out.view(-1) + 0.0, codes.to(dtype) + 0.0)
 

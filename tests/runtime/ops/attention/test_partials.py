@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def on_ranks(
     return Partials(*(torch.stack(parts) for parts in zip(*ranks, strict=True)))
 
 
-def merged(kernels: Kernels, num_ranks: int, query: Tensor, *tensors: object, sinks=None, **options) -> Tensor:
+def merged(kernels: Kernels, num_ranks: int, query: Tensor, *tensors: Any, sinks=None, **options) -> Tensor:
     parts = on_ranks(kernels, num_ranks, query, *tensors, sinks=sinks, **options)
     return merge_partials(kernels, parts, query.dtype, sinks)
 
@@ -147,7 +148,7 @@ def test_merged_parts_do_not_depend_on_threads(rng, threads):
 def test_parts_match_their_reference(rng, options):
     """The maxima and sums are those of the scores: merged in fp64, they give the reference's attention."""
 
-    def merged_in_fp64(kernels: Kernels, query: Tensor, *tensors: object, sinks=None, **options) -> Tensor:
+    def merged_in_fp64(kernels: Kernels, query: Tensor, *tensors: Any, sinks=None, **options) -> Tensor:
         parts = on_ranks(kernels, 2, query, *tensors, sinks=sinks, **options)
         unseen = parts.sums == 0
         assert bool((parts.maxima[unseen] == -torch.inf).all())

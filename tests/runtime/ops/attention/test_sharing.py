@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
     stored = torch.int8 if int8 else sequences[0].key.dtype
     shape = (num_blocks, kv_heads, BLOCK_SIZE, dim)
     caches = [torch.zeros(shape, dtype=stored) for _ in range(2)]
-    scales = {name: torch.ones(shape[:3]) for name in ("key_scales", "value_scales")} if int8 else {}
+    scales: dict[str, Any] = {}
+    if int8:
+        scales = {name: torch.ones(shape[:3]) for name in ("key_scales", "value_scales")}
     tables = torch.zeros(len(sequences), num_blocks, dtype=torch.int32)
     first_free, common_blocks = 1, torch.zeros(0, dtype=torch.int32)
     for s, (sequence, (common, _, _)) in enumerate(zip(sequences, REQUESTS, strict=True)):

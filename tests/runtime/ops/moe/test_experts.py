@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ def test_down_matches_reference(dtype, rng, num_tokens, num_experts, k, shared):
     x = randn(num_tokens * k, 77, dtype=dtype, rng=rng)
     weights = randn(num_experts, 130, 77, dtype=dtype, rng=rng) * 77**-0.5
     slot_weights = torch.rand(num_tokens, k, generator=rng)
-    extra = {}
+    extra: dict[str, Any] = {}
     if shared:
         extra = {
             "shared": randn(num_tokens, 130, dtype=dtype, rng=rng),

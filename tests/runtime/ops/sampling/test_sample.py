@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,9 @@ def sample_rows(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
 )
 def test_philox_known_answers(counter, key, expected):
     """The vectors published with Random123."""
-    words = [tuple(int(word, 16) for word in text.split()) for text in (counter, key, expected)]
-    assert _cpu.philox4x32(words[0], words[1]) == words[2]
+    first, second, third, fourth, *keys = (int(word, 16) for text in (counter, key) for word in text.split())
+    drawn = _cpu.philox4x32((first, second, third, fourth), (keys[0], keys[1]))
+    assert drawn == tuple(int(word, 16) for word in expected.split())
 
 
 def test_uniform_depends_on_every_part_of_the_key():
@@ -108,7 +110,7 @@ def large_logits(spread: float) -> Tensor:
 @cache
 def references(spread: float, top_k: int, top_p: float, min_p: float) -> list[tuple[np.ndarray, int]]:
     """For each of these rows, the weights of the tokens that stay and the drawn one, which are those of every ISA."""
-    filters = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters: dict[str, Any] = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return [
         (kept_tokens_reference(row, **filters), sample_reference(row, _cpu.uniform(0, 0, number, 0), **filters))
         for number, row in enumerate(large_logits(spread).numpy())
