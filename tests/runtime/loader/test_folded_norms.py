@@ -1,4 +1,4 @@
-"""Norms folded into what reads them: the same model to the bit, unquantized, and a better one in int8."""
+"""Norms folded into what reads them: the same model to the bit, unquantized, and a better one quantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from shardline.models.parameters import kind_of
 from shardline.runtime.loader.folded_norms import FoldedNorms, fold_factors
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.scoring import Document, Scorer, compare
-from shardline.weights.formats import int8, plain
+from shardline.weights.formats import plain
+from shardline.weights.formats.int8 import Format as Int8
+from shardline.weights.formats.int8_w8a16 import Format as Int8W8A16
 from tests.exactness.harness import Answer, make_requests, run, start_engine
 from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint, whole_tensors
@@ -81,32 +83,38 @@ def test_an_unquantized_model_has_the_same_bits(family: str, tmp_path: Path, mon
     assert torch.equal(Scorer(deployment, len(TOKENS)).logprobs(document), expected)
 
 
-def test_int8_keeps_more_of_a_model_with_large_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_formats_keep_more_of_a_model_with_large_activations(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint("llama", tmp_path, dtype="bfloat16")
     tensors = load_file(tmp_path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "layernorm" in name:
+    for key, tensor in tensors.items():
+        if "layernorm" in key:
             tensor[:40:9] *= 16
-        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+        elif key.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
             tensor[:, :40:9] /= 16
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    quantized, exact = resolved(tmp_path, "int8"), resolved(tmp_path)
+    quantized, exact = resolved(tmp_path, name), resolved(tmp_path)
     folded = compare(quantized, exact, [Document(TOKENS, 1)])
-    monkeypatch.setattr(int8.Format, "folds_norms", False)
+    for kind in (Int8, Int8W8A16):
+        monkeypatch.setattr(kind, "folds_norms", False)
     assert folded.kl_divergence < 0.5 * compare(quantized, exact, [Document(TOKENS, 1)]).kl_divergence
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"),
+    ("family", "name", "layouts"),
     [
-        ("llama", [{"tensor": 2}, {"pipeline": 2, "max_num_batched_tokens": 13}]),
-        ("qwen2_moe", [{"tensor": 3}, {"tensor": 2, "enable_expert_parallel": True}]),
+        ("llama", "int4", [{"tensor": 2}, {"pipeline": 2, "max_num_batched_tokens": 13}]),
+        ("qwen2_moe", "int8", [{"tensor": 3}, {"tensor": 2, "enable_expert_parallel": True}]),
     ],
 )
-def test_every_layout_gives_the_same_bits(family: str, layouts: list[dict[str, object]], tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_bits(
+    family: str, name: str, layouts: list[dict[str, object]], tmp_path: Path
+) -> None:
     model, answers = outlying(family, tmp_path), []
     for layout in ({}, *layouts):
-        engine, executor = start_engine(model, quantization="int8", **layout)
+        engine, executor = start_engine(model, quantization=name, **layout)
         answers.append(run(engine, make_requests(256, count=3), "together" if layout else "alone"))
         engine.close()
         executor.close()

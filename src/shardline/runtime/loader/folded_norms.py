@@ -1,9 +1,10 @@
 """Large weights of norms, moved into the weights that read the normed rows.
 
 A product that quantizes its rows leaves few levels to most numbers of a row if some are many times larger. Where a norm
-makes them so, a power of two moves from its weight to the columns that read them. This changes exponents only, so it is
-the same model, to the bit, until something is quantized. SmoothQuant (arXiv 2211.10438) moves factors that samples of
-activations suggest. Here the norm alone decides, so every rank finds the same factors.
+makes them so, a power of two moves from its weight to the columns that read them. These are often smaller than their
+neighbours, so weights lose less too. It changes exponents only, so it is the same model, to the bit, until something is
+quantized. SmoothQuant (arXiv 2211.10438) moves factors that samples of activations suggest. Here the norm alone
+decides, so every rank finds the same factors.
 """
 
 from __future__ import annotations
