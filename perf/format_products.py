@@ -56,10 +56,10 @@ class Layer:
         if form in ("bf16", *SCHEMES):
             chosen = plain.Format() if form == "bf16" else weight_format(form.removeprefix(_OPTION))
             weight = torch.randn(n, k).bfloat16()
-            values = (n - k) // 2 if place == 0 else 0
+            keys_values = n - k if place == 0 else 0
             parts = [
-                chosen.hold(KERNELS, weight[: n - values], "down" if place == 3 else "layer"),
-                chosen.hold(KERNELS, weight[n - values :], "value"),
+                chosen.hold(KERNELS, weight[: n - keys_values], "down" if place == 3 else "layer"),
+                chosen.hold(KERNELS, weight[n - keys_values :], "key_value"),
             ]
             return chosen.pack_linear(KERNELS, *(part for part in parts if len(part)))  # type: ignore[arg-type]
         return packed.Format().pack_linear(KERNELS, random_weight(form, n, k))

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.cli.main import main
+from shardline.runtime.scoring import kl_divergences
 from tests.runtime.loader.stored_checkpoints import write_checkpoint
 from tests.runtime.loader.stored_formats import FORMATS
 
@@ -25,8 +27,16 @@ def test_the_demo_model_by_its_conversations(
     assert figures["top1_agreement"] >= agreement
     assert figures["reference_perplexity"] < 1.02
     assert figures["perplexity"] < 1.02
-    assert (figures["max_difference"] == 0) == (scheme == "none")
-    assert f"{100 * figures['top1_agreement']:.2f}%" in capsys.readouterr().out
+    assert (figures["max_difference"] == 0) == (figures["kl_divergence"] == 0) == (scheme == "none")
+    lines = capsys.readouterr().out
+    assert f"{100 * figures['top1_agreement']:.2f}%" in lines
+    assert f"KL divergence          mean {figures['kl_divergence']:.5f}" in lines
+
+
+def test_divergences_are_those_of_the_distributions() -> None:
+    tested, expected = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(2)
+    found = torch.nn.functional.kl_div(tested.double(), expected.double(), reduction="none", log_target=True).sum(1)
+    torch.testing.assert_close(kl_divergences(tested, expected), found, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.e2e

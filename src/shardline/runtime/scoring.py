@@ -36,6 +36,8 @@ class Quality:
     mean_difference: float
     """Mean absolute difference of the log-probabilities that both models give to the text's tokens."""
     max_difference: float
+    kl_divergence: float
+    """Mean Kullback-Leibler divergence of a position's distribution from the reference's, in nats."""
 
 
 class Scorer:
@@ -96,11 +98,12 @@ def compare(deployment: Deployment, reference: Deployment, documents: Sequence[D
     longest = max(len(document.token_ids) for document in documents)
     model, oracle = Scorer(deployment, longest), Scorer(reference, longest)
     num_tokens, agreeing, largest = 0, 0, 0.0
-    total = reference_total = difference_total = 0.0
+    total = reference_total = difference_total = divergence_total = 0.0
     for document in documents:
         scored = torch.tensor(document.token_ids[document.first :])[:, None]
         tested, expected = model.logprobs(document), oracle.logprobs(document)
         agreeing += int((tested.argmax(1) == expected.argmax(1)).sum())
+        divergence_total += float(kl_divergences(tested, expected).sum())
         tested, expected = tested.gather(1, scored).double(), expected.gather(1, scored).double()
         difference = (tested - expected).abs()
         num_tokens += len(scored)
@@ -115,4 +118,11 @@ def compare(deployment: Deployment, reference: Deployment, documents: Sequence[D
         top1_agreement=agreeing / num_tokens,
         mean_difference=difference_total / num_tokens,
         max_difference=largest,
+        kl_divergence=divergence_total / num_tokens,
     )
+
+
+def kl_divergences(tested: Tensor, expected: Tensor) -> Tensor:
+    """[R] float64: sum of p * (log p - log q) for the log-probabilities log p `expected` and log q `tested` [R, vocab]
+    of each row."""
+    return (expected.exp() * (expected - tested)).sum(1, dtype=torch.float64)

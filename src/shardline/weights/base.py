@@ -218,6 +218,8 @@ class WeightFormat(ABC):
     """Whether the embedding is held as the lm_head is, of which rows can be read."""
     takes_e4m3: ClassVar[bool] = False
     """Whether the format takes the e4m3 weights of a quantized checkpoint as they are."""
+    folds_norms: ClassVar[bool] = False
+    """Whether weights are read with norms folded into them, see `runtime.loader.folded_norms`."""
     alternatives: ClassVar[str] = "int8_fast"
     """Formats to suggest to a user whose GPU does not support this one."""
 

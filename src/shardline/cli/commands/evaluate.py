@@ -104,4 +104,5 @@ def _lines(scheme: str, against: str, quality: Quality) -> list[str]:
         f"perplexity             {quality.perplexity:.4f} against {quality.reference_perplexity:.4f}",
         f"top-1 agreement        {100 * quality.top1_agreement:.2f}%",
         f"logprob difference     mean {quality.mean_difference:.4f}, max {quality.max_difference:.4f}",
+        f"KL divergence          mean {quality.kl_divergence:.5f}",
     ]

@@ -12,6 +12,7 @@ from shardline.models.adapters import is_adaptable
 from shardline.models.parameters import parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.loader.folded_norms import FoldedNorms
 from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
 
 
@@ -37,6 +38,9 @@ class LinearAdapters:
             tuple(span.size for span in spans),
             stage.dtype,
         )
+        source = loader.source
+        self._factors = source.column_factors(f"{names[0]}.weight") if isinstance(source, FoldedNorms) else None
+        """Of the columns of `down`, as of those of the base weight."""
         loader.adapted.append(self)
 
     def clear(self, slot: int) -> None:
@@ -45,7 +49,7 @@ class LinearAdapters:
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
         """See `LowRankWeights.put`."""
-        self.weights.put(slot, part, down, up, scale)
+        self.weights.put(slot, part, down if self._factors is None else down * self._factors, up, scale)
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """See `AdaptedLinear.put_whole`."""

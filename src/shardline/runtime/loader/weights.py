@@ -22,6 +22,7 @@ from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, TensorEntry
 from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
+from shardline.runtime.loader.folded_norms import FoldedNorms
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.slices import read_in_slices
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored, read_zeros
@@ -215,13 +216,20 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
 
 
 def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -> WeightSource:
-    """The weights of a deployment, in its dtype.
+    """The weights of a deployment, in its dtype, and with norms folded if its format wants them so.
 
     `drawn_on`: the device that draws random weights; None: the host draws them.
 
     Raises:
         ValueError: the checkpoint is corrupt or does not fit the model.
     """
+    source = _open_source(deployment, drawn_on)
+    if not deployment.weight_format.open_format().folds_norms:
+        return source
+    return FoldedNorms(deployment.spec, source.get, source.is_packed)
+
+
+def _open_source(deployment: Deployment, drawn_on: torch.device | None) -> WeightSource:
     model, spec = deployment.model, deployment.spec
     dtype: torch.dtype = getattr(torch, deployment.dtype)
     if model.load_format == "dummy":

@@ -7,6 +7,9 @@ Where errors cost most, codes have more bits: 8 in the projections to keys and v
 A minimum costs a byte for each group, and lets the 16 values of a group lie where its weights are. Scales and minimums
 have two levels, as in GGUF's Q4_K: a byte for each group, times a number in float16 that up to 8 groups share. They are
 chosen by the squared error.
+
+Columns that read large weights of a norm are often smaller than their neighbours, and would be rounded to few levels.
+So powers of two move from these weights to them first, see `folds_norms`.
 """
 
 from __future__ import annotations

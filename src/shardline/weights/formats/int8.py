@@ -1,7 +1,8 @@
 """W8A8 that keeps the model: `int8_fast`, with the parts of rows mixed before they are quantized. On CPUs;
 GPUs have `int8_fast` under this name.
 
-Where a few numbers of a row of activations are large, one scale for the row costs much. Mixed, none of them are.
+Where a few numbers of a row of activations are large, one scale for the row costs much. Those that a norm's weight
+makes large become smaller, and the weights that read them larger. Mixed, no others are large.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Format(int8_fast.Format):
     is_for_gpus: ClassVar[bool] = False
     on_gpus: ClassVar[str] = "int8_fast"
     rotates: ClassVar[bool] = True
+    folds_norms: ClassVar[bool] = True
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
         usual = super().choose_kernels(kernels)

@@ -32,6 +32,7 @@ class Format(packed.Format):
     is_for_gpus: ClassVar[bool] = False
     is_for_torch: ClassVar[bool] = False
     packs_embedding: ClassVar[bool] = True
+    folds_norms: ClassVar[bool] = True
 
     @property
     def reads_packed(self) -> bool:
