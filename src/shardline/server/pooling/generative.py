@@ -132,7 +132,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
             outputs = await generation.wait_finished()
         per_item: list[dict[int, float]] = [{} for _ in prompts]
         for number, output in enumerate(outputs):
-            per_item[number // len(wanted)] |= _logprobs(output)
+            per_item[number // len(wanted)] |= label_logprobs(output)
         num_tokens = sum(map(len, prompts))
         answer = GenerativeScoringResponse(
             id=request_id,
@@ -152,7 +152,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
     return router
 
 
-def _logprobs(output: RequestOutput) -> dict[int, float]:
+def label_logprobs(output: RequestOutput) -> dict[int, float]:
     """The log probabilities of the labels as the next token; they count all tokens."""
     entries = output.outputs[0].token_logprobs
     assert entries, "a finished output has them if they were asked for"
