@@ -223,8 +223,8 @@ class _Reader:
         choice = self._state.choices[place]
         if choice.output.finished():  # a stop string has ended it
             return
-        if scores is None and choice.output.token_logprobs is not None:
-            scores = [_NO_SCORE] * len(ids)
+        if choice.output.token_logprobs is not None:
+            scores = [*(scores or ()), *[_NO_SCORE] * (len(ids) - len(scores or ()))]
         reason = None if end is None else end.finish_reason
         stop_id = None
         if end is not None and reason == "stop" and ids and not isinstance(end.stop_reason, str):
@@ -280,10 +280,13 @@ def _check_tokens(service: Service, ids: Sequence[int], scores: _Scores | None, 
         raise bad_request(f"token_ids of {where} must be from 0 to {builder.vocab_size - 1}.", "token_ids")
     if scores is None or scores.content is None:
         return
-    if len(scores.content) != len(ids):
-        raise bad_request(f"logprobs.content length of {where} must be that of token_ids ({len(ids)}).", "logprobs")
+    if len(scores.content) > len(ids):
+        raise bad_request(f"logprobs.content length of {where} exceeds that of token_ids ({len(ids)}).", "logprobs")
     for token in scores.content:
-        service.check_top_logprobs(len(token.top_logprobs))
+        if 0 <= builder.max_logprobs < (count := len(token.top_logprobs)):
+            raise bad_request(
+                f"top_logprobs count ({count}) of {where} exceeds max_logprobs ({builder.max_logprobs}).", "logprobs"
+            )
         _check_tokens(service, [token.token_id, *(one.token_id for one in token.top_logprobs)], None, where)
 
 
@@ -397,6 +400,15 @@ def _answer_chunk(
     return Response(msgspec.json.encode(derendered), media_type="application/json")
 
 
+def _place(written: dict[str, Any], index: int, choice: _Choice) -> None:
+    """Give a choice its index, and no log probabilities of tokens that came without."""
+    written["index"] = index
+    if written.get("logprobs") and choice.logprobs is not None:
+        count = len(choice.logprobs.content or ())
+        logprobs: dict[str, Any] = written["logprobs"]
+        written["logprobs"] = {n: v[:count] if isinstance(v, list) else v for n, v in logprobs.items()}
+
+
 def _missing(name: str) -> ApiError:
     return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
 
@@ -462,7 +474,7 @@ def derender_routes(service: Service) -> APIRouter:
 
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
         for written, choice in zip(whole["choices"], answer.choices, strict=True):
-            written["index"] = choice.index
+            _place(written, choice.index, choice)
         return _answer_whole([answer], whole, _count_prompt(body.prompt_tokens, body.prompt_token_ids), ChatResponse)
 
     @router.post("/v1/completions/derender", responses=json_answers(CompletionResponse))
@@ -499,8 +511,9 @@ def derender_routes(service: Service) -> APIRouter:
             return writer.write_whole([reader.output for reader in readers])
 
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
-        for index, written in enumerate(whole["choices"]):
-            written["index"] = index
+        choices = [choice for answer in answers for choice in answer.choices]
+        for index, (written, choice) in enumerate(zip(whole["choices"], choices, strict=True)):
+            _place(written, index, choice)
         return _answer_whole(answers, whole, sum(map(_count_prompt, counts, prompts)), CompletionResponse)
 
     return router
