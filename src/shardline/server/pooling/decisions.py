@@ -20,14 +20,13 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from shardline.api.outputs import RequestOutput
-from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute, check_template_values
 from shardline.server.openai.chat.conversation import ChatMessage, ConversationFields
 from shardline.server.openai.generation import Generation
+from shardline.server.openai.named_tokens import named_logprobs, naming_params
 from shardline.server.openai.protocol import IgnoredFields, RequestModel, refuse_if
-from shardline.server.pooling.generative import label_logprobs
 from shardline.server.service import Service, new_id
 from shardline.text.tokenizer import Tokenizer
 
@@ -203,7 +202,7 @@ class Question:
 
     def answer(self, label_ids: Sequence[int], output: RequestOutput) -> tuple[dict[str, Any], Diagnostics]:
         """What the model says, and how sure it is that it answers the question."""
-        by_token = label_logprobs(output)
+        by_token = named_logprobs(output)
         logprobs = [by_token[label] for label in label_ids]
         weights = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
         shares = [weight / math.fsum(weights) for weight in weights]
@@ -284,10 +283,7 @@ def decision_routes(service: Service) -> APIRouter:
         generation = await Generation.start(
             service,
             prompts,
-            [
-                SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=ids, watermarking=False)
-                for ids in labels
-            ],
+            [naming_params(ids) for ids in labels],
             request_id=request_id,
             prompt_param="questions",
             priority=body.priority or 0,

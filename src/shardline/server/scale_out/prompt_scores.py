@@ -14,16 +14,15 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from shardline.api.requests import MAX_NAMED_LOGPROBS
-from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.openai.generation import Generation
+from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, naming_params
 from shardline.server.openai.protocol import TokenIds
-from shardline.server.pooling.generative import label_logprobs
-from shardline.server.pooling.request import check_tokens
 from shardline.server.service import Service
 
 NAME = "prompt_logprob_token_ids"
+MAX_TOKENS = 1 << 22
+"""The most tokens of all rows' prompts together."""
 PADDING = -1
 """In place of a token where a row has fewer than others."""
 
@@ -45,8 +44,8 @@ def check_rows(service: Service, rows: NamedRows, start: int, prompt: Sequence[i
             NAME,
         )
     width = max(map(len, rows), default=0)
-    if not 1 <= width <= MAX_NAMED_LOGPROBS:
-        raise bad_request(f"{NAME} must have 1 to {MAX_NAMED_LOGPROBS} tokens in its longest row, not {width}.", NAME)
+    if not 1 <= width <= MAX_NAMED:
+        raise bad_request(f"{NAME} must have 1 to {MAX_NAMED} tokens in its longest row, not {width}.", NAME)
     try:
         builder.count_logprobs(NAME, width)
     except ValueError as error:
@@ -55,7 +54,8 @@ def check_rows(service: Service, rows: NamedRows, start: int, prompt: Sequence[i
         raise bad_request(
             f"{NAME} must have token ids from 0 to {builder.vocab_size - 1}, and {PADDING} as padding.", NAME
         )
-    check_tokens(sum(range(start + 1, len(prompt))), NAME)
+    if (total := sum(range(start + 1, len(prompt)))) > MAX_TOKENS:
+        raise bad_request(f"The prompts of all rows have {total} tokens; at most {MAX_TOKENS} are taken at once.", NAME)
 
 
 async def score_rows(
@@ -74,10 +74,7 @@ async def score_rows(
         generation = await Generation.start(
             service,
             [prompt[: start + index + 1] for index, _ in named],
-            [
-                SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=row, watermarking=False)
-                for _, row in named
-            ],
+            [naming_params(row) for _, row in named],
             request_id=f"{request_id}-rows",
             prompt_param=NAME,
             model=model,
@@ -86,7 +83,7 @@ async def score_rows(
         async with generation:
             outputs = await generation.wait_finished()
         for (index, _), output in zip(named, outputs, strict=True):
-            known = label_logprobs(output)
+            known = named_logprobs(output)
             values[index, : len(rows[index])] = [known.get(token_id, -np.inf) for token_id in rows[index]]
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
