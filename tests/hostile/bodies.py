@@ -20,6 +20,7 @@ from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions.request import CompletionRequest
 from shardline.server.openai.models import DetokenizeRequest, TokenizeRequest
 from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.pooling.decisions import DecisionRequest
 from shardline.server.pooling.generative import GenerativeScoringRequest
 from shardline.server.pooling.routes import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from shardline.server.pooling.scores import RerankRequest, ScoreRequest
@@ -35,7 +36,7 @@ RENDER = "/render"
 """After the path of a conversation's or a completion's endpoint: its prompt, without an answer."""
 DERENDER = "/derender"
 POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
-LABELS = "/generative_scoring"
+LABELS, DECISIONS = "/generative_scoring", "/v1/systemone"
 MODELS: dict[str, type[BaseModel]] = {
     CHAT: ChatRequest,
     CHATS: BatchedChatRequest,
@@ -58,6 +59,7 @@ MODELS: dict[str, type[BaseModel]] = {
     SCORE: ScoreRequest,
     RERANK: RerankRequest,
     LABELS: GenerativeScoringRequest,
+    DECISIONS: DecisionRequest,
 }
 MOST_CHOICES = 128
 _EARLY = 0.08
@@ -107,6 +109,7 @@ def usual(path: str) -> Fields:
         SCORE: {"text_1": "Hi", "text_2": ["a", "b"]},
         RERANK: {"query": "Hi", "documents": ["a", "b"]},
         LABELS: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]},
+        DECISIONS: {"state": "Hi", "questions": {"q": {"type": "choice", "criteria": {"a": None, "b": "c"}}}},
         CHAT + DERENDER: {"generate_response": tokens},
         COMPLETION + DERENDER: {"generate_responses": [tokens, tokens], "prompt_tokens": [1, 2]},
     }
@@ -266,6 +269,8 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
     "structured_outputs": {"regex": "a+"}}, "stream": True, "output_mode": "text"},),
     SCORE: ({"text_2": [{"content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},),
     LABELS: ({"query": [5], "items": [[6], [7]]},),
+    DECISIONS: ({"state": {"a": [1]}, "questions": {"q": {"type": "score", "criteria": ["a", "b"]}, "r": {"type":
+    "noul", "criteria": {"true": "a"}}}, "chat_template_kwargs": {"a": 1}},),
 }  # fmt: skip
 
 

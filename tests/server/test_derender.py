@@ -153,6 +153,11 @@ def test_scores_may_be_missing(http: httpx.Client) -> None:
     answers = [answer_of(1, logprobs={"content": [SCORE]}), answer_of(1)]
     answer = http.post(f"{COMPLETION}/derender", json={"generate_responses": answers}).json()
     assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == [[-1.0], [0.0]]
+    fewer = answer_of(5, 6, 7, logprobs={"content": [SCORE | {"token_id": 5}]})
+    answer = http.post(f"{COMPLETION}/derender", json={"generate_responses": [fewer]}).json()
+    assert {len(values) for values in answer["choices"][0]["logprobs"].values() if values} == {1}
+    answer = http.post(f"{CHAT}/derender", json={"generate_response": fewer}).json()
+    assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-1.0]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +169,11 @@ def test_scores_may_be_missing(http: httpx.Client) -> None:
         (CHAT, {"generate_response": answer_of(-1)}, "choice 0 must be from 0 to"),
         (CHAT, {"generate_response": answer_of(*[1] * 9000)}, "more than max_model_len"),
         (CHAT, {"generate_response": answer_of(1), "prompt_token_ids": [1] * 9000}, "more than max_model_len"),
-        (CHAT, {"generate_response": answer_of(1, logprobs={"content": [SCORE] * 2})}, "must be that of token_ids (1)"),
+        (CHAT, {"generate_response": answer_of(1, logprobs={"content": [SCORE] * 2})}, "exceeds that of token_ids (1)"),
         (
             CHAT,
             {"generate_response": answer_of(1, logprobs={"content": [{**SCORE, "top_logprobs": [SCORE] * 30}]})},
-            "top_logprobs must be in",
+            "top_logprobs count (30) of choice 0 exceeds max_logprobs (20)",
         ),
         (CHAT, {"generate_response": answer_of(1), "model": "other"}, "The model `other` does not exist"),
         (CHAT, {"stream": True}, "'stream' needs 'generate_chunk'"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import threading
 import time
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from shardline.config.engine import EngineConfig
@@ -126,6 +129,40 @@ def test_logprobs_have_ids_and_ranks(http: httpx.Client) -> None:
     assert len(answer["prompt_logprobs"]) == 3
 
 
+def test_tokens_that_a_request_names_are_scored_in_its_prompt(shared: Running, http: httpx.Client) -> None:
+    rows = {"prompt_logprob_token_ids": [[33], [44, 100], [-1], [55, -1]], "prompt_logprob_start": 1}
+    body = {"token_ids": [11, 22, 33, 44, 9, 55], "sampling_params": {"max_tokens": 2, "prompt_logprobs": 0, **rows}}
+    answer = http.post(GENERATE, json=body).json()
+    scores = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+    assert scores.dtype == np.float32
+    none = -np.inf  # the fake engine finds all tokens equally likely
+    assert scores.tolist() == [[-0.5, none], [-0.5, -0.5], [none, none], [-0.5, none]]
+    asked = shared.engine.requests[-3:]
+    assert [request.prompt_token_ids for request in asked] == [[11, 22], [11, 22, 33], [11, 22, 33, 44, 9]]
+    assert [request.sampling.logprob_token_ids for request in asked] == [[33], [44, 100], [55]]
+    assert (
+        http.post(GENERATE, json={"token_ids": [5], "sampling_params": {}}).json()["prompt_token_id_logprobs"] is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "part"),
+    [
+        ({"prompt_logprob_token_ids": [[5]]}, "1 rows, but the prompt has 2 scored rows"),
+        ({"prompt_logprob_token_ids": [[5], []], "prompt_logprob_start": -1}, "scored rows"),
+        ({"prompt_logprob_token_ids": [[], []]}, "1 to 128 tokens"),
+        ({"prompt_logprob_token_ids": [[5], [-2]]}, "-1 as padding"),
+        ({"prompt_logprob_token_ids": [list(range(21)), [5]]}, "max allowed: 20"),
+        ({"prompt_logprob_token_ids": "a"}, "prompt_logprob_token_ids"),
+        ({"prompt_logprob_start": 1}, "requires prompt_logprob_token_ids"),
+    ],
+)
+def test_rows_of_named_tokens_are_checked(http: httpx.Client, params: dict[str, Any], part: str) -> None:
+    answer = http.post(GENERATE, json={"token_ids": [5, 6, 7], "sampling_params": params})
+    assert answer.status_code == 400, answer.text
+    assert part in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -134,7 +171,7 @@ def test_logprobs_have_ids_and_ranks(http: httpx.Client) -> None:
         ({"sampling_params": {"min_tokens": 1 << 30}}, "min_tokens"),
         ({"sampling_params": {"stop": ["x"], "detokenize": False}}, "stop strings"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "detokenize"),
-        ({"sampling_params": {"prompt_logprob_token_ids": [[1]]}}, "prompt_logprob_token_ids"),
+        ({"sampling_params": {"prompt_logprob_token_ids": [[1]]}, "stream": True}, "stream=true"),
         ({"output_mode": "derender"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"sampling_params": {"structured_outputs": {"grammar": '{"grammars": 5}'}}}, "structured_outputs"),

@@ -11,7 +11,7 @@ import pytest
 
 from shardline.config.server import ServerConfig
 from shardline.server.openai.chat.conversation import ChatMessage
-from shardline.server.openai.chat.tools import _warn_of_unknown_format
+from shardline.server.openai.chat.tools import Tool, _warn_of_unknown_format
 from tests.server.conftest import Running, serve
 
 TEMPLATE = (
@@ -35,6 +35,21 @@ def shared() -> Iterator[Running]:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3", enable_auto_tool_choice=True)
     with serve(config) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ({"name": "f"}, {"name": "f", "description": None, "parameters": None}),
+        (
+            {"name": "f", "strict": True, "other": 1},
+            {"name": "f", "description": None, "parameters": None, "strict": True},
+        ),
+    ],
+)
+def test_templates_see_tools_with_the_nulls_of_vllm(function: dict[str, Any], shown: dict[str, Any]) -> None:
+    tool = Tool.model_validate({"type": "function", "function": function}).for_template()
+    assert json.dumps(tool) == json.dumps({"type": "function", "function": shown})
 
 
 def stream(client: openai.OpenAI, **options: Any) -> tuple[dict[str, Any], list[Any]]:

@@ -41,6 +41,7 @@ from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.routes import generating_routes
 from shardline.server.operations import admin_routes, health_routes
 from shardline.server.pooling.cohere import cohere_routes
+from shardline.server.pooling.decisions import decision_routes
 from shardline.server.pooling.generative import generative_scoring_routes
 from shardline.server.pooling.routes import pooling_routes
 from shardline.server.pooling.scores import score_routes
@@ -109,7 +110,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     if is_whole:
         for routes in (generating_routes, batched_chat_routes, response_routes, message_routes):
             app.include_router(routes(service), dependencies=generates)
-        app.include_router(generative_scoring_routes(service), dependencies=generates)
+        for routes in (generative_scoring_routes, decision_routes):
+            app.include_router(routes(service), dependencies=generates)
         for routes in (cohere_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)
     app.state.batches = start_batches(app, service) if is_whole else None

@@ -12,16 +12,14 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.api.logprob_counts import MAX_NAMED_LOGPROBS
-from shardline.api.outputs import RequestOutput
 from shardline.api.prompts import EncodedPrompt
-from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, naming_params
 from shardline.server.openai.protocol import TokenIds
 from shardline.server.pooling.request import PoolingUsage, check_tokens
 from shardline.server.service import Service, new_id
@@ -111,15 +109,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         labels = list(dict.fromkeys(body.label_token_ids)) if body.apply_softmax is not False else []
         labels = labels or body.label_token_ids[:1]
         request_id = new_id("generative-scoring-")
-        wanted = [
-            SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                logprob_token_ids=labels[first : first + MAX_NAMED_LOGPROBS],
-                watermarking=False,
-            )
-            for first in range(0, len(labels), MAX_NAMED_LOGPROBS)
-        ]
+        wanted = [naming_params(labels[first : first + MAX_NAMED]) for first in range(0, len(labels), MAX_NAMED)]
         generation = await Generation.start(
             service,
             Prepared(
@@ -137,7 +127,7 @@ def generative_scoring_routes(service: Service) -> APIRouter:
             outputs = await generation.wait_finished()
         per_item: list[dict[int, float]] = [{} for _ in prompts]
         for number, output in enumerate(outputs):
-            per_item[number // len(wanted)] |= _logprobs(output)
+            per_item[number // len(wanted)] |= named_logprobs(output)
         num_tokens = sum(map(len, prompts))
         answer = GenerativeScoringResponse(
             id=request_id,
@@ -155,13 +145,6 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(answer), headers=body.ignored_headers, media_type="application/json")
 
     return router
-
-
-def _logprobs(output: RequestOutput) -> dict[int, float]:
-    """The log probabilities of the labels as the next token; they count all tokens."""
-    entries = output.outputs[0].token_logprobs
-    assert entries, "a finished output has them if they were asked for"
-    return dict(zip(entries[0].top_ids, entries[0].top_logprobs, strict=True))
 
 
 def _score(logprobs: Sequence[float], *, softmax: bool) -> float:

@@ -35,6 +35,7 @@ from shardline.server.scale_out.derender_bodies import (
     DerenderedChunk,
     StreamState,
     TokenAnswer,
+    TokenChoice,
 )
 from shardline.server.scale_out.replay import (
     add_fields,
@@ -105,6 +106,15 @@ def _answer_chunk(
     return Response(msgspec.json.encode(derendered), media_type="application/json")
 
 
+def _place(written: dict[str, Any], index: int, choice: TokenChoice) -> None:
+    """Give a choice its index, and no log probabilities of tokens that came without."""
+    written["index"] = index
+    if written.get("logprobs") and choice.logprobs is not None:
+        count = len(choice.logprobs.content or ())
+        logprobs: dict[str, Any] = written["logprobs"]
+        written["logprobs"] = {n: v[:count] if isinstance(v, list) else v for n, v in logprobs.items()}
+
+
 def _missing(name: str) -> ApiError:
     return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
 
@@ -170,7 +180,7 @@ def derender_routes(service: Service) -> APIRouter:
 
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
         for written, choice in zip(whole["choices"], answer.choices, strict=True):
-            written["index"] = choice.index
+            _place(written, choice.index, choice)
         return _answer_whole([answer], whole, _count_prompt(body.prompt_tokens, body.prompt_token_ids), ChatResponse)
 
     @router.post("/v1/completions/derender", responses=json_answers(CompletionResponse))
@@ -207,8 +217,9 @@ def derender_routes(service: Service) -> APIRouter:
             return writer.write_whole([reader.output for reader in readers])
 
         whole: dict[str, Any] = msgspec.json.decode(await asyncio.to_thread(write))
-        for index, written in enumerate(whole["choices"]):
-            written["index"] = index
+        choices = [choice for answer in answers for choice in answer.choices]
+        for index, (written, choice) in enumerate(zip(whole["choices"], choices, strict=True)):
+            _place(written, index, choice)
         return _answer_whole(answers, whole, sum(map(_count_prompt, counts, prompts)), CompletionResponse)
 
     return router

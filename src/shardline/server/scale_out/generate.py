@@ -29,6 +29,7 @@ from shardline.server.openai.chat.request import prepare_answer
 from shardline.server.openai.generation import Generation, Prepared, SentChoice
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
+from shardline.server.scale_out.prompt_scores import NamedRows, check_rows, score_rows
 from shardline.server.service import Service
 from shardline.server.sse import Events, EventStream, make_event
 
@@ -48,8 +49,9 @@ class GenerateSampling(SamplingFields):
     logprobs: int | None = None
     detokenize: bool | None = None
     output_kind: Any = None
-    prompt_logprob_token_ids: Any = None
-    """Refused, since an answer without these scores would be another one."""
+    prompt_logprob_token_ids: NamedRows | None = None
+    prompt_logprob_start: int | None = None
+    """The position of the first row."""
 
 
 class GenerateRequest(RequestModel):
@@ -86,10 +88,12 @@ class GenerateRequest(RequestModel):
         sampling = self.sampling_params
         sampling.check_supported(streams=bool(self.stream))
         refuse_if(
-            sampling.prompt_logprob_token_ids is not None,
+            sampling.prompt_logprob_token_ids is not None and bool(self.stream),
             "prompt_logprob_token_ids",
-            "'prompt_logprob_token_ids' is not supported; prompt_logprobs has the likeliest tokens at each position.",
+            "prompt_logprob_token_ids are not available when stream=true.",
         )
+        if sampling.prompt_logprob_start is not None and sampling.prompt_logprob_token_ids is None:
+            raise bad_request("prompt_logprob_start requires prompt_logprob_token_ids.", "prompt_logprob_start")
         refuse_if(bool(sampling.use_beam_search), "use_beam_search", "Beam search needs a prompt of /v1/completions.")
         skips_text = sampling.detokenize is False
         if skips_text and sampling.stop:
@@ -141,6 +145,8 @@ class GenerateResponse(msgspec.Struct, kw_only=True, frozen=True):
     choices: Sequence[GenerateChoice]
     usage: Usage | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_id_logprobs: str | msgspec.UnsetType | None = msgspec.UNSET
+    """See `score_rows`; a chunk has none."""
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
 
@@ -157,13 +163,14 @@ class GenerateWriter:
     def _pieces(self) -> TokenPieces:
         return TokenPieces(self.service.llm.model.tokenizer)
 
-    def write_whole(self, output: RequestOutput) -> bytes:
-        """The JSON of the whole answer."""
+    def write_whole(self, output: RequestOutput, scores: str | None) -> bytes:
+        """The JSON of the whole answer. `scores`: those of `score_rows`; None: they were not asked for."""
         choices = [self._write_choice(SentChoice(), choice) for choice in output.outputs]
         return self._encode(
             [choice for choice in choices if choice is not None],
             usage_of([output]),
             prompt_logprobs=output.prompt_logprobs,
+            prompt_token_id_logprobs=scores,
             prompt_token_ids=self._prompt_ids(output),
         )
 
@@ -287,14 +294,21 @@ def generate_routes(service: Service) -> APIRouter:
         )
         sampling = body.sampling_params
         request_id = _PREFIX + base_request_id(request, body.request_id)
+        rows, start = sampling.prompt_logprob_token_ids, sampling.prompt_logprob_start or 0
+        prompt = sampling.truncate_prompt(body.token_ids)
+        if rows is not None:
+            check_rows(service, rows, start, prompt)
         generation = await _start(service, body, request_id)
         writer = GenerateWriter(service, body, request_id)
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, sampling.ignored_headers)
         async with generation:
             [output] = await generation.wait_finished()
-            whole = writer.write_whole(output)
-            return Response(whole, headers=sampling.ignored_headers, media_type="application/json")
+        scores = None
+        if rows is not None:  # the prompt's blocks are cached now
+            scores = await score_rows(service, rows, start, prompt, request_id, body.model, body.cache_salt or "")
+        whole = writer.write_whole(output, scores)
+        return Response(whole, headers=sampling.ignored_headers, media_type="application/json")
 
     @router.post("/inference/v1/abort_requests", responses=json_answers(dict[str, Any]))
     async def abort_requests(body: AbortRequest) -> Response:

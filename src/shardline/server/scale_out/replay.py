@@ -38,8 +38,8 @@ class TokenReader:
         choice = self._state.choices[place]
         if choice.output.finished():  # a stop string has ended it
             return
-        if scores is None and choice.output.token_logprobs is not None:
-            scores = [_NO_SCORE] * len(ids)
+        if choice.output.token_logprobs is not None:
+            scores = [*(scores or ()), *[_NO_SCORE] * (len(ids) - len(scores or ()))]
         reason = None if end is None else end.finish_reason
         stop_id = None
         if end is not None and reason == "stop" and ids and not isinstance(end.stop_reason, str):
@@ -95,10 +95,13 @@ def check_tokens(service: Service, ids: Sequence[int], scores: Scores | None, wh
         raise bad_request(f"token_ids of {where} must be from 0 to {builder.vocab_size - 1}.", "token_ids")
     if scores is None or scores.content is None:
         return
-    if len(scores.content) != len(ids):
-        raise bad_request(f"logprobs.content length of {where} must be that of token_ids ({len(ids)}).", "logprobs")
+    if len(scores.content) > len(ids):
+        raise bad_request(f"logprobs.content length of {where} exceeds that of token_ids ({len(ids)}).", "logprobs")
     for token in scores.content:
-        service.check_top_logprobs(len(token.top_logprobs))
+        if 0 <= builder.max_logprobs < (count := len(token.top_logprobs)):
+            raise bad_request(
+                f"top_logprobs count ({count}) of {where} exceeds max_logprobs ({builder.max_logprobs}).", "logprobs"
+            )
         check_tokens(service, [token.token_id, *(one.token_id for one in token.top_logprobs)], None, where)
 
 

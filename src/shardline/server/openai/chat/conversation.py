@@ -184,7 +184,7 @@ class ConversationFields(RequestModel):
         offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
             await _for_template(messages),
-            [{**tool.model_dump(exclude_none=True), "type": "function"} for tool in offered] or None,
+            [tool.for_template() for tool in offered] or None,
             {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),

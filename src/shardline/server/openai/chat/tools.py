@@ -47,6 +47,11 @@ class Tool(RequestModel):
     type: Literal["function", "custom"] = "function"
     function: FunctionDefinition
 
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates get it in vLLM: null where nothing is said, but for `strict`."""
+        function = self.function.model_dump(exclude={"strict"} if self.function.strict is None else None)
+        return {"type": "function", "function": function}
+
 
 @dataclass(frozen=True)
 class ToolUse:
