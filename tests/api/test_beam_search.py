@@ -11,7 +11,7 @@ import pytest
 from shardline.api.beam_search import BeamSearch, run_searches, step_params
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput
-from shardline.api.requests import Prompt
+from shardline.api.prompts import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.messages.request import TokenLogprobs
 from shardline.sampling_params import BeamSearchParams, StructuredOutputsParams

@@ -114,7 +114,7 @@ def test_a_head_of_eagle_3_has_an_lm_head(tmp_path: Path) -> None:
     ],
 )
 def test_heads_of_eagle_3_that_do_not_fit_are_refused(
-    method: str, made: dict[str, object], options: dict[str, object], message: str, tmp_path: Path
+    method: str, made: dict[str, Any], options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "head", **made)
     with pytest.raises(ValueError, match=message) as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline import LLM, SamplingParams
-from shardline.api.requests import TokensPrompt
+from shardline.api.prompts import TokensPrompt
 from shardline.messages.stats import TierStats
 
 PROMPTS: list[TokensPrompt] = [{"prompt_token_ids": [(7 * i * j + j) % 200 + 5 for j in range(150)]} for i in range(6)]

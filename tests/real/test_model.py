@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams
-from shardline.api.requests import TokensPrompt
+from shardline.api.prompts import TokensPrompt
 from shardline.cli.main import main
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.text.tokenizer import Tokenizer

@@ -117,9 +117,13 @@ def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
 )
 def test_attention_of_fast_numerics_is_that_of_the_oracle(stored, heads, kv_heads, dim, window, rng, monkeypatch):
     monkeypatch.setattr(KERNELS, "is_exact", False)
-    used = []
-    attend = attention._attend_whole
-    monkeypatch.setattr(attention, "_attend_whole", lambda *given: used.append(1) or attend(*given))
+    used, attend = [], attention._attend_whole
+
+    def noted(*given):
+        used.append(given)
+        return attend(*given)
+
+    monkeypatch.setattr(attention, "_attend_whole", noted)
     test_paged.test_matches_reference("torch", stored, torch.float32, rng, heads, kv_heads, dim, window, None)
     assert used
 

@@ -75,7 +75,7 @@ def test_guesses_of_eagle_3(
     tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
-    named = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}
+    named: dict[str, Any] = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}
     head = make_eagle3(tmp_path / "head", tokens=tokens, **named)
     reference = Eagle3Reference(model, head, sources or (2, 2, 1))
     check_guesses(reference, model, head, tensor, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,10 +111,10 @@ def test_formats_keep_more_of_a_model_with_large_activations(
     ],
 )
 def test_every_layout_gives_the_same_bits(
-    family: str, name: str, layouts: list[dict[str, object]], tmp_path: Path
+    family: str, name: str, layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     model, answers = outlying(family, tmp_path), []
-    for layout in ({}, *layouts):
+    for layout in [{}, *layouts]:
         engine, executor = start_engine(model, quantization=name, **layout)
         answers.append(run(engine, make_requests(256, count=3), "together" if layout else "alone"))
         engine.close()

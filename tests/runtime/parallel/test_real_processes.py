@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shardline import LLM, SamplingParams
-from shardline.api.requests import TokensPrompt
+from shardline.api.prompts import TokensPrompt
 from tests.exactness.harness import golden, make_requests
 from tests.models.checkpoints import make_checkpoint
 

@@ -42,10 +42,26 @@ def attention_partials(
     shape = num_splits, query.shape[0], query.shape[1]
     maxima, sums = (kernels.activation_empty(torch.float32, *shape) for _ in range(2))
     outputs = kernels.activation_empty(torch.float32, *shape, value_cache.shape[3])
-    tables, parts = (block_tables, query_starts, context_lens), Partials(maxima, sums, outputs)
-    more = (scale, window, softcap, key_scales, value_scales, chunked, first_split, split_step)
-    kernels.attention_partials(query, key_cache, value_cache, *tables, *parts, *more)
-    return parts
+    kernels.attention_partials(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lens,
+        maxima,
+        sums,
+        outputs,
+        scale,
+        window,
+        softcap,
+        key_scales,
+        value_scales,
+        chunked,
+        first_split,
+        split_step,
+    )
+    return Partials(maxima, sums, outputs)
 
 
 def merge_partials(kernels: Kernels, ranks: Partials, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
