@@ -78,13 +78,7 @@ class CommonKernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None:
-        """Keys and values [T, Hk, D] to the slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
-
-        A page [block_size, D] of a block and head has the order of `page_order`. slot = block_id * block_size + offset;
-        a negative slot is skipped. Token strides are free. With scales, fp32 [num_blocks, Hk, block_size], the caches
-        are int8: a token's head is stored as round(x / scale), with the largest |x| / 127 as its scale, so its bytes
-        depend on that head only. They may also be float8_e4m3fn, with 448 in place of 127.
-        """
+        """Keys and values [T, KV heads, D] to the cache's slots [T]; a negative slot stores nothing."""
 
     def rope_and_write_kv(
         self,
@@ -101,7 +95,7 @@ class CommonKernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None:
-        """`apply_rope` of query and key, then `write_kv`, in one kernel and with the same bits."""
+        """`apply_rope` of query and key, then `write_kv`."""
 
     def paged_attention(
         self,
@@ -144,14 +138,12 @@ class CommonKernels(Protocol):
         split_step: int,
         /,
     ) -> None:
-        """What `paged_attention` computes for the splits first_split, first_split + split_step, ..., before it merges
-        them: `ops.attention.partials.Partials` of as many. Entries of block tables for other splits are not read."""
+        """What `paged_attention` computes for each of some splits, before it merges them."""
 
     def merge_partials(
         self, maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None, /
     ) -> None:
-        """Merges the partials of several ranks, [ranks, splits, ...], in the order of their splits in fp32, and rounds
-        once: the bits of `paged_attention`."""
+        """Merges the partials of several ranks to the attention output."""
 
     def expert_up(
         self,
