@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
         elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("e2e")
+    # Those that wait for long come first: at the end, no other worker could help the one that has them.
+    items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "faults"))
 
 
 def pytest_collection_finish() -> None:
