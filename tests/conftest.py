@@ -85,8 +85,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
         elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("e2e")
-    # Those that wait for long come first: at the end, no other worker could help the one that has them.
-    items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "faults"))
+    _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> None:
+    """Have the first worker begin with the tests that wait for long, and the second with those whose ranks spin on all
+    cores: together at the end, these would slow each other down."""
+    waiting, spinning, others = (
+        [item for item in items if _slow_folder(item) == folder] for folder in ("faults", "exactness", "")
+    )
+    place = max(0, len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - len(waiting))
+    items[:] = [*waiting, *others[:place], *spinning, *others[place:]]
+
+
+def _slow_folder(item: pytest.Item) -> str:
+    return next((name for name in ("faults", "exactness") if item.path.is_relative_to(TESTS / name)), "")
 
 
 def pytest_collection_finish() -> None:

@@ -149,7 +149,7 @@ def test_a_client_that_leaves_makes_room_at_its_backend(site: Site, monkeypatch:
     thread = ask_beside(site, statuses, "second")
     wait_until(site, 1)
     site.run(_close(writer))
-    # The backend may notice the departure later than the router.
+    # On a busy machine, the backend may notice the departure later than it is asked again.
     site.wait_for(lambda: len(seat.ran) + seat.num_refused > 2 or "second" in statuses)
     assert len(seat.ran) + seat.num_refused > 2
     seat.answer()

@@ -7,6 +7,7 @@ client's; a backend that is full (429, 503) is left alone for as long as it asks
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -34,6 +35,8 @@ _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
 _BUSY_SECONDS, _MOST_BUSY_SECONDS = 0.25, 10.0
 """How long a backend that is full is left alone, if it does not say, and at most."""
+_LEAVING_SECONDS = 0.05
+"""After which a backend has noticed that a client has left."""
 _USAGE_BYTES = 2048
 """The end of a stream that has its usage."""
 _RETRY_SHARE, _RETRY_RESERVE = 0.2, 10.0
@@ -335,7 +338,7 @@ class Proxy:
         try:
             yield
         except BaseException:  # the client has left
-            self._note_room(backend)
+            asyncio.get_running_loop().call_later(_LEAVING_SECONDS, self._note_room, backend)
             raise
         finally:
             backend.breaker.give_up()
