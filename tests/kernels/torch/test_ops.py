@@ -111,23 +111,6 @@ def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
     test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
 
 
-@pytest.mark.parametrize(
-    ("stored", "heads", "kv_heads", "dim", "window"),
-    [(None, 4, 2, 64, None), (None, 3, 1, 7, 20), (torch.int8, 4, 2, 64, 700)],
-)
-def test_attention_of_fast_numerics_is_that_of_the_oracle(stored, heads, kv_heads, dim, window, rng, monkeypatch):
-    monkeypatch.setattr(KERNELS, "is_exact", False)
-    used, attend = [], attention._attend_whole
-
-    def noted(*given):
-        used.append(given)
-        return attend(*given)
-
-    monkeypatch.setattr(attention, "_attend_whole", noted)
-    test_paged.test_matches_reference("torch", stored, torch.float32, rng, heads, kv_heads, dim, window, None)
-    assert used
-
-
 def _replaced(value: object) -> object:
     """The kernels, or a call of them, for those of the host."""
     if isinstance(value, HostKernels):

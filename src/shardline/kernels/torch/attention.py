@@ -3,12 +3,11 @@
 A row of a tile is a query of one head, or zero. Keys come in tiles of 128 from position 0 on, and in splits of 512.
 A split's weights are relative to its maximum; its tiles, and then the splits, are added in order. So a query's bits
 depend only on itself and on the keys that it sees: others have the weight zero, if their values are finite. All of it
-is float32. If numerics are fast, torch's own attention computes what it can, in the dtype of the cache.
+is float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -52,17 +51,6 @@ class _Batch:
     parts: tuple[_Part, ...]
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """As `_Batch`, with a mask for torch's own attention."""
-
-    tokens: Tensor
-    is_all: bool
-    keys: Tensor
-    mask: Tensor
-    """[B, 1, n, num_keys]: 0 where a query sees a key, else -inf."""
-
-
 class _Sums(NamedTuple):
     """See `ops.attention.paged.Partials`; [S, N, ...] for N rows and S splits."""
 
@@ -86,9 +74,6 @@ class _Shape(NamedTuple):
 class AttentionKernels(CacheKernels):
     """See `contract.Kernels`."""
 
-    is_exact: bool
-    """See `DenseKernels.is_exact`."""
-
     def paged_attention(
         self,
         query: Tensor,
@@ -107,13 +92,6 @@ class AttentionKernels(CacheKernels):
         chunked: bool,
     ) -> None:
         shape = _shape_of(query, key_cache, window, chunked)
-        if not self.is_exact and softcap is None and sinks is None:
-            tables, dtype = (block_tables, query_starts, context_lens), query.dtype
-            for whole in self._kept.value_of(tables, (shape, dtype), lambda: _plan_whole(*tables, shape, dtype)):
-                keys = _read_rows(key_cache, key_scales, whole.keys, dtype)
-                values = _read_rows(value_cache, value_scales, whole.keys, dtype)
-                _put_rows(_attend_whole(query, keys, values, whole, scale), out, whole)
-            return
         read_keys = partial(_read_rows, key_cache, key_scales)
         read_values = partial(_read_rows, value_cache, value_scales)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
@@ -225,20 +203,7 @@ class _Sequence(NamedTuple):
 def _plan(
     block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, shape: _Shape, splits: tuple[int, int]
 ) -> list[_Batch]:
-    num_rows = int(query_starts[-1])
-    return [_batch(some, block_tables, shape, num_rows, splits) for some in _batches(query_starts, context_lens, shape)]
-
-
-def _plan_whole(
-    block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, shape: _Shape, dtype: torch.dtype
-) -> list[_Whole]:
-    num_rows = int(query_starts[-1])
-    return [_whole(some, block_tables, shape, num_rows, dtype) for some in _batches(query_starts, context_lens, shape)]
-
-
-def _batches(query_starts: Tensor, context_lens: Tensor, shape: _Shape) -> Iterator[list[_Sequence]]:
-    """Sequences that are computed together."""
-    starts = query_starts.tolist()
+    starts, device = query_starts.tolist(), query_starts.device
     sequences = []
     for index, num_keys in enumerate(context_lens.tolist()):
         num_rows = starts[index + 1] - starts[index]
@@ -248,12 +213,15 @@ def _batches(query_starts: Tensor, context_lens: Tensor, shape: _Shape) -> Itera
             sequences.append(
                 _Sequence(index, starts[index], num_rows, first, num_keys, num_tiles, _key_tiles(first, num_keys))
             )
+    batches = []
     for kind, group in groupby(sorted(sequences, key=lambda one: (one.kind, one.place)), key=lambda one: one.kind):
         members = list(group)
         elements = shape.num_kv_heads * kind[1] * KEYS * max(shape.dim, kind[0] * ROWS)
         each = max(1, _MOST_ELEMENTS // elements)
         for begin in range(0, len(members), each):
-            yield members[begin : begin + each]
+            some = members[begin : begin + each]
+            batches.append(_batch(some, block_tables, shape, starts[-1], device, splits))
+    return batches
 
 
 def _first_seen(position: int, shape: _Shape) -> int:
@@ -270,57 +238,15 @@ def _key_tiles(first_key: int, num_keys: int) -> int:
     return -(-tiles // step) * step
 
 
-class _Places(NamedTuple):
-    """Where the queries and keys of some sequences are."""
-
-    tokens: Tensor
-    """See `_Batch.tokens`."""
-    positions: Tensor
-    """[B, n]: of these tokens."""
-    keys: Tensor
-    """[num_keys]: positions of keys."""
-    rows: Tensor
-    """See `_Batch.keys`."""
-
-
 def _batch(
-    sequences: list[_Sequence], block_tables: Tensor, shape: _Shape, num_rows: int, splits: tuple[int, int]
+    sequences: list[_Sequence],
+    block_tables: Tensor,
+    shape: _Shape,
+    num_rows: int,
+    device: torch.device,
+    splits: tuple[int, int],
 ) -> _Batch:
-    places, device, first = _places(sequences, block_tables, shape, splits), block_tables.device, sequences[0]
-    return _Batch(
-        places.tokens.to(device),
-        _are_all(places.tokens, num_rows),
-        places.rows,
-        first.num_tiles,
-        first.kind[2],
-        tuple(_parts(places.positions, places.keys, first.num_tiles, shape, device)),
-    )
-
-
-def _whole(
-    sequences: list[_Sequence], block_tables: Tensor, shape: _Shape, num_rows: int, dtype: torch.dtype
-) -> _Whole:
-    places, device = _places(sequences, block_tables, shape, (0, 1)), block_tables.device
-    hidden = _hidden(places.keys, places.positions[:, None, :, None], shape)
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return _Whole(places.tokens.to(device), _are_all(places.tokens, num_rows), places.rows, mask.to(device))
-
-
-def _are_all(tokens: Tensor, num_rows: int) -> bool:
-    return torch.equal(tokens.flatten(), torch.arange(num_rows))
-
-
-def _hidden(keys: Tensor, queries: Tensor, shape: _Shape) -> Tensor:
-    """Which positions of keys are hidden from positions of queries."""
-    hidden = keys > queries
-    if shape.window is not None:
-        first = queries // shape.window * shape.window if shape.chunked else queries - shape.window + 1
-        hidden |= keys < first
-    return hidden
-
-
-def _places(sequences: list[_Sequence], block_tables: Tensor, shape: _Shape, splits: tuple[int, int]) -> _Places:
-    device, most = block_tables.device, max(one.num_rows for one in sequences)
+    most = max(one.num_rows for one in sequences)
     place = torch.arange(most)
     counts = torch.tensor([one.num_rows for one in sequences])[:, None]
     own = torch.minimum(place, counts - 1)
@@ -339,7 +265,14 @@ def _places(sequences: list[_Sequence], block_tables: Tensor, shape: _Shape, spl
     blocks = torch.where(seen.to(device) < 0, 0, blocks)[:, None]
     offsets = (seen.clamp(min=0) % shape.block_size).to(device)[:, None]
     heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
-    return _Places(tokens, positions, keys, (blocks * shape.num_kv_heads + heads) * shape.block_size + offsets)
+    return _Batch(
+        tokens.to(device),
+        torch.equal(tokens.flatten(), torch.arange(num_rows)),
+        (blocks * shape.num_kv_heads + heads) * shape.block_size + offsets,
+        sequences[0].num_tiles,
+        first_split,
+        tuple(_parts(positions, keys, sequences[0].num_tiles, shape, device)),
+    )
 
 
 def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, device: torch.device) -> list[_Part]:
@@ -354,30 +287,26 @@ def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, devic
         tiles = int(own.max() - keys[0]) // KEYS + 1
         tiles = len(keys) // KEYS if each >= num_tiles else min(len(keys) // KEYS, -(-tiles // _TILES) * _TILES)
         some = keys[: tiles * KEYS].view(tiles, 1, 1, KEYS)
-        hidden = _hidden(some, own[:, None, :, :, None], shape)
+        last = own[:, None, :, :, None]
+        hidden = some > last
+        if shape.window is not None:
+            first = last // shape.window * shape.window if shape.chunked else last - shape.window + 1
+            hidden |= some < first
         parts.append(_Part(slice(begin, begin + each), tiles * KEYS, hidden[:, None].to(device)))
     return parts
 
 
-def _attend_whole(query: Tensor, keys: Tensor, values: Tensor, batch: _Whole, scale: float) -> Tensor:
-    """[B, n, Hq, Dv]: torch's attention of the query [T, Hq, D] to keys and values [B, Hk, num_keys, ..]."""
-    own = query if batch.is_all else query.index_select(0, batch.tokens.flatten())
-    own = own.view(*batch.tokens.shape, *own.shape[1:]).transpose(1, 2)
-    attended = F.scaled_dot_product_attention(own, keys, values, batch.mask, scale=scale, enable_gqa=True)
-    return attended.transpose(1, 2)
-
-
-def _read_rows(cache: Tensor, scales: Tensor | None, places: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, Hk, num_keys, D] of `dtype`"""
+def _read_rows(cache: Tensor, scales: Tensor | None, places: Tensor) -> Tensor:
+    """[B, Hk, num_keys, D] float32"""
     flat, dim = places.flatten(), cache.shape[-1]
     pages = cache.view(-1, dim)
     if cache.itemsize == 1:
-        rows = pages.view(torch.uint8).index_select(0, flat).view(cache.dtype)
+        rows = pages.view(torch.uint8).index_select(0, flat).view(cache.dtype).float()
     else:
-        rows = pages.index_select(0, flat)
+        rows = pages.index_select(0, flat).float()
     if scales is not None:
-        rows = rows.float() * scales.view(-1).index_select(0, flat)[:, None]
-    return rows.to(dtype).view(*places.shape, dim)
+        rows *= scales.view(-1).index_select(0, flat)[:, None]
+    return rows.view(*places.shape, dim)
 
 
 def _rows_of(query: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
@@ -485,7 +414,7 @@ def _of_tokens(part: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
     return own.transpose(1, 2).flatten(2, 3)
 
 
-def _put_rows(rows: Tensor, out: Tensor, batch: _Batch | _Whole) -> None:
+def _put_rows(rows: Tensor, out: Tensor, batch: _Batch) -> None:
     """Copy rows [B, n, ..] to their places in out [T, ..]."""
     if batch.is_all:
         out.copy_(rows.flatten(0, 1))
