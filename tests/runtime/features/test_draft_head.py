@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from shardline.runtime.features.draft_head import DraftHead
 from tests.exactness.harness import make_requests, run, start_engine
@@ -79,6 +80,17 @@ def test_guesses_of_eagle_3(
     head = make_eagle3(tmp_path / "head", tokens=tokens, **named)
     reference = Eagle3Reference(model, head, sources or (2, 2, 1))
     check_guesses(reference, model, head, tensor, **options)
+
+
+def test_a_head_of_eagle_3_that_names_no_token_of_the_model_is_refused(tmp_path: Path) -> None:
+    model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "head", tokens=range(9))
+    file = head / "model.safetensors"
+    tensors = load_file(file)
+    for offset in (-1, 300):
+        save_file({**tensors, "d2t": tensors["d2t"] + offset}, file)
+        asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+        with pytest.raises(ValueError, match="d2t of the draft model names tokens that the model does not have"):
+            start_engine(model, speculative_config=asked)
 
 
 @pytest.mark.parametrize("model_type", PREDICTING)

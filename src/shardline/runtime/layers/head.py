@@ -33,6 +33,8 @@ class Head:
         if spec.names_tokens:
             offsets = loader.load("head_input.token_offsets.bias").long().cpu()
             self._token_ids = (torch.arange(len(offsets)) + offsets).tolist()
+            if not 0 <= min(self._token_ids) <= max(self._token_ids) < model.stage.spec.vocab_size:
+                raise ValueError("d2t of the draft model names tokens that the model does not have: it is damaged")
         self._kernels, self._group = context.kernels, context.group
         tied = lm_head.look_up_rows if model.stage.spec.tied_embeddings else None
         self._embedding = embedding or TokenEmbedding(model, tied)
