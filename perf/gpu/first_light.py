@@ -130,7 +130,8 @@ _MODULES = {"server": "demo_server", "kernels": "kernel_times"}
 
 def run_in_process(name: str, on: dict[str, str], ceilings: dict[str, float]) -> dict[str, Any]:
     """Run a part in its own process; returns {"seconds", and "result" or "error"}."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
+    paths = [str(_ROOT / "src"), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

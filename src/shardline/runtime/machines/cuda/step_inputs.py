@@ -126,7 +126,7 @@ class Uploader:
         if end > len(self._staging):
             self._staging = torch.empty(2 * end, dtype=torch.uint8, pin_memory=self._pinned)
         for start, tensor in zip(starts, tensors, strict=True):
-            self._staging[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+            self._staging[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
         uploaded = self._staging[:end].to(self._device, non_blocking=True, copy=True)
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
