@@ -31,6 +31,7 @@ _LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "
 def seconds(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
     """Median seconds of one call. All calls are captured in a graph and replayed."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()

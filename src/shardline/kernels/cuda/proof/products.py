@@ -18,9 +18,9 @@ from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 
 _ROWS = 300
-"""More than a tile of many rows has; single rows and 70 have tiles of their own."""
+"""More than a tile of many rows has; single rows, 27 and 70 have tiles of their own."""
 
-_PLACES = ((0, 1), (5, 7), (0, 70), (126, 130))
+_PLACES = ((0, 1), (5, 7), (40, 67), (0, 70), (126, 130))
 
 _COLUMNS = 144
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.activation import activation as activate_rows
-from shardline.kernels.cuda.triton.gemm import Tile, gated_product, gemm_options, tile_for, tile_of_program
+from shardline.kernels.cuda.triton.gemm import computes_pairs, gated_product, gemm_options, tile_for, tile_of_program
 from shardline.kernels.cuda.triton.launch import EXACT
 from shardline.kernels.cuda.triton.quantize import quantize_rows, quantize_rows_fp8
 
@@ -160,7 +160,10 @@ def grouped_linear(
     if num_slots == 0:
         return
     x, row_scales = _as_weights_are(x, panels.dtype)
-    tile = _tile_for(num_slots, panels.shape[0], num_columns, x.dtype)
+    # The tile of one linear with the rows of an average expert.
+    rows = num_slots // panels.shape[0]
+    in_pairs = computes_pairs(rows, x.dtype, gate, is_normed=False, is_scaled=row_scales is not None)
+    tile = tile_for(rows, num_columns, x.dtype, in_pairs=in_pairs)
     by_expert = sort_slots(ids, first_expert, panels.shape[0], tile.rows)
     num_tiles = len(by_expert.experts)
     _grouped_kernel[(num_tiles * triton.cdiv(num_columns, tile.columns),)](
@@ -179,7 +182,7 @@ def grouped_linear(
         0 if scales is None else scales.stride(0),
         SLOTS_PER_ROW=slots_per_row,
         GATE=gate,
-        **gemm_options(x, panels, tile),
+        **gemm_options(x, panels, tile, in_pairs=in_pairs),
     )
 
 
@@ -195,12 +198,6 @@ def _as_weights_are(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
         values = torch.empty(x.shape[0], -(-x.shape[1] // 32) * 32, dtype=torch.int8, device=x.device)
         quantize_rows(x, values, scales, None)
     return values, scales
-
-
-def _tile_for(num_slots: int, num_experts: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """The tile for one linear with the rows of an average expert; for few rows it is wide enough to read whole cache
-    lines."""
-    return tile_for(num_slots // num_experts, num_columns, dtype)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tiles", "first_expert"])

@@ -23,6 +23,8 @@ from shardline.kernels.cuda.triton.norm import weighted
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
 """Columns of K that a program loads at once, by bytes per element; it does not depend on M."""
+_FEW_ROWS = 32
+"""The most rows of a product whose tiles are computed transposed."""
 
 
 class Tile(NamedTuple):
@@ -54,12 +56,24 @@ def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
     return max(1, min(tile.num_stages, held if _generation.holds_all_stages else held + 1))
 
 
-def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """The tile of a product. With few rows, time goes into reading the weight, so narrow tiles let every multiprocessor
-    read. Many rows reuse the weight, so tiles are wide."""
+def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_normed: bool, is_scaled: bool) -> bool:
+    """Whether a product with a gate is one of `pair_of_products`: if it has a norm, or few rows."""
+    is_narrow = num_rows <= _FEW_ROWS and dtype != torch.float32 and not is_scaled
+    return gate is not None and (is_normed or is_narrow)
+
+
+def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype, *, in_pairs: bool = False) -> Tile:
+    """The tile of a product. With few rows, time goes into reading the weight, so tiles are narrow, to let every
+    multiprocessor read, and hold many stages of it. Many rows reuse the weight, so tiles are wide. `in_pairs`: the
+    columns are those of `pair_of_products`."""
     if dtype == torch.float32:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 32, 4, 2) if in_pairs else Tile(64, 64, 4, 2)
     more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
+    if num_rows <= _FEW_ROWS:
+        rows = 16 if num_rows <= 16 else 32
+        return Tile(rows, 32, 4, 5) if in_pairs else Tile(rows, 64, 4, 8)
+    if in_pairs:
+        return Tile(64, 32, 4, 4)
     if num_rows <= 64:
         return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4 + more)
     if num_rows <= 256:
@@ -67,22 +81,18 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 128, 8, 3 + more)
 
 
-def tile_of_pairs(dtype: torch.dtype) -> Tile:
-    """The tile of `pair_of_products`, for few rows. It holds two tiles of the weight and one of x, and is narrow enough
-    that two programs fit on a multiprocessor."""
-    return Tile(64, 32, 4, 2 if dtype == torch.float32 else 3)
-
-
-def gemm_options(x: Tensor, weight: Tensor, tile: Tile) -> dict[str, Any]:
-    """Constants of a launch, for rows x [.., K] and a weight in a layout that `product` supports."""
+def gemm_options(x: Tensor, weight: Tensor, tile: Tile, *, in_pairs: bool = False) -> dict[str, Any]:
+    """Constants of a launch, for rows x [.., K] and a weight in a layout that `product` supports. `in_pairs`: as for
+    `tile_for`."""
     block_k = _BLOCK_K[x.element_size()]
+    loaded = tile._replace(columns=2 * tile.columns) if in_pairs else tile
     return {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": block_k,
         "IS_WHOLE_K": x.shape[-1] % (64 if weight.dtype == torch.uint8 else block_k) == 0,
         "num_warps": tile.num_warps,
-        "num_stages": stages_of(tile, block_k, x.element_size()),
+        "num_stages": stages_of(loaded, block_k, x.element_size()),
         **EXACT,
     }
 
@@ -123,7 +133,7 @@ def gated_product(
     rows of up. Both products are rounded to `stored` and then gated as in `activation`.
     """
     weight_columns = num_columns if GATE is None else 2 * num_columns
-    if GATE is not None and norm_ptr is not None:
+    if GATE is not None and (norm_ptr is not None or (BLOCK_M < 64 and row_scales_ptr is None)):
         gate, total = pair_of_products(
             x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
@@ -229,12 +239,13 @@ def _chain(
     inside, column_inside = row_inside[:, None], column[None, :] < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_tile = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32)
+    sums: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=sums)
     for begin in range(0, depth, BLOCK_K):
         x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
         weight = _columns(weight_tile + begin, column_inside, begin + k, depth, IS_WHOLE_K)
-        total = _link(x, weight, total, BLOCK_K)
-    return total
+        total = add_product(x, weight, total, BLOCK_K, BLOCK_M < 64)
+    return tl.trans(total) if BLOCK_M < 64 else total
 
 
 @triton.jit
@@ -257,20 +268,11 @@ def pair_of_products(
     OFFSET: tl.constexpr,
 ):
     """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16; x is read once."""
-    k = tl.arange(0, BLOCK_K)
-    inside = row_inside[:, None]
-    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    first_tile = weight_ptr + first_column.to(tl.int64)[None, :] * depth + k[:, None]
-    second_tile = weight_ptr + second_column.to(tl.int64)[None, :] * depth + k[:, None]
-    first_inside, second_inside = first_column[None, :] < num_columns, second_column[None, :] < num_columns
-    first = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for begin in range(0, depth, BLOCK_K):
-        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
-        weight = _columns(first_tile + begin, first_inside, begin + k, depth, IS_WHOLE_K)
-        first = _link(x, weight, first, BLOCK_K)
-        weight = _columns(second_tile + begin, second_inside, begin + k, depth, IS_WHOLE_K)
-        second = _link(x, weight, second, BLOCK_K)
+    total = _chain(
+        x_ptr, weight_ptr, row, row_inside, tl.interleave(first_column, second_column), num_columns, depth, x_stride,
+        BLOCK_M, 2 * BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+    )  # fmt: skip
+    first, second = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N, 2)))
     return first, second
 
 
@@ -291,15 +293,16 @@ def _columns(weight_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr):
 
 
 @triton.jit
-def _link(x, weight, total, BLOCK_K: tl.constexpr):
-    """total + x @ weight."""
+def add_product(x, weight, total, BLOCK_K: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """total + x @ weight, or all of them transposed."""
+    left, right = (tl.trans(weight), tl.trans(x)) if IS_TRANSPOSED else (x, weight)
     if weight.dtype == tl.float8e4nv:
         # Hopper adds fp8 products with few bits, so sums of 128 elements are added in fp32.
-        total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
+        total = tl.dot(left, right, total, max_num_imprecise_acc=BLOCK_K)
     elif weight.dtype == tl.int8:
-        total = tl.dot(x, weight, total, out_dtype=tl.int32)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
     else:
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total = tl.dot(left, right, total, input_precision="ieee")
     return total
 
 
@@ -321,16 +324,16 @@ def _int4_chain(
     k = tl.arange(0, 32)
     column_inside = column < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=tl.int32)
     for pair in range(tl.cdiv(depth, 64)):
         panel = weight_ptr + 34 * pair * num_columns
         both = tl.load(panel + 32 * column[None, :] + k[:, None], mask=column_inside[None, :], other=0x88)
         scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.int8)) + column
         x = tl.load(x_tile + 64 * pair, mask=row_inside[:, None], other=0)
         scale = tl.load(scales, mask=column_inside, other=0)
-        total = tl.dot(x, ((both & 15).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
+        total = add_product(x, ((both & 15).to(tl.int8) - 8) * scale[None, :], total, 32, BLOCK_M < 64)
         inside = row_inside[:, None] if IS_WHOLE_K else row_inside[:, None] & (k[None, :] < depth - 64 * pair - 32)
         x = tl.load(x_tile + 64 * pair + 32, mask=inside, other=0)
         scale = tl.load(scales + num_columns, mask=column_inside, other=0)
-        total = tl.dot(x, ((both >> 4).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
-    return total
+        total = add_product(x, ((both >> 4).to(tl.int8) - 8) * scale[None, :], total, 32, BLOCK_M < 64)
+    return tl.trans(total) if BLOCK_M < 64 else total

@@ -15,10 +15,10 @@ from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton.activation import activation
 from shardline.kernels.cuda.triton.gemm import (
     Tile,
+    computes_pairs,
     gated_product,
     gemm_options,
     tile_for,
-    tile_of_pairs,
     tile_of_program,
 )
 from shardline.kernels.cuda.triton.norm import inverse_rms, sums_of_pairs
@@ -127,9 +127,9 @@ def launch_linear(
     if num_rows == 0:
         return
     has_heads = x.dim() == 3
-    if tile is None:
-        is_pair = norm is not None and gate is not None
-        tile = tile_of_pairs(x.dtype) if is_pair else tile_for(num_rows, num_columns, x.dtype)
+    rows = num_rows if tile is None else tile.rows
+    in_pairs = computes_pairs(rows, x.dtype, gate, is_normed=norm is not None, is_scaled=row_scales is not None)
+    tile = tile or tile_for(num_rows, num_columns, x.dtype, in_pairs=in_pairs)
     assert square_sums is None or square_sums.shape[1] == triton.cdiv(num_columns, tile.columns)
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     _linear_kernel[(tiles, x.shape[1] if has_heads else 1)](
@@ -153,7 +153,7 @@ def launch_linear(
         0 if residual is None else residual.stride(0),
         GATE=gate,
         **norm_options(norm),
-        **gemm_options(x, weight, tile),
+        **gemm_options(x, weight, tile, in_pairs=in_pairs),
     )
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.kernels.cuda.triton.gemm import Tile, tile_for, tile_of_program
+from shardline.kernels.cuda.triton.gemm import Tile, add_product, tile_for, tile_of_program
 from shardline.kernels.cuda.triton.launch import EXACT
 
 
@@ -89,7 +89,7 @@ def _linear_w4a16_kernel(
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     value_tile = values_ptr + column.to(tl.int64)[None, :] * 32 + k[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for pair in range(tl.cdiv(depth, 64)):
         both = tl.load(value_tile, mask=column_inside, other=0)
         value_tile += num_columns * 32
@@ -97,14 +97,16 @@ def _linear_w4a16_kernel(
         inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
         x = tl.load(x_tile + begin, mask=inside, other=0.0)
         weight = _dequantized(both & 15, scales_ptr, zeros_ptr, begin, column, num_columns, GROUP_SIZE, dtype)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total = add_product(x, weight, total, 32, BLOCK_M < 64)
         # The last pair may have only one run. Then x is zero for the other run, and any group may be used.
         begin += 32
         inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
         x = tl.load(x_tile + begin, mask=inside, other=0.0)
         group_at = begin if IS_WHOLE_K else tl.minimum(begin, depth - 1)
         weight = _dequantized(both >> 4, scales_ptr, zeros_ptr, group_at, column, num_columns, GROUP_SIZE, dtype)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total = add_product(x, weight, total, 32, BLOCK_M < 64)
+    if BLOCK_M < 64:
+        total = tl.trans(total)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]

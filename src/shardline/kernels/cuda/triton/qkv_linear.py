@@ -10,7 +10,7 @@ from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton.gemm import (
     gemm_options,
     pair_of_products,
-    tile_of_pairs,
+    tile_for,
     tile_of_program,
     with_bias,
 )
@@ -45,7 +45,7 @@ def qkv_linear(
     num_pairs = weight.shape[0] // 2
     if num_rows == 0:
         return
-    tile = tile_of_pairs(rows.dtype)
+    tile = tile_for(num_rows, num_pairs, rows.dtype, in_pairs=True)
     if query_norm is not None:
         tile = tile._replace(columns=head_dim // 2)
     _qkv_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_pairs, tile.columns),)](
@@ -74,7 +74,7 @@ def qkv_linear(
         IS_INTERLEAVED=interleaved,
         HEAD_OFFSET=weight_offset,
         **norm_options(norm),
-        **gemm_options(rows, weight, tile),
+        **gemm_options(rows, weight, tile, in_pairs=True),
     )
 
 
