@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
-from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton.gemm import Tile
-from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
-from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
+from shardline.kernels.cuda.triton.linear import launch_linear
 
 from .inputs import attempt
 from .tiles import FEW_ROWS, MANY_ROWS
@@ -108,73 +106,6 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
                 spent = attempt(time_linear, rows, columns, depth, tile)
                 result[f"tile {tile.name} {name} M={rows}"] = _entry(spent)
     return result
-
-
-def few_rows_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """A decode step's launches that fuse norms, additions, rotation and KV writes, each beside the launches that it
-    replaces, with the weights of Llama-3.1-8B and of Llama-3.2-1B."""
-    result: dict[str, Any] = {}
-    for model, (hidden, inner, heads, dim) in {"8B": (4096, 14336, 32, 128), "1B": (2048, 8192, 32, 64)}.items():
-        for rows in (1, 64):
-            calls = _few_rows_calls(rows, hidden, inner, heads, dim)
-            for name, (num_bytes, versions) in calls.items():
-                floor = num_bytes / ceilings["copy_bytes_per_s"]
-                for label, launches in versions.items():
-                    result[f"{model} {name} M={rows}, {label}"] = _entry(attempt(seconds, launches), floor)
-    return result
-
-
-def _few_rows_calls(
-    rows: int, hidden: int, inner: int, heads: int, dim: int
-) -> dict[str, tuple[int, dict[str, list[Callable[[], Any]]]]]:
-    """For each product: the bytes of its weight, and its fused and separate calls over several weights."""
-    residual, norm = _randn(rows, hidden), _randn(hidden)
-    summed, normed, delta, gated = (_randn(rows, width) for width in (hidden, hidden, hidden, inner))
-    sums = torch.rand(rows, runs_of_row(rows, hidden, torch.bfloat16), device="cuda")
-    qkv, table = _randn(rows, heads + 16, dim), torch.randn(4096, dim, device="cuda")
-    positions, cache = torch.arange(rows, device="cuda"), _randn(64, 8, 16, dim)
-    split, query = qkv.split([heads, 8, 8], dim=1), _randn(rows, heads, dim)
-    unnormed = UnnormedRows(residual, sums, norm, 1e-5, 0.0)
-    place = (cache, cache, positions, positions, table, False, None, None)
-
-    def separate_norm() -> None:
-        kernels.rms_norm(delta, norm, normed, 1e-5, 0.0, residual, summed)
-
-    def fused_qkv(weight: Tensor) -> None:
-        qkv_linear(unnormed, weight, None, query, *place, 0.0, 0.0)
-
-    def separate_qkv(weight: Tensor) -> None:
-        separate_norm()
-        kernels.linear(normed, weight, None, qkv.view(rows, -1))
-        kernels.rope_and_write_kv(*split, *place)
-
-    def fused_gate(weight: Tensor) -> None:
-        kernels.linear(unnormed, weight, None, gated, "silu")
-
-    def separate_gate(weight: Tensor) -> None:
-        separate_norm()
-        kernels.linear(normed, weight, None, gated, "silu")
-
-    def fused_down(weight: Tensor) -> None:
-        add_linear(gated, weight, None, residual, summed, sums)
-
-    def separate_down(weight: Tensor) -> None:
-        kernels.linear(gated, weight, None, delta)
-
-    made: dict[str, tuple[int, dict[str, list[Callable[[], Any]]]]] = {}
-    products: dict[str, tuple[int, int, Callable[[Tensor], None], Callable[[Tensor], None]]] = {
-        "qkv": ((heads + 16) * dim, hidden, fused_qkv, separate_qkv),
-        "gate_up": (2 * inner, hidden, fused_gate, separate_gate),
-        "down": (hidden, inner, fused_down, separate_down),
-    }
-    for name, (columns, depth, fused, separate) in products.items():
-        weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (2 * columns * depth))))]
-        labelled = {"fused": fused, "separate": separate}
-        made[name] = (
-            2 * columns * depth,
-            {label: [partial(call, weight) for weight in weights] for label, call in labelled.items()},
-        )
-    return made
 
 
 def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
@@ -354,7 +285,6 @@ def run(ceilings: dict[str, float]) -> dict[str, Any]:
     """Measure the kernels that a dense model in bf16 calls."""
     return {
         "linear": attempt(linear_times, ceilings),
-        "few rows": attempt(few_rows_times, ceilings),
         "attention": attempt(attention_times, ceilings),
         "small": attempt(small_times),
     }

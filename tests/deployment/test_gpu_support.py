@@ -24,16 +24,11 @@ LACKS = {
     "gpt_oss": {"attention": "attention sinks", "experts": "biases of experts"},
     "llama4_text": {
         "attention": "attention in chunks",
-        "fused": "scale of queries by position, no norm after rope",
         "scale_rows": "scale of queries by position, no scale of experts' inputs",
     },
-    "olmo2": {"fused": "blocks without a norm before them, no norm over all heads"},
-    "granite": {
-        "fused": "scale of the residual stream",
-        "scale_rows": "scale of the residual stream, no scaled logits",
-    },
-    "cohere2": {"fused": "parallel blocks", "scale_rows": "scaled logits"},
-    "ministral3": dict.fromkeys(("fused", "scale_rows"), "scale of queries by position"),
+    "granite": {"scale_rows": "scale of the residual stream, no scaled logits"},
+    "cohere2": {"scale_rows": "scaled logits"},
+    "ministral3": {"scale_rows": "scale of queries by position"},
 }
 
 
@@ -46,7 +41,9 @@ def test_what_kernels_lack_is_named(family: str) -> None:
     assert not lacks
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "mixtral", "gpt2", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "mixtral", "gpt2", "glm4", "olmo2"]
+)
 def test_families_without_torch(family: str) -> None:
     assert lacking_kernels(decoder_spec(make_config(family).to_dict())) == {}
 

@@ -369,7 +369,7 @@ class KernelFallback(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """For people."""
-        if self.kernel in ("fused", "graphs"):
+        if self.kernel == "graphs":
             return f"layers run op by op, without {self.kernel}: {self.why}"
         return f"torch computes {self.kernel}: {self.why}"
 

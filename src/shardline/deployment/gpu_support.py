@@ -8,14 +8,14 @@ from shardline.models.spec import DecoderSpec
 
 _SUPPORTED: Mapping[str, str] = {
     "DecoderSpec": "tied_embeddings embedding_scale learned_positions lm_head_bias logits_softcap num_labels",
-    "Layer": "post_attention_norm post_feed_forward_norm",
+    "Layer": "post_attention_norm post_feed_forward_norm parallel",
     "GQA": "",
-    "Projections": "qkv_bias output_bias",
+    "Projections": "qkv_bias output_bias value_is_key",
     "Score": "softcap",
     "Positions": "rope",
     "Mask": "window",
-    "HeadNorms": "qk_norm",
-    "KV": "",
+    "HeadNorms": "qk_norm norms_all_heads rotated_norm value_norm",
+    "KV": "kv_source",
     "MLA": "",
     "LatentProjections": "q_lora_rank q_norm bias",
     "Dense": "gated bias silu gelu gelu_tanh relu clamped_swish",
@@ -27,26 +27,20 @@ _SUPPORTED: Mapping[str, str] = {
 }
 """What no list of lacks needs, see `Part.missing`."""
 
-FUSED, GRAPHS = "fused", "graphs"
-"""No ops, but ways of running layers: in few launches, and in CUDA graphs. Without them, layers run op by op."""
+GRAPHS = "graphs"
+"""No op, but a way of running layers: in CUDA graphs. Without it, layers are launched op by op."""
 
 _LACKS: Mapping[str, tuple[str, ...]] = {
     "attention sinks": ("attention",),
     "attention in chunks": ("attention",),
     "biases of experts": ("experts",),
-    "scale of queries by position": ("scale_rows", FUSED),
+    "scale of queries by position": ("scale_rows",),
     "scaled logits": ("scale_rows",),
-    "scale of the residual stream": ("scale_rows", FUSED),
+    "scale of the residual stream": ("scale_rows",),
     "scale of a router's logits": ("scale_rows",),
     "scale of experts' weights": ("scale_rows",),
     "scale of experts' inputs": ("scale_rows",),
-    "norm over all heads": (FUSED,),
-    "norm after rope": (FUSED,),
-    "values made of keys": (FUSED,),
-    "parallel blocks": (FUSED,),
-    "blocks without a norm before them": (FUSED,),
-    "layers that read the cache of another layer": (FUSED,),
-    "layers with inputs of their own for each token": (FUSED, GRAPHS),
+    "layers with inputs of their own for each token": (GRAPHS,),
 }
 """The kinds of kernels (`kernel_cases.KernelCase.kernel`, and scale_rows) that lack a part, by the part's words."""
 
@@ -62,7 +56,7 @@ def lacking_kernels(spec: DecoderSpec) -> dict[str, str]:
 
 def computed_by_torch(spec: DecoderSpec) -> dict[str, str]:
     """Of these, the ops that torch computes."""
-    return {kernel: why for kernel, why in lacking_kernels(spec).items() if kernel not in (FUSED, GRAPHS)}
+    return {kernel: why for kernel, why in lacking_kernels(spec).items() if kernel != GRAPHS}
 
 
 def check_gpu_support(spec: DecoderSpec, *, only_triton: bool) -> None:

@@ -13,7 +13,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.gpu_support import lacking_kernels
 from shardline.models.attention import GQA, MLA
 from shardline.models.feed_forward import Dense, MoE
-from shardline.models.parts import Norm, Rope
+from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.weights.base import PLAIN
 
@@ -85,7 +85,6 @@ def _layer_cases(deployment: Deployment) -> _Cases:
             yield kernel, {"depth": depth, "gate": "", "group": deployment.weight_format.group_size or None}
         if quantized:
             yield "quantize_rows", {"width": depth}
-    yield from _fused_cases(deployment)
 
 
 def _norm_cases(norm: Norm | None, width: int, *, quantized: bool = False) -> _Cases:
@@ -169,35 +168,6 @@ def _dense_cases(dense: Dense, deployment: Deployment) -> _Cases:
         format = deployment.weight_format.open_format()
         for kernel in ("linear", *(() if format.reads_packed else format.gpu_cases)):
             yield kernel, {"depth": deployment.spec.hidden_size, "gate": dense.activation}
-
-
-def _fused_cases(deployment: Deployment) -> _Cases:
-    """Layers of few rows in fewer launches; only weights in the activations' dtype have them."""
-    if deployment.weight_format != PLAIN:
-        return
-    hidden = deployment.spec.hidden_size
-    for layer in dict.fromkeys(deployment.spec.layers):
-        block = layer.feed_forward
-        sizes: dict[str, Size] = {"hidden": hidden}
-        for norm in (layer.attention_norm, layer.feed_forward_norm):
-            if norm is not None and norm.kind == "rms":
-                sizes |= {"eps": norm.eps, "offset": norm.kernel_offset}
-        if isinstance(block, Dense):
-            sizes |= {"inner": block.intermediate_size, "gate": block.activation if block.gated else ""}
-        if isinstance(attention := layer.attention, GQA):
-            rope, has_norms = attention.positions.rope, attention.norms.qk_norm is not None
-            if rope is not None and (not has_norms or fits_tile(attention.head_dim, rope)):
-                sizes |= {"dim": attention.head_dim, "rotary": 2 * len(rope.inv_freq), "interleaved": rope.interleaved}
-                sizes |= {"head_norms": has_norms, "bias": attention.projections.qkv_bias}
-        yield "fused", sizes
-
-
-def fits_tile(head_dim: int, rope: Rope | None) -> bool:
-    """Whether one launch can also normalise such heads before it rotates them. A tile then holds one head, and sums its
-    squares in the order of a norm."""
-    if rope is None or not 32 <= head_dim <= 128 or head_dim.bit_count() > 1:
-        return False  # wider heads would need more memory than a multiprocessor has
-    return rope.interleaved or 2 * len(rope.inv_freq) == head_dim
 
 
 def _stored(deployment: Deployment) -> str:

@@ -191,10 +191,7 @@ def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> floa
 class Projections(Trait, frozen=True, array_like=True):
     """The linears of queries, keys, values and of the output."""
 
-    words: ClassVar[Mapping[str, str]] = {
-        "value_is_key": "values made of keys",
-        "reads_token": "attention to hidden states beside tokens",
-    }
+    words: ClassVar[Mapping[str, str]] = {"reads_token": "attention to hidden states beside tokens"}
 
     num_kv_heads: int
     head_dim: int
@@ -208,12 +205,6 @@ class Projections(Trait, frozen=True, array_like=True):
 
 class HeadNorms(Trait, frozen=True, array_like=True):
     """Norms of queries, keys and values. Only `qk_norm` has weights."""
-
-    words: ClassVar[Mapping[str, str]] = {
-        "norms_all_heads": "norm over all heads",
-        "rotated_norm": "norm after rope",
-        "value_norm": "values made of keys",
-    }
 
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
@@ -271,8 +262,6 @@ class Score(Trait, frozen=True, array_like=True):
 
 class KV(Trait, frozen=True, array_like=True):
     """Where keys and values are cached."""
-
-    words: ClassVar[Mapping[str, str]] = {"kv_source": "layers that read the cache of another layer"}
 
     kv_source: int | None = None
     """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""

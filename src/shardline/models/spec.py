@@ -7,7 +7,7 @@ field names, since there is a part for every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -66,7 +66,6 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
     """
 
     words: ClassVar[Mapping[str, str]] = {
-        "parallel": "parallel blocks",
         "residual_scale": "scale of the residual stream",
         "output_scale": "scale of the residual stream",
         "token_input": "layers with inputs of their own for each token",
@@ -86,11 +85,6 @@ class Layer(Part, frozen=True, array_like=True, cache_hash=True):
     output_scale: bool = False
     """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
     token_input: TokenInput | None = None
-
-    def special_needs(self) -> Iterator[tuple[str, str]]:
-        """See `Part.special_needs`."""
-        if not self.parallel and None in (self.attention_norm, self.feed_forward_norm):
-            yield "no_norm", "blocks without a norm before them"
 
     @property
     def residual_streams(self) -> int:

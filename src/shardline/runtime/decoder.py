@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -132,16 +131,6 @@ def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputFo
     return NoNorm(loader) if norm is None else InputNorm(loader, name, norm, input_form=form)
 
 
-class FusedLayers(Protocol):
-    """The layers of a stage with fewer kernel launches, for steps that gain from it; the bits are the same."""
-
-    def fits_step(self, step: StepInput) -> bool:
-        """Whether a step should use the fused layers."""
-
-    def __call__(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `DecoderStage.run_layers`."""
-
-
 class DecoderStage:
     """The layers [layers.start, layers.stop) of a model; the first stage embeds tokens, the last computes logits.
 
@@ -183,8 +172,6 @@ class DecoderStage:
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
         """The linears that adapters can change; none if the deployment takes no adapters."""
-        self.fused: FusedLayers | None = None
-        """Runs the layers of the steps that it fits; None: no step."""
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
@@ -259,9 +246,8 @@ class DecoderStage:
         return logits
 
     def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `run_layers`, fused if that is faster, for the rows that go on."""
-        fused = self.fused
-        output = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
+        """As `run_layers`, for the rows that go on."""
+        output = self.run_layers(step, hidden)
         return output if self.kept is None else self.kept.keep_output(step, *output)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -196,8 +196,6 @@ class Worker:
             loader = self._make_loader(deployment, count)
             self._stage = stage = DecoderStage(loader, deployment.stages[place.pp_rank])
             stage.keep_memory(self._sizes.max_seqs)
-            if self._finite_checker is None and not (stage.kept and stage.kept.reads_inputs):
-                stage.fused = backend.fuse_layers(stage)
             if drafting is not None:
                 own_loader = self._make_loader(drafting, count, is_draft=True)
                 self._draft_stage = DecoderStage(own_loader, drafting.stages[place.pp_rank])

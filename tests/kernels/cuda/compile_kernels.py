@@ -29,12 +29,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from shardline.deployment.generations import generations
-from shardline.kernels.cuda.rows import UnnormedRows
 from shardline.kernels.cuda.triton import attention as attention_kernels
 from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
 from shardline.kernels.cuda.triton.gemm import Tile, use_generation
-from shardline.kernels.cuda.triton.linear import add_linear, launch_linear, runs_of_row
-from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
+from shardline.kernels.cuda.triton.linear import launch_linear
 from shardline.kernels.tensors import QuantizedLatents
 from shardline.weights.formats.fp8 import Fp8Linear
 from tests.kernels.cuda.helpers import KERNELS
@@ -141,23 +139,6 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
 
 def gated_linear(rows: int, width: int, depth: int) -> None:
     KERNELS.linear(acts(rows, depth), acts(2 * width, depth), None, acts(rows, width), "silu")
-
-
-def few_rows(rows: int, hidden: int, inner: int | None, norm_heads: bool = False, dim: int = 128) -> None:
-    """A layer's products in a decode step: of 32 heads, which have norms, or not; without `inner` only q, k and v."""
-    cache, slots, table = acts(8, 8, 16, dim), torch.zeros(rows, dtype=torch.int64), torch.empty(64, dim)
-    residual, weight = acts(rows, hidden), acts(hidden)
-    sums = torch.empty(rows, runs_of_row(rows, hidden, _dtype))
-    unnormed = UnnormedRows(residual, sums, weight, 1e-6, 0.0)
-    norms = (weight[:dim], weight[:dim], 1e-6, 0.0) if norm_heads else (None, None, 0.0, 0.0)
-    qkv = acts(48 * dim, hidden)
-    for x in (unnormed, residual):  # the norm may have been a launch of its own
-        qkv_linear(x, qkv, None, acts(rows, 32, dim), cache, cache, slots, slots, table, False, *norms)
-    if inner is None:
-        return
-    add_linear(acts(rows, 4096), acts(hidden, 4096), None, residual, acts(rows, hidden), sums)
-    KERNELS.linear(unnormed, acts(2 * inner, hidden), None, acts(rows, inner), "silu")
-    add_linear(acts(rows, inner), acts(hidden, inner), None, residual, acts(rows, hidden), sums)
 
 
 def gather_columns() -> None:
@@ -287,12 +268,9 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_m128_wide": lambda: linear(128, 28672, 4096),
     "linear_m2048": lambda: linear(2048, 6144, 4096),
     "linear_gated_m1": lambda: gated_linear(1, 14336, 4096),
+    "linear_gated_m32": lambda: gated_linear(32, 14336, 4096),
     "linear_gated_m128": lambda: gated_linear(128, 14336, 4096),
     "linear_gated_m2048": lambda: gated_linear(2048, 14336, 4096),
-    "few_rows_m1": lambda: few_rows(1, 4096, 14336),
-    "few_rows_wide": lambda: few_rows(64, 8192, 28672),
-    "few_rows_normed_heads": lambda: few_rows(1, 5120, None, norm_heads=True),
-    "few_rows_wide_heads": lambda: few_rows(1, 2560, None, dim=256),
     "gather": gather_columns,
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),

@@ -48,18 +48,6 @@ SIZES: dict[str, dict[str, Size]] = {
     "sample": _VOCABULARY,
     "logprobs": _VOCABULARY,
     "row_digests": _VOCABULARY,
-    "fused": {
-        "hidden": 72,
-        "inner": 40,
-        "eps": 1e-6,
-        "offset": 0.0,
-        "gate": "silu",
-        "dim": 16,
-        "rotary": 16,
-        "interleaved": False,
-        "head_norms": False,
-        "bias": False,
-    },
 }
 """A small case of each kind."""
 CASES = {kernel: KernelCase(kernel, "float32", sizes) for kernel, sizes in SIZES.items()}
@@ -80,7 +68,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
-    Mutant("linear", "gemm._rows", "k[None, :] < depth", "k[None, :] < depth - 1"),
+    Mutant("linear", "gemm._chain", "k[None, :] < depth", "k[None, :] < depth - 1"),
     Mutant("linear", "gemm._chain", "* x_stride", "* (x_stride - 1)"),
     Mutant(
         "linear",
@@ -91,11 +79,11 @@ MUTANTS = (
     ),
     Mutant("linear", "linear._linear_kernel", "(column[None, :] < num_columns)", "(column[None, :] <= num_columns)"),
     Mutant("linear_int8", "gemm.product", "mask=row_inside, other=0.0", "mask=row_inside & (row > 0), other=0.0"),
-    Mutant("linear_int8", "gemm._columns", "k[:, None] < depth", "k[:, None] < depth - 32"),
+    Mutant("linear_int8", "gemm._chain", "k[:, None] < depth", "k[:, None] < depth - 32"),
     Mutant("linear_int4", "gemm._int4_chain", "both & 15", "both & 7"),
     Mutant("linear_int4", "gemm._int4_chain", "x_tile + 64 * pair + 32", "x_tile + 64 * pair + 31"),
     Mutant("linear_fp8", "quantize.as_fp8", "tl.div_rn(448.0", "tl.div_rn(440.0"),
-    Mutant("linear_fp8", "gemm._columns", "k[:, None] < depth", "k[:, None] < depth - 1"),
+    Mutant("linear_fp8", "gemm._chain", "k[:, None] < depth", "k[:, None] < depth - 1"),
     Mutant("linear_w4a16", "linear_w4a16._dequantized", "zero[None, :]) *", "zero[None, :] + 1.0) *"),
     Mutant("linear_w4a16", "linear_w4a16._linear_w4a16_kernel", "begin += 32", "begin += 31"),
     Mutant("linear_heads", "linear._linear_kernel", "matrix * x_head_stride", "0 * x_head_stride"),
@@ -150,14 +138,6 @@ MUTANTS = (
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
     Mutant("row_digests", "row_digests._digest_kernel", ">> 30", ">> 29"),
     Mutant("row_digests", "row_digests._digest_kernel", "tl.where(column < width,", "tl.where(column < width - 1,"),
-    Mutant("fused", "linear.inverse_of", "(run < RUNS)", "(run < RUNS - 1)"),
-    Mutant("fused", "qkv_linear._qkv_kernel", "num_kv_heads + kv_head)", "num_kv_heads + 0 * kv_head)"),
-    Mutant(
-        "fused",
-        "norm._norm_kernel",
-        "sums_of_pairs(tl.reshape(x * x, [1, BLOCK]))",
-        "tl.sum(tl.reshape(x * x, [1, BLOCK]), axis=1)",
-    ),
 )
 
 

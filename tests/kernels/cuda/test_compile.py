@@ -16,13 +16,13 @@ import torch
 from shardline.deployment.generations import generations
 from shardline.kernels.cuda.triton import gemm
 
-TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16", "few_rows")
-PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_qkv_kernel", "_grouped_kernel", "attention_kernel")
+TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16")
+PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_grouped_kernel", "attention_kernel")
 
 
 SAMPLED = {"sm_75": ["linear_m1"], "sm_89": ["linear_m2048", "attention_mla_decode"], "gfx942": ["linear_m1"]}
 """Cases by generation; `make gpu-compile` compiles all of them."""
-DECODES = ("_m1", "few_rows")
+DECODES = ("_m1",)
 SPILL = ("sm_75", "gfx1100")
 """Generations with too few registers for two products in fp32, or in instructions of 32 threads: slower there."""
 
@@ -86,13 +86,6 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor(compiled):
         assert kernels, case
         for kernel in kernels:
             assert kernel["shared_bytes"] <= 227 * 1024, (case, kernel)
-
-
-def test_products_of_few_rows_spill_nothing(compiled):
-    """They keep a norm's factors and two sums in registers."""
-    for case in (case for case in compiled if case.startswith("few_rows")):
-        for opcodes in products_of(compiled[case]):
-            assert not {"LDL", "STL"} & opcodes.keys(), case
 
 
 def test_bf16_products_are_wgmma_whatever_the_tile(compiled):

@@ -23,8 +23,6 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.segment import segment_layout
 from shardline.runtime.machines.base import NoReplay, StepSizes
-from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
-from shardline.runtime.machines.cuda.fused_layers import _Stream as Stream
 from shardline.runtime.machines.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import RankGroups, connect_host_memory, make_single_rank_groups
@@ -175,9 +173,10 @@ def test_the_host_waits_for_nothing_but_whole_experts(tmp_path: Path, family: st
 
 
 LAUNCHES = {
-    "llama": "qkv attention linear linear linear",
+    "llama": "norm linear rope_and_write attention linear norm linear linear",
     "llama-int8_fast": "norm linear rope_and_write attention quantize linear norm linear quantize linear",
-    "qwen3_moe": "qkv attention linear norm linear route sort grouped sort grouped combine",
+    "qwen3_moe": "norm linear norm norm rope_and_write attention linear "
+    "norm linear route sort grouped sort grouped combine",
 }
 """Of a later layer in a decode step; a context of several splits adds one, where few sequences have programs for each.
 """
@@ -200,13 +199,10 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(GridExecutor, "__call__", named)
     step = step_of([40], 0)
     with torch.inference_mode():
-        fused = worker.stage.fused
-        assert isinstance(fused, CudaFusedLayers)
-        assert fused.fits_step(step)
-        first, second, third = fused._layers
-        stream, rows = second(*first(Stream(worker.stage.embed(step)), step.rows))
+        first, second, third = worker.stage.layers
+        stream = second(*first(worker.stage.embed(step), None, step.rows))
         launched.clear()
-        third(stream, rows)
+        third(*stream)
     assert " ".join(launched) == LAUNCHES[family]
 
 

@@ -23,8 +23,6 @@ class KeptOutput:
         self._memory = dict.fromkeys(stage.kept_layers, nothing)
         self._rows = dict(self._memory)
         self._one = torch.ones(1, device=stage.device)
-        self.reads_inputs = min(stage.kept_layers) < self._last
-        """Whether layers have to run one by one."""
 
     def keep_memory(self, max_seqs: int) -> None:
         """Allocate the memory that decode steps of up to `max_seqs` rows share."""

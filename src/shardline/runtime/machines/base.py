@@ -16,7 +16,6 @@ from shardline.deployment.deployment import Deployment, KernelFallback, RankPlac
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
-from shardline.runtime.decoder import DecoderStage, FusedLayers
 from shardline.runtime.key_share import KeyShare
 from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.parallel.collectives import SmallGather
@@ -170,9 +169,6 @@ class Backend(ComputeDevice, Protocol):
     def make_step_inputs(self, table: BlockTables, sizes: StepSizes) -> StepInputs: ...
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
         """`can_capture`: whether a recording, which runs no Python, can include the stage's exchanges."""
-
-    def fuse_layers(self, stage: DecoderStage) -> FusedLayers | None:
-        """The fused layers of a stage; None: unfused layers are best for every step."""
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         """The memory that a rank needs beside its weights for its largest step and for the recordings of `replay`."""

@@ -1,4 +1,4 @@
-"""Trials of products: with one weight, with those of experts, and of several launches in one."""
+"""Trials of products: with one weight, and with those of experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
-from shardline.kernels.cuda.proof.check import ALL, EVEN, MakeTrials, Memory, Outputs, Sizes, Trial, Trials, product
-from shardline.kernels.cuda.proof.rows import rotary_table
-from shardline.kernels.cuda.rows import UnnormedRows
-from shardline.kernels.cuda.triton import linear as linear_kernels
-from shardline.kernels.cuda.triton.qkv_linear import qkv_linear
+from shardline.kernels.cuda.proof.check import MakeTrials, Memory, Outputs, Sizes, Trial, Trials, product
 from shardline.kernels.cuda.w4a16 import pack_w4a16
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
@@ -184,84 +180,3 @@ def _packed_experts(
         format.pack_expert(own, packed, index, memory.numbers(rows, depth, dtype=dtype))
     assert packed.scales is None or isinstance(packed.scales, Tensor)
     return memory.place(packed.panels), None if packed.scales is None else memory.place(packed.scales)
-
-
-def fused(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    """Launches that do the work of several: the bits are those of one after another."""
-    hidden, count, eps, offset = sizes["hidden"], 7, sizes.get("eps", 1e-6), sizes.get("offset", 0.0)
-    inner = sizes.get("inner", hidden)
-    x, residual = memory.numbers(count, inner, dtype=dtype), memory.numbers(count, hidden, dtype=dtype)
-    down, norm = memory.numbers(hidden, inner, dtype=dtype), memory.numbers(hidden, dtype=dtype)
-
-    def added(kernels: Any, rows: slice) -> Outputs:
-        out = memory.empty(len(x[rows]), hidden, dtype=dtype)
-        runs = linear_kernels.runs_of_row(len(out), hidden, dtype)
-        sums = memory.empty(len(out), runs, dtype=torch.float32)
-        linear_kernels.add_linear(x[rows], down, None, residual[rows], out, sums)
-        return out, sums
-
-    def summed() -> Tensor:
-        product, out = (memory.empty(count, hidden, dtype=dtype) for _ in range(2))
-        own.linear(x, down, None, product)
-        own.add(product, residual, out)
-        return out
-
-    def unnormed(rows: slice = ALL) -> UnnormedRows:
-        out, sums = added(own, rows)
-        return UnnormedRows(out, sums, norm, eps, offset)
-
-    def normed() -> Tensor:
-        out = memory.empty(count, hidden, dtype=dtype)
-        own.rms_norm(summed(), norm, out, eps, offset, None, None)
-        return out
-
-    yield Trial(lambda kernels, rows: added(kernels, rows)[:1], EVEN, lambda: (summed(),))
-    gate = sizes.get("gate", "")
-    up = memory.numbers(2 * _RAGGED if gate else _RAGGED, hidden, dtype=dtype)
-
-    def normed_product(kernels: Any, rows: slice) -> Outputs:
-        out = memory.empty(len(x[rows]), _RAGGED, dtype=dtype)
-        linear_kernels.linear(unnormed(rows), up, None, out, gate or None)
-        return (out,)
-
-    def apart() -> Outputs:
-        out = memory.empty(count, _RAGGED, dtype=dtype)
-        own.linear(normed(), up, None, out, gate or None)
-        return (out,)
-
-    yield Trial(normed_product, EVEN, apart)
-    if "dim" not in sizes:
-        return
-    dim, heads = sizes["dim"], (4, 2, 2)
-    weight = memory.numbers(sum(heads) * dim, hidden, dtype=dtype)
-    bias = memory.numbers(len(weight), dtype=dtype) if sizes["bias"] else None
-    slots, positions = memory.place(memory.order(32)[:count]), memory.below(32, count)
-    table = rotary_table(memory, sizes["rotary"])
-    norms = [memory.numbers(dim, dtype=dtype) for _ in range(2)] if sizes["head_norms"] else None
-    head_norms = (None, None, 0.0, 0.0) if norms is None else (*norms, eps, offset)
-
-    def empty_pages() -> tuple[Tensor, Tensor]:
-        first, second = (memory.empty(2, 2, 16, dim, dtype=dtype) for _ in range(2))
-        return first, second
-
-    def fused(kernels: Any, rows: slice) -> Outputs:
-        query, pages = memory.empty(len(x[rows]), heads[0], dim, dtype=dtype), empty_pages()
-        place = (*pages, slots[rows], positions[rows], table, sizes["interleaved"])
-        qkv_linear(unnormed(rows), weight, bias, query, *place, *head_norms)
-        return (query, *pages) if rows == ALL else (query,)
-
-    def one_after_another() -> Outputs:
-        every, pages = memory.empty(count, len(weight), dtype=dtype), empty_pages()
-        own.linear(normed(), weight, bias, every)
-        query, key, value = every.view(count, -1, dim).split_with_sizes(heads, 1)
-        if norms is not None:
-            parts = []
-            for part, own_norm in zip((query, key), norms, strict=True):
-                parts.append(memory.empty(*part.shape, dtype=dtype))
-                own.rms_norm(part, own_norm, parts[-1], eps, offset, None, None)
-            query, key = parts
-        own.rope_and_write_kv(query, key, value, *pages, positions, slots, table, sizes["interleaved"], None, None)
-        return query.clone(), *pages
-
-    yield Trial(fused, (), one_after_another)
-    yield Trial(lambda kernels, rows: fused(kernels, rows)[:1], EVEN, lambda: one_after_another()[:1])

@@ -37,7 +37,6 @@ TRIALS: Mapping[str, MakeTrials] = {
     "sample": rows.sample,
     "logprobs": rows.logprobs,
     "row_digests": rows.row_digests,
-    "fused": products.fused,
 }
 """By the kind of case."""
 
@@ -50,10 +49,9 @@ OPS: Mapping[str, frozenset[str]] = {
     "mla": frozenset({"mla_attention", "write_latent"}),
     "route": frozenset({"route_experts"}),
     "experts": frozenset({"expert_up", "expert_down", "expert_slots", "combine_slots"}),
-    "fused": frozenset(),
 }
 """The methods of `CudaKernels` that a case speaks for. They are torch's together if it fails: some read what others of
-them write, or must have their bits. Fused layers have no methods: they are left out."""
+them write, or must have their bits."""
 
 
 def problem_of(case: KernelCase, own: CudaKernels) -> str:

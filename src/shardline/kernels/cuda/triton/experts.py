@@ -162,7 +162,7 @@ def grouped_linear(
     x, row_scales = _as_weights_are(x, panels.dtype)
     # The tile of one linear with the rows of an average expert.
     rows = num_slots // panels.shape[0]
-    in_pairs = computes_pairs(rows, x.dtype, gate, is_normed=False, is_scaled=row_scales is not None)
+    in_pairs = computes_pairs(rows, x.dtype, gate, is_scaled=row_scales is not None)
     tile = tile_for(rows, num_columns, x.dtype, in_pairs=in_pairs)
     by_expert = sort_slots(ids, first_expert, panels.shape[0], tile.rows)
     num_tiles = len(by_expert.experts)

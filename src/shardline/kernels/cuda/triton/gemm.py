@@ -19,7 +19,6 @@ from shardline.deployment.generations import Generation, generation_of, generati
 from shardline.deployment.machine import Device
 from shardline.kernels.cuda.triton.activation import gated
 from shardline.kernels.cuda.triton.launch import EXACT
-from shardline.kernels.cuda.triton.norm import weighted
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
 """Columns of K that a program loads at once, by bytes per element; it does not depend on M."""
@@ -56,10 +55,9 @@ def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
     return max(1, min(tile.num_stages, held if _generation.holds_all_stages else held + 1))
 
 
-def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_normed: bool, is_scaled: bool) -> bool:
-    """Whether a product with a gate is one of `pair_of_products`: if it has a norm, or few rows."""
-    is_narrow = num_rows <= _FEW_ROWS and dtype != torch.float32 and not is_scaled
-    return gate is not None and (is_normed or is_narrow)
+def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_scaled: bool) -> bool:
+    """Whether a product is one of `pair_of_products`: those with a gate and few rows."""
+    return gate is not None and num_rows <= _FEW_ROWS and dtype != torch.float32 and not is_scaled
 
 
 def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype, *, in_pairs: bool = False) -> Tile:
@@ -67,13 +65,11 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype, *, in_pairs: b
     multiprocessor read, and hold many stages of it. Many rows reuse the weight, so tiles are wide. `in_pairs`: the
     columns are those of `pair_of_products`."""
     if dtype == torch.float32:
-        return Tile(64, 32, 4, 2) if in_pairs else Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 2)
     more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
     if num_rows <= _FEW_ROWS:
         rows = 16 if num_rows <= 16 else 32
         return Tile(rows, 32, 4, 5) if in_pairs else Tile(rows, 64, 4, 8)
-    if in_pairs:
-        return Tile(64, 32, 4, 4)
     if num_rows <= 64:
         return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4 + more)
     if num_rows <= 256:
@@ -125,18 +121,15 @@ def gated_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
-    inverse=None,
-    norm_ptr=None,
-    OFFSET: tl.constexpr = 0.0,
 ):
     """`product` plus bias, in fp32. If `GATE` names an activation, the weight has the gate's rows first, then as many
     rows of up. Both products are rounded to `stored` and then gated as in `activation`.
     """
     weight_columns = num_columns if GATE is None else 2 * num_columns
-    if GATE is not None and (norm_ptr is not None or (BLOCK_M < 64 and row_scales_ptr is None)):
+    if GATE is not None and BLOCK_M < 64 and row_scales_ptr is None:
         gate, total = pair_of_products(
             x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
-            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
         gate = with_bias(gate, bias_ptr, column, num_columns)
         total = with_bias(total, bias_ptr, column + num_columns, weight_columns)
@@ -144,7 +137,7 @@ def gated_product(
     else:
         total = product(
             x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
-            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
         total = with_bias(total, bias_ptr, column, num_columns)
         if GATE is not None:  # one after the other, because tiles of many rows have no room for both
@@ -188,16 +181,12 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
-    inverse=None,
-    norm_ptr=None,
-    OFFSET: tl.constexpr = 0.0,
 ):
     """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight. The type of the weight's elements
     decides its layout.
 
     fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, in the layout of
-    `cuda.weights.RowKernels.int4_empty`, with the same scales. Given the weight of an RMSNorm (`norm_ptr`), fp32 and
-    bf16 rows are first multiplied by `inverse` [BLOCK_M], then by that weight as in `norm.weighted`, and rounded.
+    `cuda.weights.RowKernels.int4_empty`, with the same scales.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
@@ -207,7 +196,7 @@ def product(
     else:
         total = _chain(
             x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
-            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
     if row_scales_ptr is not None:
         scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
@@ -230,9 +219,6 @@ def _chain(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
-    inverse,
-    norm_ptr,
-    OFFSET: tl.constexpr,
 ):
     """The sums over K: int32 of bytes, fp32 of anything else."""
     k = tl.arange(0, BLOCK_K)
@@ -242,8 +228,9 @@ def _chain(
     sums: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=sums)
     for begin in range(0, depth, BLOCK_K):
-        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
-        weight = _columns(weight_tile + begin, column_inside, begin + k, depth, IS_WHOLE_K)
+        x = tl.load(x_tile + begin, mask=inside if IS_WHOLE_K else inside & (begin + k[None, :] < depth), other=0.0)
+        weight_inside = column_inside if IS_WHOLE_K else column_inside & (begin + k[:, None] < depth)
+        weight = tl.load(weight_tile + begin, mask=weight_inside, other=0.0)
         total = add_product(x, weight, total, BLOCK_K, BLOCK_M < 64)
     return tl.trans(total) if BLOCK_M < 64 else total
 
@@ -263,33 +250,14 @@ def pair_of_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
-    inverse,
-    norm_ptr,
-    OFFSET: tl.constexpr,
 ):
     """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16; x is read once."""
     total = _chain(
         x_ptr, weight_ptr, row, row_inside, tl.interleave(first_column, second_column), num_columns, depth, x_stride,
-        BLOCK_M, 2 * BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+        BLOCK_M, 2 * BLOCK_N, BLOCK_K, IS_WHOLE_K,
     )  # fmt: skip
     first, second = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N, 2)))
     return first, second
-
-
-@triton.jit
-def _rows(x_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr, inverse, norm_ptr, OFFSET: tl.constexpr):
-    """Columns k [BLOCK_K] of the rows of x, or of their norm: [BLOCK_M, BLOCK_K]."""
-    x = tl.load(x_tile, mask=inside if IS_WHOLE_K else inside & (k[None, :] < depth), other=0.0)
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + k, mask=k < depth, other=0.0).to(tl.float32)
-        x = weighted(x.to(tl.float32) * inverse[:, None], norm[None, :], x.dtype, OFFSET).to(x.dtype)
-    return x
-
-
-@triton.jit
-def _columns(weight_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr):
-    """Elements k [BLOCK_K] of columns of the weight: [BLOCK_K, BLOCK_N]."""
-    return tl.load(weight_tile, mask=inside if IS_WHOLE_K else inside & (k[:, None] < depth), other=0.0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm on the GPU: one program per row, with the whole row in registers.
 
-An RMSNorm adds squares of neighbours in pairs, then pairs of these sums, and so on. No tile size changes this order. So
-a product whose epilogue holds a run of a row can begin the sum, and another product can finish it.
+An RMSNorm adds squares of neighbours in pairs, then pairs of these sums, and so on: an order that no layout of the row
+over threads changes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
-from shardline.deployment.gpu_support import FUSED, GRAPHS
+from shardline.deployment.gpu_support import GRAPHS
 from shardline.deployment.kernel_cases import kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, verdicts_here
 from shardline.deployment.kv_budget import MemoryUse
@@ -21,11 +21,9 @@ from shardline.kernels.cuda.library_trial import try_library
 from shardline.kernels.cuda.proof.trials import OPS
 from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.linear import COLUMNS
-from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.machines.base import Backend, BlockTables, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.fallbacks import choose_kernels
-from shardline.runtime.machines.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import CudaStepInputs, DeviceCounters
@@ -118,10 +116,6 @@ class CudaBackend:
 
     def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
         raise AssertionError("deployment.weight_offload refuses it")
-
-    def fuse_layers(self, stage: DecoderStage) -> CudaFusedLayers | None:
-        # Steps of few rows and of many must have the same bits.
-        return None if self._lacks(FUSED) else CudaFusedLayers(self.kernels, stage)
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         return measure_step(self._memory, run_step, replay if isinstance(replay, GraphReplay) else None)

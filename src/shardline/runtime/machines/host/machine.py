@@ -18,7 +18,6 @@ from shardline.kernels.host.known_answers import known_answer
 from shardline.kernels.host.memory import streamed_empty, weight_reserve
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
-from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.machines.base import Backend, BlockTables, Forward, Replay, Share, StepSizes
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.machines.host.step_inputs import HostStepInputs
@@ -75,9 +74,6 @@ class HostBackend:
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> DecodeReplay:
         """`can_capture` is ignored: a program can include any exchange."""
         return DecodeReplay(forward, sizes)
-
-    def fuse_layers(self, stage: DecoderStage) -> None:
-        return None
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         raise AssertionError("the KV cache size of a host is configured, not measured")

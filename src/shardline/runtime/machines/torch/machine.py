@@ -18,7 +18,6 @@ from shardline.kernels.page_cache import copy_rows
 from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
-from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import WeightStream
 from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
@@ -108,9 +107,6 @@ class TorchBackend:
 
     def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
         raise AssertionError("deployment.weight_offload refuses it")
-
-    def fuse_layers(self, stage: DecoderStage) -> None:
-        return None
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         return measure_step(CudaMemory(), run_step, None)
