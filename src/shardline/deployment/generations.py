@@ -23,6 +23,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unpacked: tuple[str, ...] = ()
     shared_kib: int = 0
     holds_all_stages: bool = False
+    launches_early: bool = False
 
     def __str__(self) -> str:
         """For people."""

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from shardline.segment.pulse import note_work
 
 _HANG_SECONDS = 20.0
 """Seconds after which a case hangs."""
+_MOST_PROCESSES = 4
+"""That prove kernels of one GPU at the same time; each takes half a gigabyte of its memory."""
 _START_SECONDS = 120.0
 """Seconds in which the process must begin its first case: it imports torch, and waits for the GPU."""
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -100,8 +103,22 @@ def prove_cases(
     *,
     start: StartChild = start_child,
     patience: float = _HANG_SECONDS,
+    processes: int | None = None,
 ) -> list[Verdict]:
-    """A verdict for each case. After a crash or a hang, another process goes on with the next case."""
+    """A verdict for each case. Most of the time kernels are compiled, so several processes share the cases; by default
+    a quarter as many as the host has cores, up to 4."""
+    count = min(len(cases), processes or max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 4)))
+    parts = [cases[first::count] for first in range(count)]
+    with ThreadPoolExecutor(max(1, count)) as pool:
+        found = pool.map(lambda part: _prove_part(part, device, capability, start, patience), parts)
+    verdicts = {_key(verdict.case): verdict for part in found for verdict in part}
+    return [verdicts[_key(case)] for case in cases]
+
+
+def _prove_part(
+    cases: Sequence[KernelCase], device: str, capability: str, start: StartChild, patience: float
+) -> list[Verdict]:
+    """A verdict for each case, in turn. After a crash or a hang, another process goes on with the next case."""
     verdicts: list[Verdict] = []
     while len(verdicts) < len(cases):
         left = cases[len(verdicts) :]

@@ -31,7 +31,8 @@ from triton.runtime.jit import JITFunction
 from shardline.deployment.generations import generations
 from shardline.kernels.cuda.triton import attention as attention_kernels
 from shardline.kernels.cuda.triton.gather import collect_columns, put_columns
-from shardline.kernels.cuda.triton.gemm import Tile, use_generation
+from shardline.kernels.cuda.triton.gemm import Tile
+from shardline.kernels.cuda.triton.launch import use_generation
 from shardline.kernels.cuda.triton.linear import launch_linear
 from shardline.kernels.tensors import QuantizedLatents
 from shardline.weights.formats.fp8 import Fp8Linear

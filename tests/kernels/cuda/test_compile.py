@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardline.deployment.generations import generations
-from shardline.kernels.cuda.triton import gemm
+from shardline.kernels.cuda.triton import gemm, launch
 
 TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16")
 PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_grouped_kernel", "attention_kernel")
@@ -128,11 +128,11 @@ def test_products_fit_the_shared_memory_of_each_generation() -> None:
     for name, known in generations().items():
         if not known.shared_kib:
             continue
-        gemm.use_generation(name)
+        launch.use_generation(name)
         for rows, dtype in product((1, 100, 1000), (torch.float32, torch.bfloat16, torch.int8)):
             block_k, tile = gemm._BLOCK_K[dtype.itemsize], gemm.tile_for(rows, 4096, dtype)
             stages = gemm.stages_of(tile, block_k, dtype.itemsize)
             each = (tile.rows + tile.columns) * block_k * dtype.itemsize
             assert (stages - (not known.holds_all_stages)) * each <= 1024 * known.shared_kib, (name, tile)
             assert name not in ("sm_90", "sm_100") or stages == tile.num_stages
-    gemm.use_generation("")
+    launch.use_generation("")

@@ -72,7 +72,7 @@ class ProvingBackend(InterpretedBackend):
     def choose_kernels(self, deployment: Deployment, here: RankPlacement, share: Share) -> tuple[KernelFallback, ...]:
         cases = kernel_cases(deployment)
         tried = [case for case in cases if case.kernel in self._tried]
-        verdicts = prove_cases(tried, "cpu", "sm_90", start=Fork, patience=4.0)
+        verdicts = prove_cases(tried, "cpu", "sm_90", start=Fork, patience=4.0, processes=1)
         verdicts += [Verdict(case) for case in cases if case not in tried]
         return self.use_kernels(deployment, verdicts, self._other_ranks or share)
 
@@ -182,7 +182,7 @@ def cases_of(*names: str) -> list[KernelCase]:
 def test_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with Triton's interpreter in it."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    verdicts = prove_cases(cases_of("row_digests", "mask_tokens"), "cpu", "sm_90")
+    verdicts = prove_cases(cases_of("row_digests", "mask_tokens"), "cpu", "sm_90", processes=2)
     assert [verdict.problem for verdict in verdicts] == ["", ""]
     assert all(verdict.seconds > 0 for verdict in verdicts)
 
@@ -196,7 +196,7 @@ def test_a_process_that_does_not_begin_decides_nothing_for_long() -> None:
         def wait(self) -> int:
             return 1
 
-    verdicts = prove_cases(cases_of("add", "softcap"), "cpu", start=Ended)
+    verdicts = prove_cases(cases_of("add", "softcap"), "cpu", start=Ended, processes=1)
     assert [verdict.lasts for verdict in verdicts] == [False, False]
     assert "the process that proves kernels ended with exit code 1" in verdicts[0].problem
 

@@ -27,7 +27,7 @@ from shardline.kernels.cuda.triton import (
     sampling,
     softcap,
 )
-from shardline.kernels.cuda.triton.gemm import use_generation
+from shardline.kernels.cuda.triton.launch import use_generation
 from shardline.kernels.cuda.weights import RowKernels
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.pages import PageOrder

@@ -10,8 +10,7 @@ import triton
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.attention_kernel import attention_kernel, merge_kernel, merge_ranks_kernel
-from shardline.kernels.cuda.triton.gemm import generation
-from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.launch import early_options, generation
 
 SPLIT_KEYS = 512
 _LATENT_KEYS = 32
@@ -136,7 +135,7 @@ def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, s
         VALUE_DIM=value_dim,
         VALUE_COLUMNS=triton.next_power_of_2(value_dim),
         num_warps=2,
-        **EXACT,
+        **early_options(),
     )
 
 
@@ -329,7 +328,7 @@ def _launch(
         LOG2_E=_LOG2_E,
         **shared,
         **options,
-        **EXACT,
+        **early_options(),
     )
     if merges:
         assert parts is not None
@@ -347,5 +346,5 @@ def _launch(
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             num_warps=2,
             **shared,
-            **EXACT,
+            **early_options(),
         )

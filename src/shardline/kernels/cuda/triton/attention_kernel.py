@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardline.kernels.cuda.triton.launch import begin_early
 from shardline.kernels.cuda.triton.softcap import tanh
 
 
@@ -95,9 +96,11 @@ def attention_kernel(
     VALUE_COLUMNS: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
     LOG2_E: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """See `attention` for the arguments' shapes. A program computes some columns of the output, in the same way in all
     parts."""
+    begin_early(IS_EARLY)
     tile, kv_head, part = tl.program_id(0), tl.program_id(1) // VALUE_PARTS, tl.program_id(2)
     value_part = tl.program_id(1) % VALUE_PARTS
     if ONE_TOKEN:
@@ -120,6 +123,7 @@ def attention_kernel(
     position = first_position + tl.minimum(row, num_rows - 1) // GROUP
 
     end_key = tl.max(position, axis=0) + 1
+    whole_keys = tl.min(position, axis=0) + 1
     first_key = 0
     if HAS_WINDOW:
         first_key = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
@@ -150,46 +154,60 @@ def attention_kernel(
         split_total = tl.zeros((BLOCK_ROWS,), tl.float32)
         split_output = tl.zeros((BLOCK_ROWS, VALUE_COLUMNS), tl.float32)
         begin = tl.maximum(split * SPLIT, first_key // BLOCK_KEYS * BLOCK_KEYS)
-        for tile_begin in range(begin, tl.minimum(split * SPLIT + SPLIT, end_key), BLOCK_KEYS):
-            key_position = tile_begin + tl.arange(0, BLOCK_KEYS)
-            key_inside = (key_position >= first_key) & (key_position < end_key)
-            block = tl.load(table + key_position // BLOCK_SIZE, mask=key_inside, other=0).to(tl.int64)
-            slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key_position % BLOCK_SIZE
-            key_row = key_cache_ptr + slot * KEY_STRIDE
-            key_inside_head = key_inside[None, :] & (column[:, None] < KEY_DIM)
-            key = tl.load(key_row[None, :] + column[:, None], mask=key_inside_head, other=0.0)
-            score = tl.dot(query, key.to(query.dtype), input_precision="ieee")
-            if key_scales_ptr is not None:
-                score = score * tl.load(key_scales_ptr + slot, mask=key_inside, other=0.0)[None, :]
-            if ROPE_DIM > 0:
-                key_rope_row = key_rope_ptr + slot * KEY_ROPE_STRIDE
-                key_inside_rope = key_inside[None, :] & rope_inside[:, None]
-                key_rope = tl.load(key_rope_row[None, :] + rope_column[:, None], mask=key_inside_rope, other=0.0)
-                score = tl.dot(query_rope, key_rope.to(query.dtype), score, input_precision="ieee")
-            if HAS_SOFTCAP:
-                capped = tanh(tl.div_rn(score * scale, tl.full(score.shape, softcap, tl.float32)))
-                score = capped * (softcap * LOG2_E)
+        end = tl.minimum(split * SPLIT + SPLIT, end_key)
+        # Tiles that all rows see whole need no masks, which change no bit of them.
+        end_whole = begin
+        if not HAS_WINDOW:
+            end_whole = tl.maximum(begin, tl.minimum(end, whole_keys // BLOCK_KEYS * BLOCK_KEYS))
+        for phase in tl.static_range(1 if HAS_WINDOW else 0, 2):
+            if phase == 0:
+                first, stop = begin, end_whole
             else:
-                score = score * (scale * LOG2_E)
-            sees = key_inside[None, :] & (key_position[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                sees = sees & (key_position[None, :] > position[:, None] - window)
-            score = tl.where(sees, score, float("-inf"))
-            larger = tl.maximum(split_largest, tl.max(score, axis=1))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(score - shift[:, None])
-            keep = tl.exp2(split_largest - shift)
-            split_total = tl.fma(split_total, keep, tl.sum(weight, axis=1))
-            if value_scales_ptr is not None:
-                value_scale = tl.load(value_scales_ptr + slot, mask=key_inside, other=0.0)
-                # Hidden keys may have no scale.
-                weight = tl.where(weight == 0.0, 0.0, weight * value_scale[None, :])
-            value_place = value_cache_ptr + slot[:, None] * VALUE_STRIDE + value_column[None, :]
-            value = tl.load(value_place, mask=key_inside[:, None] & (value_column[None, :] < VALUE_DIM), other=0.0)
-            value = value.to(query.dtype)
-            split_output = split_output * keep[:, None]
-            split_output = tl.dot(weight.to(value.dtype), value, split_output, input_precision="ieee")
-            split_largest = larger
+                first, stop = end_whole, end
+            for tile_begin in range(first, stop, BLOCK_KEYS):
+                key_position = tile_begin + tl.arange(0, BLOCK_KEYS)
+                if phase == 0:
+                    key_inside = tl.full((BLOCK_KEYS,), True, tl.int1)
+                else:
+                    key_inside = (key_position >= first_key) & (key_position < end_key)
+                block = tl.load(table + key_position // BLOCK_SIZE, mask=key_inside, other=0).to(tl.int64)
+                slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key_position % BLOCK_SIZE
+                key_row = key_cache_ptr + slot * KEY_STRIDE
+                key_inside_head = key_inside[None, :] & (column[:, None] < KEY_DIM)
+                key = tl.load(key_row[None, :] + column[:, None], mask=key_inside_head, other=0.0)
+                score = tl.dot(query, key.to(query.dtype), input_precision="ieee")
+                if key_scales_ptr is not None:
+                    score = score * tl.load(key_scales_ptr + slot, mask=key_inside, other=0.0)[None, :]
+                if ROPE_DIM > 0:
+                    key_rope_row = key_rope_ptr + slot * KEY_ROPE_STRIDE
+                    key_inside_rope = key_inside[None, :] & rope_inside[:, None]
+                    key_rope = tl.load(key_rope_row[None, :] + rope_column[:, None], mask=key_inside_rope, other=0.0)
+                    score = tl.dot(query_rope, key_rope.to(query.dtype), score, input_precision="ieee")
+                if HAS_SOFTCAP:
+                    capped = tanh(tl.div_rn(score * scale, tl.full(score.shape, softcap, tl.float32)))
+                    score = capped * (softcap * LOG2_E)
+                else:
+                    score = score * (scale * LOG2_E)
+                if phase == 1:
+                    sees = key_inside[None, :] & (key_position[None, :] <= position[:, None])
+                    if HAS_WINDOW:
+                        sees = sees & (key_position[None, :] > position[:, None] - window)
+                    score = tl.where(sees, score, float("-inf"))
+                larger = tl.maximum(split_largest, tl.max(score, axis=1))
+                shift = tl.where(larger == float("-inf"), 0.0, larger)
+                weight = tl.exp2(score - shift[:, None])
+                keep = tl.exp2(split_largest - shift)
+                split_total = tl.fma(split_total, keep, tl.sum(weight, axis=1))
+                if value_scales_ptr is not None:
+                    value_scale = tl.load(value_scales_ptr + slot, mask=key_inside, other=0.0)
+                    # Hidden keys may have no scale.
+                    weight = tl.where(weight == 0.0, 0.0, weight * value_scale[None, :])
+                value_place = value_cache_ptr + slot[:, None] * VALUE_STRIDE + value_column[None, :]
+                value = tl.load(value_place, mask=key_inside[:, None] & (value_column[None, :] < VALUE_DIM), other=0.0)
+                value = value.to(query.dtype)
+                split_output = split_output * keep[:, None]
+                split_output = tl.dot(weight.to(value.dtype), value, split_output, input_precision="ieee")
+                split_largest = larger
         if SPREAD:
             largest, total, output = split_largest, split_total, split_output
         else:
@@ -225,7 +243,9 @@ def merge_kernel(
     ONE_TOKEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    begin_early(IS_EARLY)
     token, head = tl.program_id(0), tl.program_id(1)
     if ONE_TOKEN:
         position = tl.load(context_lens_ptr + token) - 1
@@ -263,8 +283,10 @@ def merge_ranks_kernel(
     num_heads,
     VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """As `merge_kernel`, for splits that lie at the ranks that computed them; see `ops.attention.paged.Partials`."""
+    begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     column = tl.arange(0, VALUE_COLUMNS)[None, :]
     largest = tl.full((1,), float("-inf"), tl.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardline.kernels.cuda.triton.activation import activation as activate_rows
 from shardline.kernels.cuda.triton.gemm import computes_pairs, gated_product, gemm_options, tile_for, tile_of_program
-from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.launch import EXACT, begin_early
 from shardline.kernels.cuda.triton.quantize import quantize_rows, quantize_rows_fp8
 
 _SORT_BLOCK = 1024
@@ -261,7 +261,9 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    begin_early(IS_EARLY)
     tile, column_tile = tile_of_program(tl.program_id(0), num_tiles, tl.cdiv(num_columns, BLOCK_N))
     expert = tl.load(experts_ptr + tile).to(tl.int64)
     if expert < 0:

@@ -15,14 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.deployment.generations import Generation, generation_of, generations
-from shardline.deployment.machine import Device
 from shardline.kernels.cuda.triton.activation import gated
-from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.launch import early_options, generation
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
 """Columns of K that a program loads at once, by bytes per element; it does not depend on M."""
-_FEW_ROWS = 32
+_FEW_ROWS = 64
 """The most rows of a product whose tiles are computed transposed."""
 
 
@@ -35,24 +33,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-_generation = generations()["sm_90"]
-
-
-def use_generation(capability: str) -> None:
-    """Fit the tiles of this process to a GPU; without a known capability, to Hopper."""
-    global _generation
-    _generation = generation_of(Device("cuda", "", 0, 0, capability)) or generations()["sm_90"]
-
-
-def generation() -> Generation:
-    """That to which the tiles of this process are fitted."""
-    return _generation
-
-
 def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
     """The stages of a tile's loop over K that fit the shared memory of a program. They change no bit."""
-    held = 1024 * _generation.shared_kib // ((tile.rows + tile.columns) * block_k * itemsize)
-    return max(1, min(tile.num_stages, held if _generation.holds_all_stages else held + 1))
+    held = 1024 * generation().shared_kib // ((tile.rows + tile.columns) * block_k * itemsize)
+    return max(1, min(tile.num_stages, held if generation().holds_all_stages else held + 1))
 
 
 def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_scaled: bool) -> bool:
@@ -68,10 +52,8 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype, *, in_pairs: b
         return Tile(64, 64, 4, 2)
     more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
     if num_rows <= _FEW_ROWS:
-        rows = 16 if num_rows <= 16 else 32
+        rows = next(rows for rows in (16, 32, 64) if num_rows <= rows)
         return Tile(rows, 32, 4, 5) if in_pairs else Tile(rows, 64, 4, 8)
-    if num_rows <= 64:
-        return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4 + more)
     if num_rows <= 256:
         return Tile(64, 64, 4, 4 + more) if num_columns <= 8192 else Tile(128, 64, 8, 4 + more)
     return Tile(128, 128, 8, 3 + more)
@@ -89,7 +71,7 @@ def gemm_options(x: Tensor, weight: Tensor, tile: Tile, *, in_pairs: bool = Fals
         "IS_WHOLE_K": x.shape[-1] % (64 if weight.dtype == torch.uint8 else block_k) == 0,
         "num_warps": tile.num_warps,
         "num_stages": stages_of(loaded, block_k, x.element_size()),
-        **EXACT,
+        **early_options(),
     }
 
 
@@ -126,7 +108,8 @@ def gated_product(
     rows of up. Both products are rounded to `stored` and then gated as in `activation`.
     """
     weight_columns = num_columns if GATE is None else 2 * num_columns
-    if GATE is not None and BLOCK_M < 64 and row_scales_ptr is None:
+    is_narrow: tl.constexpr = BLOCK_M <= 64 and weight_ptr.dtype.element_ty != tl.float32
+    if GATE is not None and is_narrow and row_scales_ptr is None:
         gate, total = pair_of_products(
             x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
@@ -226,13 +209,14 @@ def _chain(
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_tile = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
     sums: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=sums)
+    is_narrow: tl.constexpr = BLOCK_M <= 64 and weight_ptr.dtype.element_ty != tl.float32
+    total = tl.zeros((BLOCK_N, BLOCK_M) if is_narrow else (BLOCK_M, BLOCK_N), dtype=sums)
     for begin in range(0, depth, BLOCK_K):
         x = tl.load(x_tile + begin, mask=inside if IS_WHOLE_K else inside & (begin + k[None, :] < depth), other=0.0)
         weight_inside = column_inside if IS_WHOLE_K else column_inside & (begin + k[:, None] < depth)
         weight = tl.load(weight_tile + begin, mask=weight_inside, other=0.0)
-        total = add_product(x, weight, total, BLOCK_K, BLOCK_M < 64)
-    return tl.trans(total) if BLOCK_M < 64 else total
+        total = add_product(x, weight, total, BLOCK_K, is_narrow)
+    return tl.trans(total) if is_narrow else total
 
 
 @triton.jit
@@ -292,16 +276,26 @@ def _int4_chain(
     k = tl.arange(0, 32)
     column_inside = column < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for pair in range(tl.cdiv(depth, 64)):
+    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M <= 64 else (BLOCK_M, BLOCK_N), dtype=tl.int32)
+    num_pairs = tl.cdiv(depth, 64)
+    first, second = _scales_of_pair(weight_ptr, 0, column, num_columns)
+    for pair in range(num_pairs):
         panel = weight_ptr + 34 * pair * num_columns
         both = tl.load(panel + 32 * column[None, :] + k[:, None], mask=column_inside[None, :], other=0x88)
-        scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.int8)) + column
+        # They are loaded while the pair before is multiplied.
+        next_scales = _scales_of_pair(weight_ptr, tl.minimum(pair + 1, num_pairs - 1), column, num_columns)
         x = tl.load(x_tile + 64 * pair, mask=row_inside[:, None], other=0)
-        scale = tl.load(scales, mask=column_inside, other=0)
-        total = add_product(x, ((both & 15).to(tl.int8) - 8) * scale[None, :], total, 32, BLOCK_M < 64)
+        total = add_product(x, ((both & 15).to(tl.int8) - 8) * first[None, :], total, 32, BLOCK_M <= 64)
         inside = row_inside[:, None] if IS_WHOLE_K else row_inside[:, None] & (k[None, :] < depth - 64 * pair - 32)
         x = tl.load(x_tile + 64 * pair + 32, mask=inside, other=0)
-        scale = tl.load(scales + num_columns, mask=column_inside, other=0)
-        total = add_product(x, ((both >> 4).to(tl.int8) - 8) * scale[None, :], total, 32, BLOCK_M < 64)
-    return tl.trans(total) if BLOCK_M < 64 else total
+        total = add_product(x, ((both >> 4).to(tl.int8) - 8) * second[None, :], total, 32, BLOCK_M <= 64)
+        first, second = next_scales
+    return tl.trans(total) if BLOCK_M <= 64 else total
+
+
+@triton.jit
+def _scales_of_pair(weight_ptr, pair, column, num_columns):
+    """The scales of both groups of a pair [BLOCK_N], int8."""
+    scales = (weight_ptr + (34 * pair + 32) * num_columns).to(tl.pointer_type(tl.int8)) + column
+    inside = column < num_columns
+    return tl.load(scales, mask=inside, other=0), tl.load(scales + num_columns, mask=inside, other=0)

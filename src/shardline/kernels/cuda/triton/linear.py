@@ -17,6 +17,7 @@ from shardline.kernels.cuda.triton.gemm import (
     tile_for,
     tile_of_program,
 )
+from shardline.kernels.cuda.triton.launch import begin_early
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
@@ -146,7 +147,9 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    begin_early(IS_EARLY)
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     row_tile, column_tile = tile_of_program(tl.program_id(0), row_tiles, column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -52,14 +52,19 @@ def linear_w4a16(
 
 
 @triton.jit
-def _dequantized(q, scales_ptr, zeros_ptr, begin, column, num_columns, GROUP_SIZE: tl.constexpr, dtype: tl.constexpr):
-    """32 columns of a weight from `begin` on, all of one group: q [32, BLOCK_N] -> [32, BLOCK_N] of `dtype`."""
+def _group_of(scales_ptr, zeros_ptr, begin, depth, column, num_columns, GROUP_SIZE: tl.constexpr):
+    """(scale, zero point) [BLOCK_N] of the group of the weight's columns from `begin` on; past the end, any group's."""
     place = column
     if GROUP_SIZE > 0:
-        place = begin // GROUP_SIZE * num_columns + column
-    scale = tl.load(scales_ptr + place, mask=column < num_columns, other=0.0).to(tl.float32)
-    zero = tl.load(zeros_ptr + place, mask=column < num_columns, other=0).to(tl.float32)
-    return ((q.to(tl.float32) - zero[None, :]) * scale[None, :]).to(dtype)
+        place = tl.minimum(begin, depth - 1) // GROUP_SIZE * num_columns + column
+    inside = column < num_columns
+    return tl.load(scales_ptr + place, mask=inside, other=0.0), tl.load(zeros_ptr + place, mask=inside, other=0)
+
+
+@triton.jit
+def _dequantized(q, scale, zero, dtype: tl.constexpr):
+    """32 columns of a weight, all of one group: q [32, BLOCK_N] -> [32, BLOCK_N] of `dtype`."""
+    return ((q.to(tl.float32) - zero.to(tl.float32)[None, :]) * scale.to(tl.float32)[None, :]).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -89,23 +94,33 @@ def _linear_w4a16_kernel(
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     value_tile = values_ptr + column.to(tl.int64)[None, :] * 32 + k[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M < 64 else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for pair in range(tl.cdiv(depth, 64)):
+    total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M <= 64 else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # The groups of a pair are loaded while the pair before is multiplied.
+    IS_ONE_GROUP: tl.constexpr = GROUP_SIZE % 64 == 0
+    scale, zero = _group_of(scales_ptr, zeros_ptr, 0, depth, column, num_columns, GROUP_SIZE)
+    second_scale, second_zero = scale, zero
+    if not IS_ONE_GROUP:
+        second_scale, second_zero = _group_of(scales_ptr, zeros_ptr, 32, depth, column, num_columns, GROUP_SIZE)
+    for begin in range(0, depth, 64):
         both = tl.load(value_tile, mask=column_inside, other=0)
         value_tile += num_columns * 32
-        begin = 64 * pair
+        next_scale, next_zero = _group_of(scales_ptr, zeros_ptr, begin + 64, depth, column, num_columns, GROUP_SIZE)
         inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
         x = tl.load(x_tile + begin, mask=inside, other=0.0)
-        weight = _dequantized(both & 15, scales_ptr, zeros_ptr, begin, column, num_columns, GROUP_SIZE, dtype)
-        total = add_product(x, weight, total, 32, BLOCK_M < 64)
-        # The last pair may have only one run. Then x is zero for the other run, and any group may be used.
-        begin += 32
-        inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
-        x = tl.load(x_tile + begin, mask=inside, other=0.0)
-        group_at = begin if IS_WHOLE_K else tl.minimum(begin, depth - 1)
-        weight = _dequantized(both >> 4, scales_ptr, zeros_ptr, group_at, column, num_columns, GROUP_SIZE, dtype)
-        total = add_product(x, weight, total, 32, BLOCK_M < 64)
-    if BLOCK_M < 64:
+        total = add_product(x, _dequantized(both & 15, scale, zero, dtype), total, 32, BLOCK_M <= 64)
+        # The last pair may have only one run. Then x is zero for the other run.
+        inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin - 32)
+        x = tl.load(x_tile + begin + 32, mask=inside, other=0.0)
+        if IS_ONE_GROUP:
+            total = add_product(x, _dequantized(both >> 4, scale, zero, dtype), total, 32, BLOCK_M <= 64)
+        else:
+            weight = _dequantized(both >> 4, second_scale, second_zero, dtype)
+            total = add_product(x, weight, total, 32, BLOCK_M <= 64)
+            second_scale, second_zero = _group_of(
+                scales_ptr, zeros_ptr, begin + 96, depth, column, num_columns, GROUP_SIZE
+            )
+        scale, zero = next_scale, next_zero
+    if BLOCK_M <= 64:
         total = tl.trans(total)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.launch import EXACT
-from shardline.kernels.cuda.triton.sampling import argmax_of_row, block_of, rank_of
+from shardline.kernels.cuda.triton.sampling import argmax_of_row, options_of, rank_of
 
 _MOST_PASSES = 128
 
@@ -62,8 +62,7 @@ def _launch(
             logits.stride(0),
             vocab_size,
             top_n,
-            BLOCK=block_of(vocab_size),
-            num_warps=8,
+            **options_of(vocab_size),
             **EXACT,
         )
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.kernels.cuda.triton.launch import EXACT, warps_of_row
+from shardline.kernels.cuda.triton.launch import begin_early, early_options, warps_of_row
 from shardline.kernels.cuda.triton.quantize import as_bytes
 from shardline.kernels.tensors import GROUP_SIZE
 
@@ -83,7 +83,7 @@ def _launch(
         OFFSET=weight_offset,
         BLOCK=block,
         num_warps=warps_of_row(block),
-        **EXACT,
+        **early_options(),
     )
 
 
@@ -129,7 +129,9 @@ def _norm_kernel(
     IS_RMS: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width

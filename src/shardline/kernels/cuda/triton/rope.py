@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.kv_cache import write_kv
-from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.launch import EXACT, begin_early, early_options
 
 
 def apply_rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> None:
@@ -79,7 +79,7 @@ def rope_and_write_kv(
         PAIRS=triton.next_power_of_2(rot // 2),
         REST=triton.next_power_of_2(head_dim - rot) if head_dim > rot else 0,
         VALUE=triton.next_power_of_2(value_dim),
-        **EXACT,
+        **early_options(),
     )
 
 
@@ -150,7 +150,9 @@ def _rope_and_write_kernel(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     VALUE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    begin_early(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     stored = query_ptr.dtype.element_ty
     table_row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardline.kernels.cuda.triton.launch import EXACT
 
-_BLOCK = 2048
+_BLOCK = 8192
 _GREEDY_BELOW = 1e-5
 
 
@@ -21,9 +21,7 @@ def greedy_argmax(logits: Tensor, ids: Tensor, values: Tensor) -> None:
     """As `ops.sampling.sample.greedy_argmax`: logits [M, V] fp32 to ids [M] int64 and values [M] fp32."""
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
-        _greedy_kernel[(num_rows,)](
-            logits, ids, values, logits.stride(0), vocab_size, BLOCK=block_of(vocab_size), num_warps=8
-        )
+        _greedy_kernel[(num_rows,)](logits, ids, values, logits.stride(0), vocab_size, **options_of(vocab_size))
 
 
 def sample(
@@ -55,16 +53,16 @@ def sample(
             vocab_size,
             PURPOSE=purpose,
             GREEDY_BELOW=_GREEDY_BELOW,
-            BLOCK=block_of(vocab_size),
-            num_warps=8,
+            **options_of(vocab_size),
             **EXACT,
         )
 
 
-def block_of(vocab_size: int) -> int:
-    """Number of tokens of a row that a program processes at once."""
-    block: int = triton.next_power_of_2(vocab_size)
-    return min(_BLOCK, block)
+def options_of(vocab_size: int) -> dict[str, int]:
+    """Options of a kernel with a program for each row: tokens that it processes at once, and its warps. There are many
+    of both, since a program waits for memory most of the time."""
+    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+    return {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
 
 
 @triton.jit
@@ -129,15 +127,14 @@ def _cutoff(row_ptr, vocab_size, largest, inverse, min_p, floor, target, BY_COUN
     low_bit = tl.full((), 30, tl.int32)
     for _level in range(16):
         shift = low_bit.to(tl.uint32)
-        masses = tl.zeros((BLOCK, 4), tl.float64)
+        mass = tl.zeros((4,), tl.float64)
         for begin in range(0, vocab_size, BLOCK):
             _ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
             size = tl.where(rank != 0, 1.0, 0.0) if BY_COUNT else weight
             # Only tokens whose higher digits match `found` count; they are split by this digit.
             size = tl.where((rank >> shift >> 2) == (found >> shift >> 2), size, 0.0).to(tl.float64)
             this_digit = ((rank >> shift) & 3).to(tl.int32)
-            masses += tl.where(this_digit[:, None] == digit[None, :], size[:, None], 0.0)
-        mass = tl.sum(masses, axis=0)
+            mass += tl.sum(tl.where(this_digit[:, None] == digit[None, :], size[:, None], 0.0), axis=0)
         stronger = digit[None, :] >= digit[:, None]
         reached = tl.sum(tl.where(stronger, mass[None, :], 0.0), axis=1) + above
         chosen = tl.max(tl.where((reached >= target) & (mass > 0.0), digit, 0), axis=0)
