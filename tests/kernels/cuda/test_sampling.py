@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.kernels.cuda.triton import sampling as sampling_kernels
 from shardline.runtime.ops.sampling import sample as sampling
 from tests.kernels.cuda.helpers import KERNELS
 from tests.runtime.ops.helpers import KERNELS as HOST_KERNELS
@@ -50,8 +51,9 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("has_ties", [False, True])
-@pytest.mark.parametrize("vocab_size", [300, 2300])
-def test_chooses_the_tokens_of_the_cpu(rng, has_ties, vocab_size):
+@pytest.mark.parametrize(("vocab_size", "most_kept"), [(300, 8192), (300, 30), (2300, 300)])
+def test_chooses_the_tokens_of_the_cpu(rng, has_ties, vocab_size, most_kept, monkeypatch):
+    monkeypatch.setattr(sampling_kernels, "_MOST_KEPT", most_kept)
     rows = FILTERS if vocab_size == 300 else FILTERS[:6]
     logits = randn(len(rows), vocab_size, rng=rng) * 2
     if has_ties:

@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.kernels.cuda.triton.gemm import Tile, add_product, tile_for, tile_of_program
+from shardline.kernels.cuda.triton.gemm import Tile, add_product, stages_of, tile_for, tile_of_program
 from shardline.kernels.cuda.triton.launch import EXACT
+
+_BLOCK_K = 128
+"""Columns of the weight that a program dequantizes at once."""
 
 
 def linear_w4a16(
@@ -44,27 +47,37 @@ def linear_w4a16(
         GROUP_SIZE=group_size if scales.shape[0] > 1 else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        IS_WHOLE_K=depth % 64 == 0,
+        BLOCK_K=_BLOCK_K,
+        IS_WHOLE_K=depth % _BLOCK_K == 0,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages_of(tile, _BLOCK_K, x.element_size()),
         **EXACT,
     )
 
 
 @triton.jit
-def _group_of(scales_ptr, zeros_ptr, begin, depth, column, num_columns, GROUP_SIZE: tl.constexpr):
-    """(scale, zero point) [BLOCK_N] of the group of the weight's columns from `begin` on; past the end, any group's."""
-    place = column
-    if GROUP_SIZE > 0:
-        place = tl.minimum(begin, depth - 1) // GROUP_SIZE * num_columns + column
-    inside = column < num_columns
+def _of_groups(
+    scales_ptr, zeros_ptr, begin, depth, column, num_columns, GROUP_SIZE: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """(scales, zero points) of the weight's columns from `begin` on, [1 or BLOCK_K, BLOCK_N]; past the end, those of
+    any group."""
+    if GROUP_SIZE % BLOCK_K == 0:  # all of one group, or of the only one
+        place = column[None, :]
+        if GROUP_SIZE > 0:
+            place += tl.minimum(begin, depth - 1) // GROUP_SIZE * num_columns
+    else:
+        k = tl.minimum(begin + tl.arange(0, BLOCK_K), depth - 1)
+        place = k[:, None] // GROUP_SIZE * num_columns + column[None, :]
+    inside = column[None, :] < num_columns
     return tl.load(scales_ptr + place, mask=inside, other=0.0), tl.load(zeros_ptr + place, mask=inside, other=0)
 
 
 @triton.jit
-def _dequantized(q, scale, zero, dtype: tl.constexpr):
-    """32 columns of a weight, all of one group: q [32, BLOCK_N] -> [32, BLOCK_N] of `dtype`."""
-    return ((q.to(tl.float32) - zero.to(tl.float32)[None, :]) * scale.to(tl.float32)[None, :]).to(dtype)
+def _codes(both, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes [BLOCK_K // 2, BLOCK_N] -> numbers of 4 bits in the order of the weight's columns, [BLOCK_K, BLOCK_N]: 32
+    bytes hold two runs of 32, side by side."""
+    halves = tl.reshape(tl.join(both & 15, both >> 4), (BLOCK_K // 64, 32, BLOCK_N, 2))
+    return tl.reshape(tl.permute(halves, (0, 3, 1, 2)), (BLOCK_K, BLOCK_N))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,42 +96,34 @@ def _linear_w4a16_kernel(
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
 ):
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     row_tile, column_tile = tile_of_program(tl.program_id(0), row_tiles, column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, 32)
+    k, byte = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 2)
     row_inside, column_inside = row[:, None] < num_rows, column[None, :] < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    value_tile = values_ptr + column.to(tl.int64)[None, :] * 32 + k[:, None]
+    first_pair = values_ptr + (byte // 32).to(tl.int64)[:, None] * num_columns * 32 + (byte % 32)[:, None]
+    value_tile = first_pair + column.to(tl.int64)[None, :] * 32
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_M <= 64 else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # The groups of a pair are loaded while the pair before is multiplied.
-    IS_ONE_GROUP: tl.constexpr = GROUP_SIZE % 64 == 0
-    scale, zero = _group_of(scales_ptr, zeros_ptr, 0, depth, column, num_columns, GROUP_SIZE)
-    second_scale, second_zero = scale, zero
-    if not IS_ONE_GROUP:
-        second_scale, second_zero = _group_of(scales_ptr, zeros_ptr, 32, depth, column, num_columns, GROUP_SIZE)
-    for begin in range(0, depth, 64):
-        both = tl.load(value_tile, mask=column_inside, other=0)
-        value_tile += num_columns * 32
-        next_scale, next_zero = _group_of(scales_ptr, zeros_ptr, begin + 64, depth, column, num_columns, GROUP_SIZE)
-        inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
-        x = tl.load(x_tile + begin, mask=inside, other=0.0)
-        total = add_product(x, _dequantized(both & 15, scale, zero, dtype), total, 32, BLOCK_M <= 64)
+    # Scales are loaded while the columns before are multiplied.
+    scale, zero = _of_groups(scales_ptr, zeros_ptr, 0, depth, column, num_columns, GROUP_SIZE, BLOCK_K)
+    for begin in range(0, depth, BLOCK_K):
+        next_scale, next_zero = _of_groups(
+            scales_ptr, zeros_ptr, begin + BLOCK_K, depth, column, num_columns, GROUP_SIZE, BLOCK_K
+        )
         # The last pair may have only one run. Then x is zero for the other run.
-        inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin - 32)
-        x = tl.load(x_tile + begin + 32, mask=inside, other=0.0)
-        if IS_ONE_GROUP:
-            total = add_product(x, _dequantized(both >> 4, scale, zero, dtype), total, 32, BLOCK_M <= 64)
-        else:
-            weight = _dequantized(both >> 4, second_scale, second_zero, dtype)
-            total = add_product(x, weight, total, 32, BLOCK_M <= 64)
-            second_scale, second_zero = _group_of(
-                scales_ptr, zeros_ptr, begin + 96, depth, column, num_columns, GROUP_SIZE
-            )
+        inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
+        value_inside = column_inside if IS_WHOLE_K else column_inside & (byte[:, None] // 32 * 64 < depth - begin)
+        x = tl.load(x_tile + begin, mask=inside, other=0.0)
+        codes = _codes(tl.load(value_tile, mask=value_inside, other=0), BLOCK_N, BLOCK_K)
+        weight = ((codes.to(tl.float32) - zero.to(tl.float32)) * scale.to(tl.float32)).to(dtype)
+        total = add_product(x, weight, total, BLOCK_K, BLOCK_M <= 64)
+        value_tile += num_columns * (BLOCK_K // 2)
         scale, zero = next_scale, next_zero
     if BLOCK_M <= 64:
         total = tl.trans(total)
