@@ -175,7 +175,7 @@ def lines_of(value: Any, path: str = "") -> list[tuple[str, str]]:
             line for name, part in value.items() for line in lines_of(part, f"{path} / {name}" if path else str(name))
         ]
     if isinstance(value, dict):
-        return [(path, ", ".join(f"{name} {_words(part)}" for name, part in value.items()))]
+        return [(path, ", ".join(f"{name} {_words(part)}" for name, part in value.items()) or "none")]
     return [(path, _words(value))]
 
 

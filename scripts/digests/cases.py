@@ -71,7 +71,7 @@ GPU_CASES: list[tuple[str, str, str, str]] = [
 """Checkpoint, dtype, weight format, KV format."""
 
 GPU_ROWS = [("llama", "bfloat16", "none"), ("llama", "float32", "int8_fast"), ("mixtral", "float32", "none")]
-"""Cases with a prompt of more than 64 rows in one step. Layers are fused for at most 64 rows."""
+"""Cases with a prompt of more than 64 rows in one step: products of fewer rows have other tiles."""
 
 GPU_LAYOUTS = [("llama", "bfloat16", "tp2"), ("mixtral", "float32", "tp2 ep")]
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_amx")
