@@ -63,16 +63,17 @@ void sleep_until_notified(WaitCell* cell, uint32_t seen, int64_t deadline_ns);
 template <class Ready>
 WaitStatus wait_until(WaitCell* cell, const WaitLimits& limits, const Ready& ready) {
   for (int spin = 0; spin < limits.spin->now; ++spin) {
+    const bool done = ready();  // first, so that whoever gave up before it made this true is seen
     if (cell->aborted.load(std::memory_order_relaxed) != 0) return WaitStatus::kAborted;
-    if (ready()) return WaitStatus::kDone;
+    if (done) return WaitStatus::kDone;
     cpu_pause();
   }
   const int64_t began_ns = monotonic_ns();
   for (;;) {
     cell->sleepers.fetch_add(1);  // before the last check, so that a later notify() sees this sleeper
     const uint32_t seen = cell->word.load();
+    const bool done = ready();
     const bool aborted = cell->aborted.load() != 0;
-    const bool done = !aborted && ready();
     const bool late = monotonic_ns() >= limits.deadline_ns;
     if (!aborted && !done && !late) sleep_until_notified(cell, seen, limits.deadline_ns);
     cell->sleepers.fetch_sub(1);
