@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from shardline.messages.copies import CopyResult
-from shardline.messages.step import SequenceResult, SequenceStart, StepPlan
+from shardline.messages.step import SequenceResult, SequenceStart, StepPlan, StepResult
+from shardline.runtime.machines.base import Download
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
+
+
+class PendingStep:
+    """A step that was launched and may still run on a device."""
+
+    def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
+        """`finish` makes the result from the downloaded tensors."""
+        self._download = download
+        self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
+        self._result: StepResult | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step was over when its launch returned, so that no wait is needed."""
+        return self._download.is_immediate
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step; may be called from any thread."""
+        self._download.wait()
+
+    def result(self) -> StepResult | None:
+        """The result of the step, as `Runner.run_step` returns it; waits for it. Call it in the runner's thread, for
+        the oldest step first."""
+        if self._finish is not None:
+            self._result = self._finish(self._download.wait())
+            self._finish = None  # only now: a step that failed fails again
+        return self._result
 
 
 @dataclass
@@ -33,14 +61,16 @@ class RunningStep:
     """Whether the lm_head finds only the best token of each row. A feature may need logits and unset it."""
     forward: Callable[[StepInput, Tensor], Tensor]
     """Runs the layers of this step."""
+    in_flight: Sequence[PendingStep]
+    """The steps that were launched before, oldest first."""
     copied: CopyResult | None = None
     """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
-    readers: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Called with the rows' logits [R, vocab_size] as the model computed them, which change afterwards; not in a greedy
-    step."""
-    editors: list[Callable[[Tensor], None]] = field(default_factory=list)
+    readers: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
+    """Called with the step and its rows' logits [R, vocab_size] as the model computed them, which change afterwards; not
+    in a greedy step."""
+    editors: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
     """Called with the same rows after penalties and masks, which they change in place; not in a greedy step."""
     masks: TokenMasks | None = None
     """The tokens that the sampled rows may have; None: all."""
@@ -48,6 +78,11 @@ class RunningStep:
     """To be copied to host memory."""
     copies: list[Tensor] = field(default_factory=list)
     """The copies, once the step is over."""
+
+    def wait_for_tokens(self, sequences: Iterable[WorkerSequence]) -> None:
+        """Wait for the steps in flight that sample the last tokens of `sequences`."""
+        while any(sequence.num_pending for sequence in sequences):
+            self.in_flight[0].result()
 
     def download(self, *tensors: Tensor) -> slice:
         """Have tensors copied; returns their places in `copies`."""
