@@ -68,10 +68,9 @@ class RunningStep:
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
     readers: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
-    """Called with the step and its rows' logits [R, vocab_size] as the model computed them, which change afterwards; not
-    in a greedy step."""
+    """Called with this step and its logits [R, vocab_size], which change afterwards; not in a greedy step."""
     editors: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
-    """Called with the same rows after penalties and masks, which they change in place; not in a greedy step."""
+    """Called with the same after penalties and masks, and change the logits in place; not in a greedy step."""
     masks: TokenMasks | None = None
     """The tokens that the sampled rows may have; None: all."""
     tensors: list[Tensor] = field(default_factory=list)
