@@ -28,7 +28,7 @@ from shardline.messages.worker import (
     WorkerRequest,
 )
 from shardline.runtime import worker_process
-from shardline.runtime.features.base import PendingStep
+from shardline.runtime.runner import PendingStep
 
 NOTHING = msgspec.msgpack.encode(None)
 

@@ -16,7 +16,7 @@ from shardline.config.engine import LogprobsMode
 from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.adapters import RowAdapters
-from shardline.runtime.features.base import Feature, PendingStep, RunningStep
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.features.constraints import ConstraintRows
 from shardline.runtime.features.digests import Digests
 from shardline.runtime.features.drafts import Drafts
@@ -26,12 +26,39 @@ from shardline.runtime.features.prompt_embeds import PromptRows
 from shardline.runtime.features.scores import Scores
 from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.kv_store import KVStore
-from shardline.runtime.machines.base import Backend, Counters, Forward, StepSizes
+from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence, sampled_rows
 from shardline.runtime.step import StepInput
 from shardline.watermark.keys import WatermarkKey
+
+
+class PendingStep:
+    """A step that was launched and may still run on a device."""
+
+    def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
+        """`finish` makes the result from the downloaded tensors."""
+        self._download = download
+        self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
+        self._result: StepResult | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step was over when its launch returned, so that no wait is needed."""
+        return self._download.is_immediate
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step; may be called from any thread."""
+        self._download.wait()
+
+    def result(self) -> StepResult | None:
+        """The result of the step, as `Runner.run_step` returns it; waits for it. Call it in the runner's thread, for
+        the oldest step first."""
+        if self._finish is not None:
+            self._result = self._finish(self._download.wait())
+            self._finish = None  # only now: a step that failed fails again
+        return self._result
 
 
 class Runner:

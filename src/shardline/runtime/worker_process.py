@@ -47,7 +47,7 @@ from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.pulse import note_work, start_pulse
 
 if TYPE_CHECKING:
-    from shardline.runtime.features.base import PendingStep
+    from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Agree, Worker
 
     _Event = RankStep | PendingStep | Control

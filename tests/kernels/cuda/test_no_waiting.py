@@ -20,11 +20,11 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.executor.uni import UniExecutor
 from shardline.kernels.contract import LoadedProducts
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
-from shardline.runtime.features.base import PendingStep
 from shardline.runtime.machines.base import Share
 from shardline.runtime.machines.cuda.graphs import GraphReplay, Recording
 from shardline.runtime.machines.cuda.machine import CudaBackend
 from shardline.runtime.parallel.groups import make_single_rank_groups
+from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from tests.exactness.cases import NO_MARK, SYNTHID

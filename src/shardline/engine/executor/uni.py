@@ -19,8 +19,8 @@ from shardline.runtime.machines import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
 
 if TYPE_CHECKING:
-    from shardline.runtime.features.base import PendingStep
     from shardline.runtime.parallel.groups import RankGroups
+    from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Worker
 
 

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from shardline.messages.copies import CopyResult
-from shardline.messages.step import SequenceResult, SequenceStart, StepPlan, StepResult
-from shardline.runtime.machines.base import Download
+from shardline.messages.step import SequenceResult, SequenceStart, StepPlan
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
 
 
-class PendingStep:
+class InFlight(Protocol):
     """A step that was launched and may still run on a device."""
 
-    def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
-        """`finish` makes the result from the downloaded tensors."""
-        self._download = download
-        self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
-        self._result: StepResult | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the step was over when its launch returned, so that no wait is needed."""
-        return self._download.is_immediate
-
-    def wait(self) -> None:
-        """Wait until the device has finished the step; may be called from any thread."""
-        self._download.wait()
-
-    def result(self) -> StepResult | None:
-        """The result of the step, as `Runner.run_step` returns it; waits for it. Call it in the runner's thread, for
-        the oldest step first."""
-        if self._finish is not None:
-            self._result = self._finish(self._download.wait())
-            self._finish = None  # only now: a step that failed fails again
-        return self._result
+    def result(self) -> object:
+        """Wait for the step, and take its tokens."""
 
 
 @dataclass
@@ -61,7 +40,7 @@ class RunningStep:
     """Whether the lm_head finds only the best token of each row. A feature may need logits and unset it."""
     forward: Callable[[StepInput, Tensor], Tensor]
     """Runs the layers of this step."""
-    in_flight: Sequence[PendingStep]
+    in_flight: Sequence[InFlight]
     """The steps that were launched before, oldest first."""
     copied: CopyResult | None = None
     """See `StepResult`."""
