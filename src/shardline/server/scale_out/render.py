@@ -119,7 +119,7 @@ def render_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
-        refuse_if(chat.has_embeds, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
+        refuse_if(chat.prompts[0].embeds is not None, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
         ended = chat.answer_format.reasoning_ended
