@@ -35,14 +35,15 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
     from shardline.weights.base import FormatChoice
 
     on_gpu = "TRITON_INTERPRET" in os.environ
-    refused = ("fp8", "packed", "int8") if on_gpu and "deepseek" in options["model"] else ("fp8", "packed")
-    gpu_only = {name: value for name, value in options.items() if value in refused}
+    gpu_only = {name: value for name, value in options.items() if value in ("fp8", "packed")}
     asked = EngineConfig.from_options(**{name: value for name, value in options.items() if name not in gpu_only})
     deployment = resolve_here(asked)
     if "quantization" in gpu_only:
         scheme = gpu_only["quantization"]
         held = FormatChoice(scheme, 32 if scheme == "packed" else 0)
         deployment = msgspec.structs.replace(deployment, weight_format=held)
+    elif on_gpu and (name := deployment.weight_format.open_format().on_gpus):
+        deployment = msgspec.structs.replace(deployment, weight_format=FormatChoice(name))
     if "kv_cache_dtype" in gpu_only:
         dtype = {"fp8": "float8_e4m3fn"}.get(gpu_only["kv_cache_dtype"], gpu_only["kv_cache_dtype"])
         deployment = msgspec.structs.replace(deployment, cache=msgspec.structs.replace(deployment.cache, dtype=dtype))

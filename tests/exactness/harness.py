@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import random
 import tempfile
 import zlib
@@ -63,10 +61,6 @@ MARKS: dict[str, tuple[WatermarkKey, ...]] = {
     SYNTHID: (SynthIDKey(keys=tuple(range(100, 2000, 95)), ngram_len=3, context_history_size=9),),
 }
 """The engine's key in each case. Few contexts are remembered, so that some are forgotten."""
-
-_engines = itertools.count()
-"""Closed engines are garbage that refers to itself, and the garbage collector counts objects: it would let them take
-gigabytes. So it runs before every fourth engine starts."""
 
 BLOCK_SIZE = 16
 """The smallest, so that short prompts cross block bounds."""
@@ -152,8 +146,6 @@ def start_engine(
 ) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
     `hosts` and `mark`: as in `Case`; `namespace`: as in `Engine`."""
-    if next(_engines) % 4 == 0:
-        gc.collect()
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}

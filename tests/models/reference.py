@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.mla import MLA
 from shardline.models.parts import Norm, QueryScale, Rope
 from shardline.models.spec import DecoderSpec
 

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.attention import (
-    GQA,
-    MLA,
-    Attention,
-    HeadNorms,
-    LatentProjections,
-    Mask,
-    Positions,
-    Projections,
-    Score,
-)
+from shardline.models.attention import GQA, Attention, HeadNorms, Mask, Positions, Projections, Score
 from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.mla import MLA, LatentProjections
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer, TokenInput
 

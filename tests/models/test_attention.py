@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.attention import GQA, MLA, Projections, Score
+from shardline.models.attention import GQA, Projections, Score
+from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
 from tests.models.checkpoints import make_config
 

@@ -8,8 +8,9 @@ import pytest
 import transformers
 
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA
 from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.mla import MLA
 from shardline.models.parts import Rope
 from shardline.models.spec import DecoderSpec
 

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.topology import RankGrid
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA
 from shardline.models.kv_groups import kv_groups
+from shardline.models.mla import MLA
 from shardline.models.parameters import parameters, stage_parameters
 from shardline.models.partition import ExpertShare, Span, split_heads
 from shardline.models.sharding import Numerics, check_tensor_parallel, shard, shard_shape

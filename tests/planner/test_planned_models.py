@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA
 from shardline.models.feed_forward import MoE
+from shardline.models.mla import MLA
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard, shard_shape

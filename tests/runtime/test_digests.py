@@ -25,7 +25,7 @@ def forward(step: StepInput, hidden: Tensor) -> Tensor:
 def running(params: Sequence[SamplingParams]) -> RunningStep:
     table = SequenceTable(1, 1)
     rows = [table.start_sequence(SequenceStart(seq_id, [5], 1, one, 0, ())) for seq_id, one in enumerate(params)]
-    return RunningStep(StepPlan(1, [], [], []), rows, rows, rows, Sampler.plan_sampling(rows), False, forward)
+    return RunningStep(StepPlan(1, [], [], []), rows, rows, rows, Sampler.plan_sampling(rows), False, forward, ())
 
 
 def test_rows_that_ask_get_the_digest_of_their_logits_before_any_change() -> None:
@@ -35,7 +35,7 @@ def test_rows_that_ask_get_the_digest_of_their_logits_before_any_change() -> Non
     logits = torch.randn(3, 7)
     expected = [f"{value % 2**64:016x}" for value in row_digests_reference(logits).tolist()]
     for read in step.readers:
-        read(logits)
+        read(step, logits)
     logits.zero_()  # as penalties change them
     step.copies = step.tensors
     results = digests.result(step, [SequenceResult(seq_id, [1]) for seq_id in range(3)])

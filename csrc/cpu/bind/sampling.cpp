@@ -19,12 +19,11 @@ namespace {
 
 using namespace nanobind::literals;
 
-const Tensor& check_logits(const Tensor& logits) {
+void check_logits(const Tensor& logits) {
   logits.is(DType::kFloat32).has_shape({-1, -1}).has_rows();
   if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
     raise_value_error("logits must have between 1 and 2^31 - 1 columns");
   }
-  return logits;
 }
 
 // A tensor with one value per row of logits.

@@ -14,7 +14,7 @@ from shardline.api.engines import Connect, EngineEvent
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.pooling import Pooler
-from shardline.api.prompts import EncodedPrompt, Prompt
+from shardline.api.prompts import Prompt
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, EngineDraining, RequestBuilder
 from shardline.api.resume import PromptSoFar
@@ -164,7 +164,7 @@ class AsyncLLM:
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
 
-        `shown_token_ids`, `grammar`, `adapter` and `so_far`: see `RequestBuilder.build_from_ids`.
+        `shown_token_ids`, `grammar`, `adapter` and `so_far`: see `RequestBuilder.build_request`.
 
         If its replica fails, the choices go on at another replica, or when one has started again. If that is
         impossible, they end with the finish reason "error" and the message as `error`.
@@ -175,13 +175,8 @@ class AsyncLLM:
             EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
         model = self.require_open()
-        if not isinstance(prompt, EncodedPrompt):
-            text, ids, embeds = model.builder.split_prompt(prompt)
-            if ids is None:
-                assert text is not None
-                ids = await model.builder.require_tokenizer().encode_text_async(text)
-                self.require_open()
-            prompt = EncodedPrompt(ids, embeds, text)
+        prompt = await model.builder.encode_prompt(prompt)
+        self.require_open()
         if request_id is None:
             request_id = secrets.token_hex(12)
         if request_id in model.streams:
@@ -189,16 +184,14 @@ class AsyncLLM:
         if params.structured_outputs is not None and not grammar:
             grammar = await self.grammars.write_grammar(params.structured_outputs)
             self.require_open()
-        request = model.builder.build_from_ids(
+        request = model.builder.build_request(
             request_id,
-            prompt.text,
-            prompt.token_ids,
+            prompt,
             params,
             priority=priority,
             cache_salt=cache_salt,
             shown_token_ids=shown_token_ids,
             grammar=grammar,
-            embeds=prompt.embeds,
             adapter=adapter,
             so_far=so_far,
         )

@@ -197,13 +197,10 @@ async def search_async(
     """
     model = llm.require_open()
     tokenizer = model.builder.require_tokenizer()
-    text, ids, embeds = model.builder.split_prompt(prompt)
-    if embeds is not None:
+    encoded = await model.builder.encode_prompt(prompt)
+    if encoded.embeds is not None:
         raise ValueError("prompt_embeds are not supported with beam search")
-    if ids is None:
-        assert text is not None
-        ids = await tokenizer.encode_text_async(text)
-    search = BeamSearch(ids, params, model.builder.eos_token_ids, model.max_model_len)
+    search = BeamSearch(encoded.token_ids, params, model.builder.eos_token_ids, model.max_model_len)
     sampling = step_params(params, llm.config.model.seed)
     for step in itertools.count():
         if step and search.is_over:
@@ -222,8 +219,8 @@ async def search_async(
         search.advance([stream.output.outputs[0] for stream in streams])
     return RequestOutput(
         request_id=request_id,
-        prompt=text,
-        prompt_token_ids=ids,
+        prompt=encoded.text,
+        prompt_token_ids=encoded.token_ids,
         outputs=search.choices(tokenizer, top_logprobs),
         finished=True,
         decode=tokenizer.token_text,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -70,25 +70,17 @@ class ChoiceState:
             self.last_token_time = now
             if not self.first_token_time:
                 self.first_token_time = now
-        if self._matcher is None and step.finish_reason is None:
-            # Nothing in these tokens can end the choice.
-            output = self.output
-            output.token_ids += step.token_ids
-            if output.token_logprobs is not None and step.logprobs is not None:
-                output.token_logprobs += step.logprobs
-            if output.digests is not None and step.digests is not None:
-                output.digests += step.digests
+        shown = step.token_ids
+        if step.finish_reason == "stop" and self._hides_stop_token(step):
+            shown = shown[:-1]
+        if self._matcher is None:
             if self._detokenizer is not None:
-                output.text += self._detokenizer.add_tokens(step.token_ids)
-            return False
-        last = len(step.token_ids) - 1
-        for index, token_id in enumerate(step.token_ids):
-            self._append_token(step, index)
-            ends = index == last and step.finish_reason == "stop"
-            if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
-                assert self._matcher is not None
-                self._set_finished("stop", self._matcher.match)
-                return step.finish_reason is None
+                self.output.text += self._detokenizer.add_tokens(shown)
+        elif (count := self._find_stop(self._matcher, shown)) is not None:
+            self._append_tokens(step, count)
+            self._set_finished("stop", self._matcher.match)
+            return step.finish_reason is None
+        self._append_tokens(step, len(step.token_ids))
         if step.finish_reason is not None:
             self._end_with_step(step)
         return False
@@ -143,24 +135,29 @@ class ChoiceState:
         self.output.error, self.output.refused = message, refused
         self._set_finished("error", None)
 
-    def _append_token(self, step: SequenceOutput, index: int) -> None:
+    def _append_tokens(self, step: SequenceOutput, count: int) -> None:
+        """Add the first `count` tokens of a step, without their text."""
         output = self.output
-        output.token_ids.append(step.token_ids[index])
+        output.token_ids += step.token_ids[:count]
         if output.token_logprobs is not None and step.logprobs is not None:
-            output.token_logprobs.append(step.logprobs[index])
+            output.token_logprobs += step.logprobs[:count]
         if output.digests is not None and step.digests is not None:
-            output.digests.append(step.digests[index])
+            output.digests += step.digests[:count]
 
-    def _append_text(self, token_id: int) -> bool:
-        """Add the text of one token. Returns whether it completes a stop string."""
+    def _find_stop(self, matcher: StopMatcher, token_ids: Sequence[int]) -> int | None:
+        """Add the text of tokens, up to the one that completes a stop string. Returns how many these are; None: no
+        token completes one."""
         if self._detokenizer is None:
-            return False
-        text = self._detokenizer.add_tokens([token_id])
-        if self._matcher is None or len(self.output.token_ids) <= self._params.min_tokens:
-            self.output.text += text
-            return False
-        self.output.text += self._matcher.add_text(text)
-        return self._matcher.match is not None
+            return None
+        for count, token_id in enumerate(token_ids, 1):
+            text = self._detokenizer.add_tokens([token_id])
+            if len(self.output.token_ids) + count <= self._params.min_tokens:
+                self.output.text += text
+                continue
+            self.output.text += matcher.add_text(text)
+            if matcher.match is not None:
+                return count
+        return None
 
     def _hides_stop_token(self, step: SequenceOutput) -> bool:
         return step.stop_token_id is not None and not self._params.include_stop_str_in_output

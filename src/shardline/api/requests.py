@@ -119,60 +119,26 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str = "",
         streamed: bool = True,
-        grammar: str = "",
-        adapter: AdapterRef | None = None,
-    ) -> PreparedRequest:
-        """Encode and check a request; `streamed`: whether its user reads the tokens as they come.
-
-        `grammar`: see `build_from_ids`.
-
-        Raises:
-            ContextLengthExceeded: the prompt is longer than the model supports.
-            ValueError: the prompt or a parameter does not fit the model; the message says what would.
-        """
-        text, ids, embeds = self.split_prompt(prompt)
-        if ids is None:
-            assert text is not None
-            ids = self.require_tokenizer().encode_text(text)
-        return self.build_from_ids(
-            request_id,
-            text,
-            ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            streamed=streamed,
-            grammar=grammar,
-            embeds=embeds,
-            adapter=adapter,
-        )
-
-    def build_from_ids(
-        self,
-        request_id: str,
-        text: str | None,
-        ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        streamed: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
         grammar: str = "",
-        embeds: PromptEmbeds | None = None,
         adapter: AdapterRef | None = None,
         so_far: PromptSoFar | None = None,
     ) -> PreparedRequest:
-        """As `build_request`, for an encoded prompt; `text` is for display only, `embeds` are rows among the ids.
+        """Encode and check a request; `streamed`: whether its user reads the tokens as they come.
 
         `shown_token_ids`: special tokens that are part of the text even if others are skipped. `adapter`: what changes
         the model; None: nothing does. `grammar`: the output's, which `structured.checks` has written or taken; empty:
         there is none. `so_far`: the output goes on after this.
 
         Raises:
+            ContextLengthExceeded: the prompt is longer than the model supports.
             RequestDiffers: where it began, it was another request.
-            ValueError: as `build_request`.
+            ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
+        given = self.read_prompt(prompt)
+        if isinstance(given, str):
+            given = EncodedPrompt(self.require_tokenizer().encode_text(given), text=given)
+        ids, embeds = given.token_ids, given.embeds
         if embeds is not None and (params.prompt_logprobs, params.truncate_prompt_tokens) != (None, None):
             raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
         if (count := params.truncate_prompt_tokens) is not None:
@@ -242,7 +208,7 @@ class RequestBuilder:
             for choice in range(params.n)
         ]
         contract = self.contract if params.receipt else None
-        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids, so_far, contract)
+        return PreparedRequest(request_id, given.text, ids, params, children, shown_token_ids, so_far, contract)
 
     def _check_receipt(self, embeds: PromptEmbeds | None) -> None:
         if self.contract is None or self.contract.numerics.startswith("fast"):
@@ -255,21 +221,32 @@ class RequestBuilder:
         """Counts the log probabilities that requests ask for."""
         return LogprobCounts(self.vocab_size, self.max_logprobs)
 
-    def split_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, PromptEmbeds | None]:
-        """The text, the ids and the rows in a prompt; the text or the ids are not None.
+    def read_prompt(self, prompt: Prompt) -> str | EncodedPrompt:
+        """The prompt; a text has not been encoded yet.
 
         Raises:
             ValueError: the prompt has none of the known forms, or its tensor is refused.
         """
         if isinstance(prompt, EncodedPrompt):
-            return prompt.text, prompt.token_ids, prompt.embeds
+            return prompt
         values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         if values.get("prompt_embeds") is None:
-            return *split_prompt(prompt), None
+            text, ids = split_prompt(prompt)
+            if ids is not None:
+                return EncodedPrompt(ids, text=text)
+            assert text is not None
+            return text
         if unknown := values.keys() - {"prompt_embeds", "prompt"}:
             raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
         ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
-        return values.get("prompt"), ids, embeds
+        return EncodedPrompt(ids, embeds, values.get("prompt"))
+
+    async def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        """As `read_prompt`, encoded without holding up the event loop for long."""
+        given = self.read_prompt(prompt)
+        if isinstance(given, EncodedPrompt):
+            return given
+        return EncodedPrompt(await self.require_tokenizer().encode_text_async(given), text=given)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for a prompt that is text.

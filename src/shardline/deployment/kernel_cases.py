@@ -11,8 +11,9 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.gpu_support import lacking_kernels
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA
 from shardline.models.feed_forward import Dense, MoE
+from shardline.models.mla import MLA
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.weights.base import PLAIN

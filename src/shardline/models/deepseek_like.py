@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from shardline.models.attention import MLA, LatentProjections, Positions, Score
+from shardline.models.attention import Positions, Score
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_like import MOE_LAYER_KEYS, decoder
+from shardline.models.mla import MLA, LatentProjections
 from shardline.models.parts import Norm, Rope
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import DecoderSpec, Layer

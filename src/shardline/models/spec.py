@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import FeedForward
+from shardline.models.mla import MLA
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import Activation, DType, Norm, Parameters, Part, linear_parameters, norm_parameters
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, as_tensor
-from shardline.models.attention import GQA, MLA, Attention
+from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, FeedForward, MoE
 from shardline.models.kv_groups import last_storing_layer, storing_layer
+from shardline.models.mla import MLA
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
 from shardline.models.parts import Norm

@@ -107,9 +107,9 @@ class Runner:
             spans = stage.lm_head.spans
             self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
-            constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs, self._wait_for_oldest)
+            constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs)
             self._features += [Digests(backend.kernels), Drafts(), Scores(stage, self._sampler), constraints]
-            self._features += [Watermark(key, vocab_size, self._wait_for_oldest) for key in watermark]
+            self._features += [Watermark(key, vocab_size) for key in watermark]
         if stage.embeds_prompts:
             self._features.append(Pooling())
         if finite_checker is not None:
@@ -137,7 +137,7 @@ class Runner:
         """
         # A sequence may have at most one unknown token, see `Penalties.uncounted`.
         while len(self._in_flight) > 1:
-            self._wait_for_oldest()
+            self._in_flight[0].result()
         started = time.perf_counter()
         self._groups.progress.begin()
         running = self._begin(rank_step.plan)
@@ -158,10 +158,6 @@ class Runner:
             self._expert_load.publish_counts()
         return pending
 
-    def _wait_for_oldest(self) -> None:
-        """Wait for the oldest step in flight, and take its tokens."""
-        self._in_flight[0].result()
-
     def _begin(self, plan: StepPlan) -> RunningStep:
         """End, start and advance sequences as the plan says; features see what the step asks for."""
         for seq_id in plan.ends:
@@ -176,7 +172,7 @@ class Runner:
         rows = sampled_rows(plan.steps, stepped)
         sampling = self._sampler.plan_sampling(rows) if self._sampler is not None and rows else None
         greedy = self._fuses_argmax and sampling is not None and sampling.is_greedy
-        running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward)
+        running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward, self._in_flight)
         met = self._features_of(plan.steps, stepped)
         running.features = [active for feature in met if (active := feature.begin(running)) is not None]
         return running
@@ -222,7 +218,8 @@ class Runner:
         if step.greedy:
             sampled = sampler.choose_best(output)
         else:
-            sampled = sampler.sample_tokens(output, sampling, inputs, running.masks, running.readers, running.editors)
+            readers, editors = ([partial(call, running) for call in to] for to in (running.readers, running.editors))
+            sampled = sampler.sample_tokens(output, sampling, inputs, running.masks, readers, editors)
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in running.sampled:
             sequence.append_pending()

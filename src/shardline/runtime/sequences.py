@@ -222,8 +222,7 @@ class SequenceTable:
             adapter=start.adapter,
         )
         if sequence.has_penalties:
-            for token_id in start.token_ids[start.num_prompt_tokens :]:
-                sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
+            sequence.output_counts = Counter(start.token_ids[start.num_prompt_tokens :])
         self._sequences[start.seq_id] = sequence
         return sequence
 

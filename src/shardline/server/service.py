@@ -175,16 +175,12 @@ class Service:
             ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
         """
         tokenizer = self.require_tokenizer()
-        await self._check_length(text, tokenizer, self.llm.model.max_model_len if max_tokens is None else max_tokens)
-        return await tokenizer.encode_text_async(text, add_special_tokens)
-
-    async def _check_length(self, text: str, tokenizer: Tokenizer, limit: int) -> None:
-        if len(text) <= limit:
-            return  # it is short: encoding it costs little
-        if await asyncio.to_thread(tokenizer.exceeds, text, limit):
+        limit = self.llm.model.max_model_len if max_tokens is None else max_tokens
+        if len(text) > limit and await asyncio.to_thread(tokenizer.exceeds, text, limit):
             raise self._too_long(
                 f"The prompt has {len(text)} characters, which are more than {limit} tokens.", "prompt"
             )
+        return await tokenizer.encode_text_async(text, add_special_tokens)
 
     def _too_long(self, message: str, param: str) -> ApiError:
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."

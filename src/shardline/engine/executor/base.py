@@ -16,7 +16,7 @@ from shardline.segment.expert_load import Counts
 class ExecutorFailure(RuntimeError):
     """A rank died, failed or missed a deadline; the message names it. The replica cannot go on.
 
-    `host_lost`, `suspicious`, `stalled_for`: as in `engine.ipc.EngineFailed`.
+    `host_lost`, `suspicious`, `stalled_for`: as in `messages.engine.EngineFailed`.
     """
 
     def __init__(

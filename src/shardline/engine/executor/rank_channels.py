@@ -106,7 +106,7 @@ class RankChannels:
             ExecutorFailure: a rank failed, ended, or gives no sign of life.
             ValueError: a rank says that the configuration or the checkpoint is at fault.
         """
-        ready = readable([*self._ranks, *self._lines.fds], timeout)
+        ready = readable(self.fds, timeout)
         if (now := time.monotonic()) - self._looked >= CHECK_INTERVAL:
             self._looked = now
             for lost in (self._processes.find_silent(), self._lines.find_lost()):

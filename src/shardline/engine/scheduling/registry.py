@@ -127,24 +127,11 @@ class RequestRegistry:
     def finish_embedding(self, sequence: LiveSequence) -> SequenceOutput:
         """End a live sequence whose prompt was embedded; returns its only output."""
         self.totals.prompt_tokens += len(sequence.tokens)
-        self._forget(sequence)
-        request, cached = sequence.request, sequence.num_cached_tokens or 0
-        return SequenceOutput(
-            request.request_id,
-            request.choice,
-            [],
-            finish_reason="stop",
-            num_cached_tokens=cached,
-            embedding=sequence.embedding,
-        )
+        return self._end(sequence, "stop", embedding=sequence.embedding)
 
     def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:
         """End a live sequence whose computation failed; returns its last output. See `SequenceOutput.refused`."""
-        self._forget(sequence)
-        request = sequence.request
-        return SequenceOutput(
-            request.request_id, request.choice, [], finish_reason="error", error=error, refused=refused
-        )
+        return self._end(sequence, "error", error=error, refused=refused)
 
     def refuse_sequence(self, sequence: LiveSequence, error: str) -> None:
         """End a live sequence whose grammar cannot be followed; `take_outputs` has its last output."""
@@ -152,17 +139,33 @@ class RequestRegistry:
 
     def finish_sequence(self, sequence: LiveSequence, reason: FinishReason) -> None:
         """End a live sequence without a result; `take_outputs` has its last output."""
-        self._forget(sequence)
-        request = sequence.request
-        cached = sequence.num_cached_tokens or 0
-        self._outputs.append(
-            SequenceOutput(request.request_id, request.choice, [], finish_reason=reason, num_cached_tokens=cached)
-        )
+        self._outputs.append(self._end(sequence, reason))
 
     def take_outputs(self) -> list[SequenceOutput]:
         """The outputs of requests that ended without a result since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _end(
+        self,
+        sequence: LiveSequence,
+        reason: FinishReason,
+        error: str = "",
+        refused: bool = False,
+        embedding: bytes = b"",
+    ) -> SequenceOutput:
+        """End a live sequence; returns its last output, which has no token."""
+        self._forget(sequence)
+        return SequenceOutput(
+            sequence.request.request_id,
+            sequence.request.choice,
+            [],
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            error=error,
+            embedding=embedding,
+            refused=refused,
+        )
 
     def _forget(self, sequence: LiveSequence) -> None:
         siblings = self._by_id[sequence.request.request_id]

@@ -1,4 +1,4 @@
-"""Notes what happens to a sequence, for its EngineTimeline."""
+"""A sequence in the engine: its tokens, its blocks, and the timeline of what happens to it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,13 @@ from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import StepInput
+
+
+class InFlight(Protocol):
+    """A step that was launched and may still run on a device."""
+
+    def result(self) -> object:
+        """Wait for the step, and take its tokens."""
 
 
 @dataclass
@@ -33,21 +40,27 @@ class RunningStep:
     """Whether the lm_head finds only the best token of each row. A feature may need logits and unset it."""
     forward: Callable[[StepInput, Tensor], Tensor]
     """Runs the layers of this step."""
+    in_flight: Sequence[InFlight]
+    """The steps that were launched before, oldest first."""
     copied: CopyResult | None = None
     """See `StepResult`."""
     features: list[Feature] = field(default_factory=list)
     """Those that have something to do in this step."""
-    readers: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Called with the rows' logits [R, vocab_size] as the model computed them, which change afterwards; not in a greedy
-    step."""
-    editors: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Called with the same rows after penalties and masks, which they change in place; not in a greedy step."""
+    readers: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
+    """Called with this step and its logits [R, vocab_size], which change afterwards; not in a greedy step."""
+    editors: list[Callable[[RunningStep, Tensor], None]] = field(default_factory=list)
+    """Called with the same after penalties and masks, and change the logits in place; not in a greedy step."""
     masks: TokenMasks | None = None
     """The tokens that the sampled rows may have; None: all."""
     tensors: list[Tensor] = field(default_factory=list)
     """To be copied to host memory."""
     copies: list[Tensor] = field(default_factory=list)
     """The copies, once the step is over."""
+
+    def wait_for_tokens(self, sequences: Iterable[WorkerSequence]) -> None:
+        """Wait for the steps in flight that sample the last tokens of `sequences`."""
+        while any(sequence.num_pending for sequence in sequences):
+            self.in_flight[0].result()
 
     def download(self, *tensors: Tensor) -> slice:
         """Have tensors copied; returns their places in `copies`."""

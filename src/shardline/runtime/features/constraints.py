@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
@@ -98,11 +98,10 @@ class ConstraintRows(Feature):
 
     start_fields = ("constraints",)
 
-    def __init__(self, vocab_size: int, span: Span, max_rows: int, wait_for_step: Callable[[], object]) -> None:
-        """`span`: this rank's part of the vocabulary. `wait_for_step` waits for the oldest step in flight."""
+    def __init__(self, vocab_size: int, span: Span, max_rows: int) -> None:
+        """`span`: this rank's part of the vocabulary."""
         self._vocab_size = vocab_size
         self._memory = MaskMemory(max_rows, span)
-        self._wait_for_step = wait_for_step
 
     def start_sequence(self, sequence: WorkerSequence, start: SequenceStart) -> None:
         assert start.constraints is not None
@@ -110,15 +109,14 @@ class ConstraintRows(Feature):
 
     def begin(self, running: RunningStep) -> StepConstraints | None:
         constrained = any(sequence.mask is not None for sequence in running.rows)
-        return StepConstraints(self._memory, self._wait_for_step) if constrained else None
+        return StepConstraints(self._memory) if constrained else None
 
 
 class StepConstraints(Feature):
     """The constraints of one step."""
 
-    def __init__(self, memory: MaskMemory, wait_for_step: Callable[[], object]) -> None:
+    def __init__(self, memory: MaskMemory) -> None:
         self._memory = memory
-        self._wait_for_step = wait_for_step
         self._refusals: dict[int, tuple[int, str]] = {}
         """By sequence, after how many guesses no token may follow, and why."""
 
@@ -146,8 +144,7 @@ class StepConstraints(Feature):
 
         A mask depends on the sequence's last token, so this waits for steps in flight that sample it.
         """
-        while any(sequence.num_pending for sequence in running.rows if sequence.mask is not None):
-            self._wait_for_step()
+        running.wait_for_tokens([sequence for sequence in running.rows if sequence.mask is not None])
         masks, errors = collect_masks([sequence.mask for sequence in running.rows])
         for row, error in errors.items():
             seq_id = running.rows[row].seq_id

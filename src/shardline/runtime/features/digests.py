@@ -24,20 +24,24 @@ class Digests(Feature):
         if running.sampling is None or running.sampling.is_greedy:
             return None
         rows = [row for row, sequence in enumerate(running.rows) if sequence.sampling.logits_digest]
-        return StepDigests(self._kernels, running, rows) if rows else None
+        if not rows:
+            return None
+        digests = StepDigests(self._kernels, rows)
+        running.readers.append(digests.read)
+        return digests
 
 
 class StepDigests(Feature):
     """The digests of one step."""
 
-    def __init__(self, kernels: Kernels, running: RunningStep, rows: list[int]) -> None:
+    def __init__(self, kernels: Kernels, rows: list[int]) -> None:
         """`rows`: those of the sampled rows whose digest is wanted."""
         self._kernels = kernels
         self._rows = rows
         self._place = slice(0, 0)
-        running.readers.append(lambda logits: self._read(running, logits))
 
-    def _read(self, running: RunningStep, logits: Tensor) -> None:
+    def read(self, running: RunningStep, logits: Tensor) -> None:
+        """Digest the logits [R, V] of the sampled rows."""
         self._place = running.download(row_digests(self._kernels, logits))
 
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:

@@ -7,7 +7,6 @@ The mark depends on the key, the sequence's tokens and its parameters only, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -124,10 +123,8 @@ class Watermark(Feature):
 
     start_fields = ("sampling.watermarking",)
 
-    def __init__(self, key: WatermarkKey, vocab_size: int, wait_for_step: Callable[[], object]) -> None:
-        """`wait_for_step` waits for the oldest step in flight."""
+    def __init__(self, key: WatermarkKey, vocab_size: int) -> None:
         self._mark: Mark = GreenMark(key, vocab_size) if isinstance(key, KGWKey) else TournamentMark(key)
-        self._wait_for_step = wait_for_step
 
     def begin(self, running: RunningStep) -> StepWatermark | None:
         if running.sampling is None:
@@ -139,7 +136,7 @@ class Watermark(Feature):
         draws = running.sampling.inputs.draws
         if self._mark.filters and draws is not None:
             draws.top_k[rows], draws.top_p[rows], draws.min_p[rows] = 0, 1.0, 0.0
-        return StepWatermark(self._mark, rows, self._wait_for_step)
+        return StepWatermark(self._mark, rows)
 
     def _marks(self, sampling: SamplingParams) -> bool:
         is_greedy = sampling.temperature < GREEDY_BELOW
@@ -149,16 +146,14 @@ class Watermark(Feature):
 class StepWatermark(Feature):
     """The marked rows of one step."""
 
-    def __init__(self, mark: Mark, rows: list[int], wait_for_step: Callable[[], object]) -> None:
+    def __init__(self, mark: Mark, rows: list[int]) -> None:
         self._mark = mark
         self._rows = rows
-        self._wait_for_step = wait_for_step
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         """The mark depends on the last tokens, so this waits for steps in flight that sample them."""
-        while any(running.rows[row].num_pending for row in self._rows):
-            self._wait_for_step()
-        running.editors.append(lambda logits: self._edit(running, logits))
+        running.wait_for_tokens([running.rows[row] for row in self._rows])
+        running.editors.append(self._edit)
 
     def _edit(self, running: RunningStep, logits: Tensor) -> None:
         for row in self._rows:

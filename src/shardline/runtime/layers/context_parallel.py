@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import LinearInput, QuantizedLatents
-from shardline.models.attention import GQA, MLA
+from shardline.models.attention import GQA
 from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.key_share import SharedRun
 from shardline.runtime.layers.attention import AttentionLayer, KVPages, RotaryTables

@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, QuantizedLatents
-from shardline.models.attention import MLA, Score
+from shardline.models.attention import Score
+from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.memory import mapped_empty
-from shardline.models.attention import MLA
 from shardline.models.feed_forward import MoE
+from shardline.models.mla import MLA
 from shardline.models.parameters import parse_name
 from shardline.models.parts import Norm
 from shardline.models.sharding import Spans

@@ -354,12 +354,7 @@ def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:
-    """Refuse a request that asks for something unsupported.
-
-    Args:
-        asked: whether the request asks for it.
-        param: the field that asks for it.
-        message: why it is refused, and what to do instead.
+    """Refuse a request whose field `param` asks for something unsupported; `message` says what to do instead.
 
     Raises:
         ApiError: 400.

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
@@ -86,10 +87,9 @@ def render_routes(service: Service) -> APIRouter:
         reasoning_ended: bool | None = None,
     ) -> RenderedRequest:
         try:  # what an engine would refuse is not rendered
-            built = service.llm.model.builder.build_from_ids(
+            built = service.llm.model.builder.build_request(
                 request_id,
-                None,
-                token_ids,
+                EncodedPrompt(token_ids),
                 params,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
@@ -119,7 +119,7 @@ def render_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(rendered), media_type="application/json")
 
     async def render_chat(body: SamplingFields, chat: PreparedChat, request_id: str, model: str | None) -> Response:
-        refuse_if(chat.has_embeds, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
+        refuse_if(chat.prompts[0].embeds is not None, "messages", "Messages with 'prompt_embeds' cannot be rendered.")
         special = bool(body.add_special_tokens)
         offsets = await _token_offsets(service, body, chat.answer_format.prompt, chat.token_ids, special)
         ended = chat.answer_format.reasoning_ended

@@ -9,6 +9,7 @@ import msgspec
 
 from shardline.api.output_processor import RequestState
 from shardline.api.outputs import RequestOutput
+from shardline.api.prompts import EncodedPrompt
 from shardline.api.requests import PreparedRequest
 from shardline.messages.request import FinishReason, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
@@ -72,8 +73,8 @@ def open_reader(
         skip_special_tokens=params.skip_special_tokens,
     )
     try:
-        request = service.llm.model.builder.build_from_ids(
-            "derender", None, list(ids or unseen), params, shown_token_ids=shown
+        request = service.llm.model.builder.build_request(
+            "derender", EncodedPrompt(list(ids or unseen)), params, shown_token_ids=shown
         )
     except ValueError as error:
         raise as_api_error(error, "prompt_token_ids") or bad_request(str(error)) from error

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shardline.models.attention import GQA, MLA, AttentionWork, cached_token_bytes
+from shardline.models.attention import GQA, AttentionWork, cached_token_bytes
+from shardline.models.mla import MLA
 from shardline.models.partition import Span
 from shardline.models.parts import KVDType, KVPart, Parameters, linear_parameters
 

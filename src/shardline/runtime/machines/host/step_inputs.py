@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -46,9 +46,9 @@ class StepLayout:
         self._block_size = sizes.block_size
         self._share = sizes.share
         self._max_seqs = sizes.max_seqs if reuses_memory else 0
-        self._decode_memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
+        memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
         self._shared_memory = torch.empty(self._num_kv_groups, 2 * self._max_seqs, dtype=torch.int32)
-        self._decode_step = lru_cache(_MAX_SHAPES)(self._make_decode_step)
+        self._decode_step = lru_cache(_MAX_SHAPES)(partial(_decode_step, memory))
 
     def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
         """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
@@ -122,26 +122,26 @@ class StepLayout:
             slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
         )
 
-    def _make_decode_step(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        replica_tokens: tuple[int, ...],
-        replica_samples: tuple[int, ...],
-        greedy: bool,
-    ) -> StepInput:
-        """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence."""
-        memory = self._decode_memory
-        memory = _StepMemory(
-            token_ids=memory.token_ids[:num_tokens],
-            positions=memory.positions[:num_tokens],
-            query_starts=memory.query_starts[: num_seqs + 1],
-            context_lens=memory.context_lens[:num_seqs],
-            block_tables=tuple(tables[:num_seqs] for tables in memory.block_tables),
-            slots=tuple(slots[:num_tokens] for slots in memory.slots),
-        )
-        rows = _whole_table(memory, replica_tokens, replica_samples)
-        return StepInput(memory.token_ids, rows, greedy, is_replayable=True)
+
+def _decode_step(
+    memory: _StepMemory,
+    num_seqs: int,
+    num_tokens: int,
+    replica_tokens: tuple[int, ...],
+    replica_samples: tuple[int, ...],
+    greedy: bool,
+) -> StepInput:
+    """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence."""
+    memory = _StepMemory(
+        token_ids=memory.token_ids[:num_tokens],
+        positions=memory.positions[:num_tokens],
+        query_starts=memory.query_starts[: num_seqs + 1],
+        context_lens=memory.context_lens[:num_seqs],
+        block_tables=tuple(tables[:num_seqs] for tables in memory.block_tables),
+        slots=tuple(slots[:num_tokens] for slots in memory.slots),
+    )
+    rows = _whole_table(memory, replica_tokens, replica_samples)
+    return StepInput(memory.token_ids, rows, greedy, is_replayable=True)
 
 
 def _whole_table(memory: _StepMemory, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:

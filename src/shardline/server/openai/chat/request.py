@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -58,8 +58,6 @@ class ChatRequest(ConversationFields, SamplingFields):
     """Whether reasoning is split off at all; None: it is, if the server has a parser for it."""
     echo: bool | None = None
     kv_transfer_params: TransferParams | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """For chat templates; with "none", those that know `enable_thinking` forbid reasoning."""
     return_prompt_text: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """For chat templates that show documents to the model."""
@@ -91,11 +89,8 @@ class ChatRequest(ConversationFields, SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        variables: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
-            variables["enable_thinking"] = self.reasoning_effort != "none"
-        return {**variables, **super().template_variables}
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return {**documents, **super().template_variables}
 
     @property
     def answer_role(self) -> str:
@@ -129,12 +124,13 @@ class ChatRequest(ConversationFields, SamplingFields):
 class PreparedChat(Prepared):
     """A chat request as the engine takes it."""
 
-    token_ids: list[int]
-    """The prompt's."""
     answer_format: AnswerFormat
     """It has the prompt's text."""
-    has_embeds: bool
-    """Whether there are rows in place of some tokens."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's."""
+        return self.prompts[0].token_ids
 
 
 async def prepare_answer(
@@ -184,9 +180,7 @@ async def prepare_answer(
         param=param,
         grammar=grammar,
         shown_token_ids=shown,
-        token_ids=chat.token_ids,
         answer_format=answer_format,
-        has_embeds=chat.embeds is not None,
     )
 
 
