@@ -20,7 +20,7 @@ from perf.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
 from tests.weights.forms import FORMS, quantize
 
 from shardline import _cpu
-from shardline.weights.base import PackedLinear, weight_format
+from shardline.weights.base import PackedLinear, Role, weight_format
 from shardline.weights.formats import format_names, packed, plain
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 
@@ -30,6 +30,7 @@ MODELS = {
     "llama3b": [(5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)],
 }
 """[out_features, in_features] of a layer's linears: qkv, o, gate and up, down."""
+ROLES: tuple[Role, ...] = ("attention", "attention", "layer", "down")
 _OPTION = "--quantization="
 SCHEMES = tuple(f"{_OPTION}{name}" for name in format_names() if name not in ("plain", "packed"))
 """Formats in which dense weights are held, as options of the command line name them."""
@@ -58,7 +59,7 @@ class Layer:
             weight = torch.randn(n, k).bfloat16()
             keys_values = n - k if place == 0 else 0
             parts = [
-                chosen.hold(KERNELS, weight[: n - keys_values], "down" if place == 3 else "layer"),
+                chosen.hold(KERNELS, weight[: n - keys_values], ROLES[place]),
                 chosen.hold(KERNELS, weight[n - keys_values :], "key_value"),
             ]
             return chosen.pack_linear(KERNELS, *(part for part in parts if len(part)))  # type: ignore[arg-type]

@@ -63,11 +63,11 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_fingerprint_stays_what_it_was() -> None:
     """A client that compares answers of two releases relies on it."""
     resolved = resolve_on(machine(), device="cpu")
-    assert numeric_contract(resolved, "isa").fingerprint == "sl-d932a1776c0e-bfloat16-n11-isa"
+    assert numeric_contract(resolved, "isa").fingerprint == "sl-d932a1776c0e-bfloat16-n12-isa"
     fast = resolve_on(machine(), numerics="fast", tensor_parallel_size=2, quantization="int8", kv_cache_dtype="int8")
     assert numeric_contract(fast, "isa").fingerprint == "sl-d932a1776c0e-bfloat16-int8-kv-int8-fast-tp2-isa"
     dummy = resolve_on(machine(), load_format="dummy", seed=3)
-    assert numeric_contract(dummy, "isa").fingerprint == "sl-50adefee620f-bfloat16-n11-isa"
+    assert numeric_contract(dummy, "isa").fingerprint == "sl-50adefee620f-bfloat16-n12-isa"
 
 
 def test_contracts_are_equal_if_their_fingerprints_are() -> None:
@@ -102,7 +102,7 @@ def test_a_packed_format_is_named_with_its_groups(tmp_path: Path) -> None:
         folder = tmp_path / name
         pack_checkpoint(model, folder, tmp_path / f"{name}-plain", config)
         kept = resolve_on(machine((8 * GIB, 7 * GIB)), model=str(folder))
-        assert f"-bfloat16-{name}-n11-" in numeric_contract(kept, "isa").fingerprint
+        assert f"-bfloat16-{name}-n12-" in numeric_contract(kept, "isa").fingerprint
 
 
 def test_dummy_weights_are_named_by_their_seed(tmp_path: Path) -> None:

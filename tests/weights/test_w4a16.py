@@ -41,7 +41,7 @@ def test_bytes_are_the_nearest_of_their_scales(dtype, rng):
         assert torch.equal(held.values[:, columns], expected.byte())
 
 
-@pytest.mark.parametrize(("role", "bits"), [("key_value", 8), ("down", 6)])
+@pytest.mark.parametrize(("role", "bits"), [("key_value", 8), ("attention", 6), ("down", 6)])
 def test_int4_holds_what_errors_cost_most_in_more_bits(role, bits, dtype, rng):
     """Codes are the nearest ones of the scale in bf16 that reaches the largest magnitude of 32 neighbours."""
     weight, form = randn(300, 77, dtype=dtype, rng=rng), Int4()
@@ -62,17 +62,17 @@ def test_int4_holds_what_errors_cost_most_in_more_bits(role, bits, dtype, rng):
 
 @pytest.mark.usefixtures("isa")
 def test_parts_in_more_bits_have_the_bits_that_they_have_alone(dtype, rng):
-    """q in 4 bits beside k and v in 8, as a layer packs them; down in 6 bits alone."""
+    """q in 6 bits beside k and v in 8, as a layer packs them, and alone."""
     form, x = Int4(), randn(19, 96, dtype=dtype, rng=rng)
     q, k, v = (randn(rows, 96, dtype=dtype, rng=rng) for rows in (70, 20, 20))
-    held = [form.hold(KERNELS, part, "key_value") for part in (k, v)]
-    alone = [form.pack_linear(KERNELS, part)(x) for part in (q, *held)]
-    assert torch.equal(form.pack_linear(KERNELS, q, *held)(x), torch.cat(alone, 1))
-    down = form.hold(KERNELS, q, "down")
-    assert isinstance(down, GroupedWeight)
-    packed = form.pack_linear(KERNELS, down)
+    query = form.hold(KERNELS, q, "attention")
+    held = [query, *(form.hold(KERNELS, part, "key_value") for part in (k, v))]
+    alone = [form.pack_linear(KERNELS, part)(x) for part in held]
+    assert torch.equal(form.pack_linear(KERNELS, *held)(x), torch.cat(alone, 1))
+    assert isinstance(query, GroupedWeight)
+    packed = form.pack_linear(KERNELS, query)
     assert torch.equal(packed(x)[3:5], packed(x[3:5]))
-    assert error(packed(x).float(), x.float() @ down.dequantize(torch.float32).T) < 0.01
+    assert error(packed(x).float(), x.float() @ query.dequantize(torch.float32).T) < 0.01
 
 
 @pytest.mark.usefixtures("isa")
@@ -119,7 +119,7 @@ def test_equal_weights_zeros_and_a_short_last_group(dtype):
         assert (restored(form, weight)[1] == 0).all()
 
 
-@pytest.mark.parametrize("role", ["key_value", "down"])
+@pytest.mark.parametrize("role", ["key_value", "attention"])
 def test_zeros_and_what_is_not_finite_in_more_bits(role, rng):
     weight = randn(4, 64, rng=rng)
     weight[0, :32], weight[1, 7], weight[2, 40] = 0, float("nan"), float("-inf")

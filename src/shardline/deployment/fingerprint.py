@@ -12,7 +12,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.models.parts import Part
 from shardline.watermark.keys import key_name
 
-NUMERICS_VERSION = 11
+NUMERICS_VERSION = 12
 """Part of the contract. It changes whenever a request may get other bits than in the version before."""
 
 _FIRST_FIELDS: Mapping[str, str] = {

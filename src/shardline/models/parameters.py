@@ -50,6 +50,7 @@ _IN_FLOAT32 = (
 )
 _STREAMS = "_streams"
 _ROLES: dict[str, Role] = {
+    **dict.fromkeys(("attention.q", "attention.q_down", "attention.q_up", "attention.qkv", "attention.o"), "attention"),
     "attention.k": "key_value",
     "attention.v": "key_value",
     "attention.kv_down": "key_value",

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from shardline.kernels.tensors import LinearInput
     from shardline.weights.grouped import GroupedWeight
 
-Role = Literal["layer", "key_value", "down", "expert", "lm_head"]
+Role = Literal["layer", "key_value", "attention", "down", "expert", "lm_head"]
 """What a weight is for; a format may hold weights of different roles in different ways. Errors in "key_value", the
-projections to keys, values or latents, and in "down", which closes a dense feed-forward block, cost most."""
+projections to keys, values or latents, cost most, then those in "down", which closes a dense feed-forward block, and in
+"attention", the projections to queries and of attention's output."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True):

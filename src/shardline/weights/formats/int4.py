@@ -2,7 +2,7 @@
 are; many rows take longer than with `int4_fast`. On CPUs; GPUs have `int4_fast` under this name.
 
 Where errors cost most, codes have more bits: 8 in the projections to keys and values, the embedding and the lm_head,
-6 in the projection that closes a dense feed-forward block.
+6 in those to queries and of attention's output, and in the one that closes a dense feed-forward block.
 
 A minimum costs a byte for each group, and lets the 16 values of a group lie where its weights are. Scales and minimums
 have two levels, as in GGUF's Q4_K: a byte for each group, times a number in float16 that up to 8 groups share. They are
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OUTER_GROUPS = 8
 """The most groups that share the outer level of their numbers."""
+_SIX_BITS: tuple[Role, ...] = ("attention", "down")
 
 
 class NibbleKernels(Protocol):
@@ -50,7 +51,7 @@ class Format(int8_w8a16.Format):
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         if role in ("lm_head", "key_value"):
             return super().num_bytes(rows, columns, dtype_bytes, role)
-        if role == "down":
+        if role in _SIX_BITS:
             return rows * (-(-columns * 3 // 4) + 2 * num_groups(columns))
         return rows * (-(-columns // 2) + 2 * (num_groups(columns) + 2 * num_outer_groups(columns)))
 
@@ -61,7 +62,7 @@ class Format(int8_w8a16.Format):
     def hold(self, kernels: Kernels, weight: Tensor, role: Role) -> Tensor | GroupedWeight:
         if role == "key_value":
             return quantize_symmetric(kernels, weight, 8, self.label)
-        return quantize_symmetric(kernels, weight, 6, self.label) if role == "down" else weight
+        return quantize_symmetric(kernels, weight, 6, self.label) if role in _SIX_BITS else weight
 
     def quantize(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> GroupedWeight:
         if isinstance(weight, GroupedWeight):
