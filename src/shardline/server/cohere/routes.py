@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from shardline.server.cohere.errors import PATH, error_answer, error_event
 from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.cohere.writer import CohereChatResponse, CohereError, CohereWriter
 from shardline.server.documentation import json_answers
-from shardline.server.errors import ApiError
 from shardline.server.foreign_errors import ForeignRoute
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
 from shardline.server.service import Service, new_id
-from shardline.server.sse import EventStream, make_event
-
-
-def error_answer(error: ApiError) -> Response:
-    """The error as an HTTP answer."""
-    body = msgspec.json.encode({"message": str(error.detail)})
-    return Response(body, error.status_code, error.headers, media_type="application/json")
-
-
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that failed."""
-    delta = {"error": str(error.detail), "finish_reason": "ERROR"}
-    return make_event(msgspec.json.encode({"type": "message-end", "delta": delta}))
+from shardline.server.sse import EventStream
 
 
 class CohereRoute(ForeignRoute):
@@ -64,7 +51,7 @@ def cohere_chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=CohereRoute)
 
-    @router.post("/cohere/v2/chat", responses=json_answers(CohereChatResponse, streams=True, error=CohereError))
+    @router.post(PATH, responses=json_answers(CohereChatResponse, streams=True, error=CohereError))
     async def create_cohere_chat(body: CohereChatRequest) -> Response:
         """Answer a conversation in Cohere's shape. With `stream`, the answer is sent as server-sent events."""
         chat = await prepare_cohere_chat(service, body)
