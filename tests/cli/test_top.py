@@ -65,10 +65,10 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def drawn(watch: Watch) -> str:
-    console = Console(width=160)
+def drawn(watch: Watch, width: int = 160) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
-        console.print(watch.picture(with_keys=True))
+        console.print(watch.picture(width, with_keys=True))
     return captured.get()
 
 
@@ -87,6 +87,23 @@ def test_a_picture_has_ranks_backends_and_what_is_down(url: str) -> None:
     text = drawn(watch)
     for part in ("up 1 h 6 min", "first token 120.0 ms, p95 1.50 s", "left", "right", "down", "no connection", "q end"):
         assert part in text
+
+
+def test_a_rank_is_one_line_also_on_a_narrow_terminal(url: str) -> None:
+    watch = Watch(url, None, "rank")
+    for _ in range(60):
+        watch.look()
+    assert watch.seen is not None
+    watch.seen["hosts"][0]["name"] = "a-host-with-a-long-name.example.org"
+    for own in watch.seen["replicas"][0]["ranks"]:
+        own["device"] = "NVIDIA H100 80GB HBM3"
+    for width, has_memory in ((80, False), (119, False), (120, True), (160, True)):
+        lines = drawn(watch, width).splitlines()
+        [head] = [number for number, line in enumerate(lines) if "replica" in line]
+        assert head == 4, "two lines of the whole, a notice and a backend"
+        assert "KV use" in lines[head]
+        assert ("memory" in lines[head]) is has_memory
+        assert all(line.split()[1] == str(rank) for rank, line in enumerate(lines[head + 1 : head + 3]))
 
 
 def test_rows_are_sorted_by_keys(url: str) -> None:

@@ -11,6 +11,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.models.kv_groups import longest_request
+from tests.deployment.test_resolve import GIB, machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -24,7 +25,6 @@ def resolved(model: Path | str = "demo", **options: object) -> Deployment:
         ({"context_parallel_size": 5}, "more than the 4 splits of 512 tokens that max_model_len 2048 has"),
         ({"context_parallel_size": 2, "max_model_len": 512}, "more than the 1 split of 512 tokens"),
         ({"context_parallel_size": 3, "tensor_parallel_size": 3}, "3 x context_parallel_size 3 = 9 does not work"),
-        ({"context_parallel_size": 2, "kernels": "torch"}, "with the own kernels of CPUs only so far"),
         ({"context_parallel_size": 2, "block_size": 48}, "--block-size 48 does not divide them"),
         (
             {"decode_context_parallel_size": 2, "tensor_parallel_size": 3},
@@ -41,6 +41,15 @@ def resolved(model: Path | str = "demo", **options: object) -> Deployment:
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolved(**options)
+
+
+def test_devices_that_refuse_it() -> None:
+    with pytest.raises(ValueError, match="works on CPUs only so far; use tensor_parallel_size 2 instead"):
+        resolve_on(machine(*((80 * GIB, 79 * GIB),) * 2), context_parallel_size=2)
+
+
+def test_any_kernels_of_a_cpu_take_it() -> None:
+    assert resolved(context_parallel_size=2, kernels="torch").grid.context == 2
 
 
 def test_a_draft_model_divides_its_heads_over_the_ranks(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ _OWN_SHAPE: dict[str, dict[str, Any]] = {
 """Windows longer than a split, and shorter than some requests."""
 
 
+def make_long_checkpoint(family: str, folder: Path) -> Path:
+    """A checkpoint whose requests may have three splits of keys."""
+    shape: dict[str, Any] = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8}
+    return make_checkpoint(family, folder, **shape, **_OWN_SHAPE.get(family, {"head_dim": 8}))
+
+
 class LongGoldens:
     """Checkpoints whose requests have several splits of keys, and their golden answers."""
 
@@ -47,8 +53,7 @@ class LongGoldens:
         folder = self._folder / family
         if folder.exists():
             return folder
-        shape: dict[str, Any] = {"max_position_embeddings": _POSITIONS, "num_attention_heads": 8}
-        return make_checkpoint(family, folder, **shape, **_OWN_SHAPE.get(family, {"head_dim": 8}))
+        return make_long_checkpoint(family, folder)
 
     def answers(self, case: Case) -> dict[str, Answer]:
         key = case.family, case.dtype, case.quantization, case.kv, case.mark, case.memory

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
+from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.openai.batch.chat import BatchedChatRequest
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.completions.request import CompletionRequest
@@ -37,6 +38,7 @@ RENDER = "/render"
 DERENDER = "/derender"
 POOLING, CLASSIFY, SCORE, RERANK = "/pooling", "/classify", "/score", "/rerank"
 LABELS, DECISIONS = "/generative_scoring", "/v1/systemone"
+COHERE = "/cohere/v2/chat"
 MODELS: dict[str, type[BaseModel]] = {
     CHAT: ChatRequest,
     CHATS: BatchedChatRequest,
@@ -60,6 +62,8 @@ MODELS: dict[str, type[BaseModel]] = {
     RERANK: RerankRequest,
     LABELS: GenerativeScoringRequest,
     DECISIONS: DecisionRequest,
+    COHERE: CohereChatRequest,
+    COHERE + RENDER: CohereChatRequest,
 }
 MOST_CHOICES = 128
 _EARLY = 0.08
@@ -110,6 +114,7 @@ def usual(path: str) -> Fields:
         RERANK: {"query": "Hi", "documents": ["a", "b"]},
         LABELS: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]},
         DECISIONS: {"state": "Hi", "questions": {"q": {"type": "choice", "criteria": {"a": None, "b": "c"}}}},
+        COHERE: {"messages": _user(), "max_tokens": 4},
         CHAT + DERENDER: {"generate_response": tokens},
         COMPLETION + DERENDER: {"generate_responses": [tokens, tokens], "prompt_tokens": [1, 2]},
     }
@@ -271,6 +276,14 @@ _NESTED: dict[str, tuple[Fields, ...]] = {
     LABELS: ({"query": [5], "items": [[6], [7]]},),
     DECISIONS: ({"state": {"a": [1]}, "questions": {"q": {"type": "score", "criteria": ["a", "b"]}, "r": {"type":
     "noul", "criteria": {"true": "a"}}}, "chat_template_kwargs": {"a": 1}},),
+    COHERE: (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], "documents":
+        ["a", {"id": "b", "data": {"c": "d"}}], "thinking": {"type": "enabled", "token_budget": 1}, "stream": True},
+        {"messages": [*_user(), {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}], "tool_calls":
+        [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "c", "content":
+        [{"type": "document", "document": {"data": {"a": "b"}}}]}], "logprobs": True, "k": 3, "p": 0.5},
+        {"response_format": {"type": "json_object", "json_schema": {"type": "object"}}, "stop_sequences": ["a"]},
+    ),
 }  # fmt: skip
 
 

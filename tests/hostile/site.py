@@ -188,6 +188,8 @@ def problem_of(status: int, headers: Any, body: bytes, path: str = "") -> str:
         return f"{status} without JSON: {said}"
     if path.startswith(bodies.MESSAGES) and not path.endswith(bodies.RENDER):
         is_error = _is_error_of_anthropic(answer)
+    elif path == bodies.COHERE:
+        is_error = answer.keys() == {"message"} and bool(answer["message"])
     else:
         is_error = _is_error(answer)
     return "" if status == 200 or is_error else f"{status} in another shape than the API's: {said}"

@@ -205,6 +205,14 @@ def test_a_stream_that_is_cut_ends_with_an_error(site: Site) -> None:
     assert site.backends[0].url in error["message"]
     assert events[2] == "data: [DONE]"
     assert not other.calls, "a client that has tokens gets no others"
+    for backend in site.backends:
+        backend.behave = cut_later
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    events = [line for line in site.client.post("/cohere/v2/chat", json=body).text.split("\n\n") if line]
+    ended = json.loads(events[1].removeprefix("data: "))
+    assert (ended["type"], ended["delta"]["finish_reason"]) == ("message-end", "ERROR")
+    assert "failed in the middle" in ended["delta"]["error"]
+    assert events[2] == "data: [DONE]"
 
 
 def test_half_an_event_is_never_a_client_s(site: Site) -> None:
@@ -309,7 +317,14 @@ def test_models_are_merged_and_requests_go_where_their_model_is(site: Site) -> N
     answer = site.ask(model="c")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
-    assert "a, both, b" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "a, both, b" in message
+    body = {"model": "c", "messages": [{"role": "user", "content": "hi"}]}
+    answers = [site.client.post(path, json=body).json() for path in ("/v1/messages", "/cohere/v2/chat")]
+    assert answers == [
+        {"type": "error", "error": {"type": "not_found_error", "message": message}},
+        {"message": message},
+    ]
 
 
 def test_backends_come_go_and_drain(site: Site) -> None:

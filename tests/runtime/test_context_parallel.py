@@ -39,12 +39,15 @@ def test_runs_have_every_split_that_a_row_sees(
         else:
             assert run.first_split % ranks == 0, "its first split is of the first rank"
             assert run.num_splits <= ranks or run.num_splits % ranks == 0
-    [(found, starts)] = share_rows([runs], lens, torch.empty(1, 2 * len(lens), dtype=torch.int32))
-    for number, run in enumerate(found):
-        place = run.first_sequence + number
-        of_run = starts[place : place + run.end_sequence - run.first_sequence + 1].tolist()
-        assert of_run[0] == 0
-        assert [b - a for a, b in pairwise(of_run)] == lens[run.first_sequence : run.end_sequence]
+    blocks = torch.arange(len(lens))[:, None]
+    memory = torch.empty(1, 2 * len(lens), dtype=torch.int32)
+    [(found, tables)] = share_rows([runs], lens, [blocks], torch.tensor(totals), memory)
+    for run, of_run in zip(found, tables, strict=True):
+        starts = of_run.starts.tolist()
+        assert starts[0] == 0
+        assert [b - a for a, b in pairwise(starts)] == lens[run.first_sequence : run.end_sequence]
+        assert of_run.lens.tolist() == totals[run.first_sequence : run.end_sequence]
+        assert of_run.blocks[:, 0].tolist() == list(range(run.first_sequence, run.end_sequence))
 
 
 def test_a_sequence_with_keys_in_one_split_gets_results_of_one_rank() -> None:

@@ -19,7 +19,7 @@ from shardline.structured.checks import GrammarChecks
 from shardline.structured.compiler import GrammarCompiler
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.tokenizer import Tokenizer
-from shardline.text.tool_parsers import find_tool_parser
+from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
 from tests.structured.test_grammar import accepts
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
@@ -83,6 +83,30 @@ def test_reasoning_before_calls() -> None:
         assert accepts(COMPILER, auto, text), text
 
 
+def test_calls_within_reasoning() -> None:
+    for begin, prompt in (("<think>", ""), ("", "<think>\n")):
+        auto, required = (grammar(use_tools(is_required), "qwen3", prompt) for is_required in (False, True))
+        for text in (CALL, f"hm {CALL}", f"hm</think>\n{CALL}"):
+            assert accepts(COMPILER, auto, begin + text), text
+            assert accepts(COMPILER, required, begin + text), text
+        assert accepts(COMPILER, auto, f"{begin}hm {CALL}\n{CALL} Hello")
+        assert not accepts(COMPILER, required, begin + "hm")
+        for made in (auto, required):
+            assert not accepts(COMPILER, made, begin + "hm <tool_call>\n</think>Hello")
+    form = grammar(use_tools(False), "qwen3", "<think>\n", FORM)
+    assert accepts(COMPILER, form, "hm" + CALL)
+    assert not accepts(COMPILER, form, f"hm{CALL} Hello")
+    marked = {name: marks for name in tool_parser_names() if (marks := find_tool_parser(name).call_marks())}
+    assert {"glm4_moe", "kimi_k2", "gemma4", "deepseek_v32", "minimax_m2", "mistral", "plamo3"} <= marked.keys()
+    for name, (mark, *_) in marked.items():
+        made = grammar(use_tools(False, {"type": "object", "properties": {}}, name), "qwen3", "<think>\n")
+        assert "| lead rest" in made, name
+        assert accepts(COMPILER, made, "hm</think>Hello")
+        assert not accepts(COMPILER, made, f"hm {mark} no call</think>Hello"), name
+    unlike = grammar(use_tools(False), "deepseek_r1", "<think>\n")
+    assert accepts(COMPILER, unlike, f"hm {CALL}</think>Hello")
+
+
 def test_messages_of_gpt_oss() -> None:
     note = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
@@ -137,29 +161,70 @@ def test_structural_tags_are_a_form_of_answers() -> None:
         grammar(form=ResponseFormat(type="structural_tag", format={"type": "dispatch"}))
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "is_special"),
+    [
+        ("hermes", CALL, False),
+        ("hermes", CALL, True),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            True,
+        ),
+    ],
+)
+def test_marks_within_reasoning_may_be_tokens(name: str, call: str, is_special: bool) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+    marks = ("<think>", "</think>", *find_tool_parser(name).markers)
+    backend.add_tokens([tokenizers.AddedToken(mark, special=is_special) for mark in marks])
+    compiler = GrammarCompiler(backend)
+    for is_required in (False, True):
+        for begin, prompt in (("<think>", ""), ("", "<think>")):
+            answer = AnswerFormat(
+                Tokenizer(backend), prompt, use_tools(is_required, parser=name), find_reasoning_parser("qwen3")
+            )
+            made = asyncio.run(make_answer_grammar(answer, None, None, CHECKS))
+            for text in (call, f"hm {call}", f"hm</think>\n{call}"):
+                assert allows(compiler, backend, made, begin + text), text
+            assert allows(compiler, backend, made, f"{begin}hm</think>Hello") is not is_required
+            assert not allows(compiler, backend, made, f"{begin}hm {marks[2]}</think>Hello")
+            if prompt:
+                assert not allows(compiler, backend, made, "hm"), "reasoning does not end by itself"
+
+
+def allows(compiler: GrammarCompiler, backend: tokenizers.Tokenizer, made: str, text: str) -> bool:
+    """Whether a grammar takes the tokens of a text, and may end behind them."""
+    matcher = compiler.start_grammar(made)
+    for token_id in backend.encode(text, add_special_tokens=False).ids:
+        words, _ = matcher.find_allowed()
+        if not words[token_id >> 5] >> (token_id & 31) & 1:
+            return False
+        matcher.append_token(token_id, is_end=False)
+    return matcher.find_allowed()[1]
+
+
 def test_reasoning_may_have_a_budget() -> None:
     backend = tokenizers.Tokenizer.from_file(str(Path(DEMO_FOLDER) / "tokenizer.json"))
     backend.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
     tokenizer, compiler = Tokenizer(backend), GrammarCompiler(backend)
 
-    def allows(prompt: str, text: str, budget: int, form: ResponseFormat | None = None) -> bool:
+    def takes(
+        prompt: str, text: str, budget: int, form: ResponseFormat | None = None, tools: ToolUse | None = None
+    ) -> bool:
         parser = find_reasoning_parser("qwen3")
-        answer = AnswerFormat(tokenizer, prompt, None, parser, budget)
-        matcher = compiler.start_grammar(asyncio.run(make_answer_grammar(answer, form, None, CHECKS)))
-        for token_id in backend.encode(text, add_special_tokens=False).ids:
-            words, _ = matcher.find_allowed()
-            if not words[token_id >> 5] >> (token_id & 31) & 1:
-                return False
-            matcher.append_token(token_id, is_end=False)
-        return matcher.find_allowed()[1]
+        answer = AnswerFormat(tokenizer, prompt, tools, parser, budget)
+        return allows(compiler, backend, asyncio.run(make_answer_grammar(answer, form, None, CHECKS)), text)
 
     for begin, prompt in (("<think>", ""), ("", "<think>")):
-        assert allows(prompt, begin + " one two</think> Hi", 2)
-        assert allows(prompt, begin + " one</think> Hi", 2)
-        assert not allows(prompt, begin + " one two three</think>", 2)
-        assert allows(prompt, begin + "</think>Hi", 0)
-        assert not allows(prompt, begin + " one</think>Hi", 0)
-        assert allows(prompt, begin + ' one</think>{"a": 1}', 2, FORM)
-    assert allows("", "Hi <think> one two three", 2)
+        assert takes(prompt, begin + " one two</think> Hi", 2)
+        assert takes(prompt, begin + " one</think> Hi", 2)
+        assert not takes(prompt, begin + " one two three</think>", 2)
+        assert takes(prompt, begin + "</think>Hi", 0)
+        assert not takes(prompt, begin + " one</think>Hi", 0)
+        assert takes(prompt, begin + ' one</think>{"a": 1}', 2, FORM)
+        assert takes(prompt, f"{begin} one</think>{CALL}", 20, tools=use_tools(False))
+    assert not takes("<think>", f" one{CALL}</think>Hi", 200, tools=use_tools(False)), "the call would be free"
+    assert takes("", "Hi <think> one two three", 2)
     over = AnswerFormat(tokenizer, "<think></think>", None, find_reasoning_parser("qwen3"), 2)
     assert asyncio.run(make_answer_grammar(over, None, None, CHECKS)) == ""

@@ -102,6 +102,19 @@ def test_calls_in_a_stream(shared: Running, client: openai.OpenAI) -> None:
     assert len(arguments) > 5, "arguments are sent as they come"
 
 
+def test_a_call_ends_reasoning(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = f"<think>\nHm.\n{CALLS.removeprefix('I look.')}"
+    [choice] = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices
+    message: Any = choice.message
+    assert (message.reasoning, message.content, choice.finish_reason) == ("Hm.", None, "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == FOUND
+    streamed, _ = stream(client, tools=TOOLS)
+    assert (streamed["reasoning"], streamed["calls"], streamed["finish_reason"]) == ("Hm.", FOUND, "tool_calls")
+    assert streamed["content"] == ""
+    without: Any = client.chat.completions.create(model="demo", messages=HI).choices[0].message
+    assert "<tool_call>" in without.reasoning, "no call was offered"
+
+
 def test_history_with_calls_reaches_the_template(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
     first: Any = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
@@ -216,9 +229,9 @@ def test_forced_calls_have_empty_content(shared: Running, client: openai.OpenAI,
 
 
 def test_reasoning_before_calls(shared: Running, client: openai.OpenAI) -> None:
-    shared.engine.reply = "<think>Maybe <tool_call>.</think>\n" + CALLS
+    shared.engine.reply = "<think>Maybe <function>.</think>\n" + CALLS
     message, _ = stream(client, tools=TOOLS)
-    assert message["reasoning"] == "Maybe <tool_call>."
+    assert message["reasoning"] == "Maybe <function>."
     assert message["calls"] == FOUND
 
 

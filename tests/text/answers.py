@@ -66,9 +66,11 @@ def parse(
     decides.
     """
 
+    marks = find_tool_parser(tools).call_marks() if tools else None
+
     def make() -> AnswerParser:
         return AnswerParser(
-            find_reasoning_parser(reasoning)(prompt, has_tools=tools is not None) if reasoning else None,
+            find_reasoning_parser(reasoning)(prompt, call_marks=marks) if reasoning else None,
             find_tool_parser(tools)(FUNCTIONS, **options) if tools else None,
         )
 

@@ -406,7 +406,41 @@ def test_no_marks_of_gpt_oss_reach_anything(text: list[str]) -> None:
 def test_reasoning_before_calls(name: str) -> None:
     calls = [("f", '{"text": "<think>"}')]
     text = "<think>I shall call <tool_call>.</think>\n" + WRITERS[name][0](calls)
-    assert parse(text, name, "qwen3") == Answer("I shall call <tool_call>.", "", calls)
+    assert parse(text, name, "deepseek_r1") == Answer("I shall call <tool_call>.", "", calls)
+
+
+@in_every_form
+def test_the_mark_of_a_call_ends_reasoning(name: str, write) -> None:
+    calls = [("f", '{"text": "a"}')]
+    thoughts = "I look. " + write(calls)
+    ended = Answer("I look.", "", calls)
+    assert parse("<think>" + thoughts, name, "qwen3") == (
+        ended if find_tool_parser(name).call_marks() else Answer(thoughts.strip())
+    )
+    assert parse("<think>" + thoughts, reasoning="qwen3") == Answer(thoughts.strip())
+    assert parse("<think>" + thoughts, name, "deepseek_r1") == Answer(thoughts.strip())
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools"),
+    [
+        ("gemma4", "gemma4"),
+        ("glm47", "glm47"),
+        ("kimi_k2", "kimi_k2"),
+        ("minimax_m2", "minimax_m2"),
+        ("mistral", "mistral"),
+        ("plamo3", "plamo3"),
+        ("seed_oss", "seed_oss"),
+        ("deepseek_v4", "deepseek_v4"),
+    ],
+)
+def test_reasoning_that_a_call_ends_has_its_own_marks(reasoning: str, tools: str) -> None:
+    calls = [("f", '{"text": "a"}'), ("weather", '{"text": "b"}')]
+    writers = [write for name, write in FORMS if find_tool_parser(name) is find_tool_parser(tools)]
+    begin = find_reasoning_parser(reasoning).begin
+    for write in writers:
+        assert parse(f"{begin}I look.\n{write(calls)}", tools, reasoning) == Answer("I look.", "", calls)
+        assert parse(f"I look.{write(calls)}", tools, reasoning, prompt=begin + "\n") == Answer("I look.", "", calls)
 
 
 def test_formats_are_guessed_from_templates() -> None:

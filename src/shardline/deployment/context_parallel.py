@@ -21,8 +21,8 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
         return
     asked = f"context_parallel_size {size}"
     instead = f"use tensor_parallel_size {layout.grid.sharing} instead"
-    if layout.device != "cpu" or layout.kernels != "own":
-        raise ValueError(f"{asked} works with the own kernels of CPUs only so far; {instead}, or --device cpu")
+    if layout.device != "cpu":
+        raise ValueError(f"{asked} works on CPUs only so far; {instead}, or --device cpu")
     for attention in {layer.attention for layer in spec.layers}:
         if not isinstance(attention, GQA | MLA):
             raise ValueError(

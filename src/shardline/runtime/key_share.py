@@ -43,12 +43,20 @@ class SharedRun(NamedTuple):
         return self.end_row - self.first_row
 
 
+class Tables(NamedTuple):
+    """Of the sequences of a run, as in `Rows`."""
+
+    blocks: Tensor
+    starts: Tensor
+    lens: Tensor
+
+
 class SharedRows(NamedTuple):
     """How the rows attend in the layers of a KV group."""
 
     runs: tuple[SharedRun, ...]
-    query_starts: Tensor
-    """int32: for each run, as in `Rows`; run i begins at its first sequence's number + i."""
+    tables: tuple[Tables, ...]
+    """Of each run. Layers share them, since a back end keeps what it makes of tables that it has seen."""
 
 
 class KeyShare(NamedTuple):
@@ -128,17 +136,22 @@ def share_keys(deployment: Deployment, rank: int, num_ranks: int) -> KeyShare:
 
 
 def share_rows(
-    plan: Sequence[tuple[SharedRun, ...]], query_lens: Sequence[int], memory: Tensor
+    plan: Sequence[tuple[SharedRun, ...]],
+    query_lens: Sequence[int],
+    block_tables: Sequence[Tensor],
+    context_lens: Tensor,
+    memory: Tensor,
 ) -> tuple[SharedRows, ...]:
-    """The plan of each KV group with the query starts of each run, which are written to `memory` [num_groups, at least
-    twice the number of sequences] int32."""
+    """The plan of each KV group with the tables of each run. Its query starts are written to `memory` [num_groups, at
+    least twice the number of sequences] int32: those of run i begin at its first sequence's number + i."""
     shared = []
-    for runs, of_group in zip(plan, memory, strict=True):
-        starts = of_group.numpy()
+    for runs, blocks, of_group in zip(plan, block_tables, memory, strict=True):
+        tables = []
         for number, run in enumerate(runs):
-            place = run.first_sequence + number
-            starts[place] = 0
-            lens = query_lens[run.first_sequence : run.end_sequence]
-            np.cumsum(lens, out=starts[place + 1 : place + 1 + len(lens)])
-        shared.append(SharedRows(runs, of_group))
+            sequences = slice(run.first_sequence, run.end_sequence)
+            starts = of_group[run.first_sequence + number : run.end_sequence + number + 1]
+            starts[0] = 0
+            np.cumsum(query_lens[sequences], out=starts.numpy()[1:])
+            tables.append(Tables(blocks[sequences], starts, context_lens[sequences]))
+        shared.append(SharedRows(runs, tuple(tables)))
     return tuple(shared)

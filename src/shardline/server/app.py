@@ -19,6 +19,7 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.anthropic.routes import message_routes
 from shardline.server.chat_setup import check_chat_config
+from shardline.server.cohere.routes import cohere_chat_routes
 from shardline.server.documentation import documentation_routes
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
@@ -110,7 +111,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     if is_whole:
         for routes in (generating_routes, batched_chat_routes, response_routes, message_routes):
             app.include_router(routes(service), dependencies=generates)
-        for routes in (generative_scoring_routes, decision_routes):
+        for routes in (cohere_chat_routes, generative_scoring_routes, decision_routes):
             app.include_router(routes(service), dependencies=generates)
         for routes in (cohere_routes, pooling_routes, score_routes):
             app.include_router(routes(service), dependencies=pools)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from shardline.messages.request import Request
-from tests.exactness.harness import Answer, make_requests, run, start_engine
+from tests.exactness.cases import CONTEXT_FAMILIES
+from tests.exactness.harness import Answer, make_long_requests, make_requests, run, start_engine
 from tests.exactness.stored import STORED
+from tests.exactness.test_context_parallel import make_long_checkpoint
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
 from tests.runtime.test_against_transformers import check
 
@@ -36,6 +38,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         sampled = [("llama", "bfloat16"), ("mixtral", "float32")]
         metafunc.parametrize(("family", "dtype"), list(product(FAMILIES, DTYPES)) if every else sampled)
+    if "context_family" in metafunc.fixturenames:
+        every_kind = product(CONTEXT_FAMILIES, DTYPES, ("auto", "int8", "fp8"))
+        kinds = list(every_kind) if every else [("llama", "bfloat16", "auto")]
+        metafunc.parametrize(("context_family", "dtype", "kv"), kinds)
 
 
 def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
@@ -58,6 +64,15 @@ def test_one_answer(family: str, dtype: str, tmp_path: Path) -> None:
     for name, layout in (EXPERT_LAYOUTS if has_experts(family) else DENSE_LAYOUTS).items():
         found = answers(model, requests, "staggered", dtype, max_num_batched_tokens=32, **layout)
         assert found == expected, name
+
+
+def test_one_answer_of_ranks_that_share_keys(context_family: str, dtype: str, kv: str, tmp_path: Path) -> None:
+    """One request has three splits of keys."""
+    model = make_long_checkpoint(context_family, tmp_path / "model")
+    requests = make_long_requests(256, (8, 1290))
+    options: dict[str, Any] = {"kv_cache_dtype": kv, "max_num_batched_tokens": 600}
+    expected = answers(model, requests, "alone", dtype, enable_prefix_caching=False, kv_cache_dtype=kv)
+    assert answers(model, requests, "staggered", dtype, context=2, **options) == expected
 
 
 def test_packed_checkpoints_run(stored: str, tmp_path: Path) -> None:

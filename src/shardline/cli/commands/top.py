@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardline import env
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 _URL = "http://127.0.0.1:8000"
 _ANSWER_SECONDS = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
-_BAR = 16
-"""Cells of a rank's bar."""
+_WIDE, _WIDEST = 120, 160
+"""Columns of terminals that have room for all of a rank, and for the whole names of hosts and devices."""
+_BAR = 8
+"""Cells of a rank's bar where there is little room; else twice as many."""
 
 Row = dict[str, Any]
 """A rank with what its replica and its host say; of a replica without ranks, the replica's part."""
@@ -79,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(watch.seen))
         else:
-            console.print(watch.picture(with_keys=False))
+            console.print(watch.picture(console.width, with_keys=False))
         return 0
     with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             watch.try_to_look()
             deadline = time.monotonic() + args.interval
             while (left := deadline - time.monotonic()) > 0.0:
-                live.update(watch.picture(with_keys=console.is_terminal), refresh=True)
+                live.update(watch.picture(console.width, with_keys=console.is_terminal), refresh=True)
                 key = read_key(left)
                 if key in ("q", "\x1b", "\x03"):
                     return 0
@@ -142,8 +144,8 @@ class Watch:
         _, by, is_falling = SORTS[self._sort]
         return sorted(_rows(self.seen or {}), key=by, reverse=is_falling != self._is_reversed)
 
-    def picture(self, *, with_keys: bool) -> Group:
-        """All of it, for rich."""
+    def picture(self, width: int, *, with_keys: bool) -> Group:
+        """All of it, for rich, on a terminal of `width` columns."""
         from rich.console import Group
         from rich.text import Text
 
@@ -152,22 +154,23 @@ class Watch:
             parts.append(Text(f"{self._problem}; trying again", "bold red"))
         if self.seen is None:
             return Group(*parts or [Text(f"asking {self._url}")])
-        parts.append(self._summary(self.seen))
+        parts.append(self._summary(self.seen, width))
         parts += [Text(f"! {notice}", "yellow") for notice in self.seen["notices"]]
         parts += _backend_lines(self.seen.get("backends", ()))
-        parts.append(self._table())
+        parts.append(self._table(width))
         if with_keys:
             keys = "  ".join(f"{key} {name}" for key, (name, _, _) in SORTS.items())
             parts.append(Text(f"sort: {keys}   q end", "dim"))
         return Group(*parts)
 
-    def _summary(self, seen: dict[str, Any]) -> Table:
+    def _summary(self, seen: dict[str, Any], width: int) -> Table:
         from rich.table import Table
         from rich.text import Text
 
         rates, first = seen["rates"], seen["first_token"]
         state = "gone" if self._problem else seen["state"]
-        grid = Table.grid(padding=(0, 3))
+        grid = Table.grid(padding=(0, 3 if width >= _WIDE else 1))
+        speeds = list(self._speeds)[-max(4, width - 90) :]
         grid.add_row(
             Text(seen["model"] or self._url, "bold"),
             Text(state, "green" if state == "ready" else "red" if state in ("gone", "dead") else "yellow"),
@@ -176,7 +179,7 @@ class Watch:
             Text(f"{rates['waiting']} waiting", "yellow" if rates["waiting"] else ""),
         )
         grid.add_row(
-            Text(sparkline(self._speeds), "blue"),
+            Text(sparkline(speeds), "blue"),
             Text(f"{rates['generation_tokens_per_second']:,.1f} tokens/s", "bold"),
             f"prompts {rates['prompt_tokens_per_second']:,.0f}/s",
             f"first token {_seconds(first['p50'])}, p95 {_seconds(first['p95'])}",
@@ -184,31 +187,36 @@ class Watch:
         )
         return grid
 
-    def _table(self) -> Table:
+    def _table(self, width: int) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        is_wide = width >= _WIDE
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         right = ("replica", "rank", "pp", "tp", "cp", "step")
-        for name in (*right[:2], "host", "device", *right[2:5], "busy", "", "waits", "step", "KV use", "memory"):
-            table.add_column(name, justify="right" if name in right else "left")
+        most = {} if width >= _WIDEST else {"host": 16, "device": 12} if is_wide else {"host": 12, "device": 6}
+        memory = ("memory",) if is_wide else ()
+        for name in (*right[:2], "host", "device", *right[2:5], "busy", "", "waits", "step", "KV use", *memory):
+            justify: Literal["right", "left"] = "right" if name in right else "left"
+            table.add_column(name, justify=justify, no_wrap=True, max_width=most.get(name))
+        cells = _BAR * (1 + is_wide)
         for row in self.rows():
             dim = "" if row["alive"] and not self._problem else "dim"
-            busy, waits = round(_BAR * row["busy"]), round(_BAR * row["waiting"])
-            bar = Text("█" * busy, "blue") + Text("█" * min(waits, _BAR - busy), "yellow")
-            bar += Text("·" * (_BAR - len(bar)), "dim")
+            busy, waits = round(cells * row["busy"]), round(cells * row["waiting"])
+            bar = Text("█" * busy, "blue") + Text("█" * min(waits, cells - busy), "yellow")
+            bar += Text("·" * (cells - len(bar)), "dim")
             if not row["alive"]:
                 bar = Text("down", "red")
-            cells = (str(row[name]) for name in ("replica", "rank", "where", "device", "pp", "tp"))
+            place = (str(row[name]) for name in ("replica", "rank", "where", "device", "pp", "tp"))
             table.add_row(
-                *cells,
+                *place,
                 str(row.get("cp", "")),
                 bar,
                 f"{row['busy']:4.0%}",
                 f"{row['waiting']:4.0%}",
                 _seconds(row["step_seconds"]),
                 f"{row['kv_usage']:4.0%}",
-                row["memory"],
+                *(row[name] for name in memory),
                 style=dim,
             )
         return table

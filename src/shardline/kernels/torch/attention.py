@@ -47,7 +47,8 @@ class _Batch:
     """[B, Hk, num_keys] int64: the row of each key in a cache [rows, D]; a key that no row sees stands for one that is
     seen."""
     num_tiles: int
-    first_split: int
+    splits: tuple[int, ...]
+    """Those that the keys are of."""
     parts: tuple[_Part, ...]
 
 
@@ -152,9 +153,9 @@ class AttentionKernels(CacheKernels):
             keys = _read_rows(key_cache, key_scales, batch.keys)
             values = _read_rows(value_cache, value_scales, batch.keys)
             found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
-            for own in range(len(found.maxima)):
-                to, rest = divmod(batch.first_split + own - first_split, split_step)
-                if rest == 0 and 0 <= to < len(maxima):
+            for own, split in enumerate(batch.splits):
+                to = (split - first_split) // split_step
+                if to < len(maxima):
                     for part, out in zip(found, (maxima, sums, outputs), strict=True):
                         _put_rows(_of_tokens(part[own], batch, shape), out[to], batch)
 
@@ -220,7 +221,11 @@ def _plan(
         each = max(1, _MOST_ELEMENTS // elements)
         for begin in range(0, len(members), each):
             some = members[begin : begin + each]
-            batches.append(_batch(some, block_tables, shape, starts[-1], device, splits))
+            first, step = splits
+            own = range(kind[2], -(-max(one.num_keys for one in some) // SPLIT))
+            own_splits = tuple(split for split in own if split >= first and (split - first) % step == 0)
+            if own_splits:
+                batches.append(_batch(some, block_tables, shape, starts[-1], device, own_splits, step == 1))
     return batches
 
 
@@ -244,7 +249,8 @@ def _batch(
     shape: _Shape,
     num_rows: int,
     device: torch.device,
-    splits: tuple[int, int],
+    splits: tuple[int, ...],
+    has_all: bool,
 ) -> _Batch:
     most = max(one.num_rows for one in sequences)
     place = torch.arange(most)
@@ -253,13 +259,13 @@ def _batch(
     tokens = torch.tensor([one.first_row for one in sequences])[:, None] + own
     lengths = torch.tensor([one.num_keys for one in sequences])[:, None]
     positions = lengths - counts + own
-    _, key_tiles, first_split = sequences[0].kind
-    keys = torch.arange(key_tiles * KEYS) + first_split * SPLIT
+    key_tiles = sequences[0].key_tiles
+    # Splits have four tiles, or all keys are in one split.
+    keys = (torch.tensor(splits)[:, None] * SPLIT + torch.arange(min(key_tiles, _TILES) * KEYS)).flatten()
     firsts = torch.tensor([one.first_key for one in sequences])[:, None]
     seen = torch.minimum(torch.maximum(keys, firsts), lengths - 1)
-    if splits != (0, 1):  # blocks of other splits are not read
-        is_own = (keys // SPLIT - splits[0]) % splits[1] == 0
-        seen = torch.where(is_own & (keys // SPLIT >= splits[0]), seen, -1)
+    if not has_all:  # blocks of other ranks' splits are not read
+        seen = torch.where(seen // SPLIT == keys // SPLIT, seen, -1)
     rows = torch.tensor([one.place for one in sequences])[:, None]
     blocks = block_tables[rows.to(device), (seen.clamp(min=0) // shape.block_size).to(device)].long()
     blocks = torch.where(seen.to(device) < 0, 0, blocks)[:, None]
@@ -270,7 +276,7 @@ def _batch(
         torch.equal(tokens.flatten(), torch.arange(num_rows)),
         (blocks * shape.num_kv_heads + heads) * shape.block_size + offsets,
         sequences[0].num_tiles,
-        first_split,
+        splits,
         tuple(_parts(positions, keys, sequences[0].num_tiles, shape, device)),
     )
 
@@ -284,7 +290,7 @@ def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, devic
     parts = []
     for begin in range(0, num_tiles, each):
         own = of_rows[:, begin : begin + each]
-        tiles = int(own.max() - keys[0]) // KEYS + 1
+        tiles = int((keys[::KEYS] <= own.max()).sum())
         tiles = len(keys) // KEYS if each >= num_tiles else min(len(keys) // KEYS, -(-tiles // _TILES) * _TILES)
         some = keys[: tiles * KEYS].view(tiles, 1, 1, KEYS)
         last = own[:, None, :, :, None]

@@ -23,21 +23,13 @@ from shardline.models.attention import GQA
 from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
-from shardline.runtime.key_share import SharedRun
+from shardline.runtime.key_share import SharedRun, Tables
 from shardline.runtime.layers.attention import AttentionLayer, KVPages, RotaryTables
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.ops.attention.partials import Partials
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
-
-
-class Tables(NamedTuple):
-    """Of consecutive sequences, as in `Rows`."""
-
-    blocks: Tensor
-    starts: Tensor
-    lens: Tensor
 
 
 class Places(NamedTuple):
@@ -65,11 +57,7 @@ class SharedKeys:
     def runs(self, rows: Rows) -> Iterator[tuple[SharedRun, Tables]]:
         """Each run of a step, with its part of the tables."""
         assert rows.shared is not None
-        runs, starts = rows.shared[self._kv_group]
-        for number, run in enumerate(runs):
-            sequences = slice(run.first_sequence, run.end_sequence)
-            of_run = starts[run.first_sequence + number : run.end_sequence + number + 1]
-            yield run, Tables(rows.block_tables[self._kv_group][sequences], of_run, rows.context_lens[sequences])
+        return zip(*rows.shared[self._kv_group], strict=True)
 
     def attend_in_parts(
         self,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
 import msgspec
 from fastapi import APIRouter
-from fastapi.exceptions import RequestValidationError
-from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline.server.anthropic.errors import error_answer, error_event
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter
 from shardline.server.documentation import json_answers
-from shardline.server.errors import ApiError, explain_validation
-from shardline.server.json_body import StrictRoute
+from shardline.server.errors import ApiError
+from shardline.server.foreign_errors import ForeignRoute
 from shardline.server.openai.chat.conversation import EncodedChat
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
@@ -24,22 +19,10 @@ from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
 
-class AnthropicRoute(StrictRoute):
+class AnthropicRoute(ForeignRoute):
     """A route whose errors have Anthropic's shape."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with its errors."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except RequestValidationError as error:
-                return error_answer(explain_validation(error.errors(), error.body))
-            except ApiError as error:
-                return error_answer(error)
-
-        return handle
+    answer_error = staticmethod(error_answer)
 
 
 class TokenCount(msgspec.Struct, frozen=True):

@@ -60,15 +60,28 @@ class AnswerFormat:
         if self.reasoning is None or self.max_reasoning_tokens is None:
             return None
         token_id = self.tokenizer.token_id(self.reasoning.end)
-        return None if token_id is None else ThinkingBudget(self.max_reasoning_tokens, f"<[{token_id}]>")
+        if token_id is None:
+            return None
+        return ThinkingBudget(self.max_reasoning_tokens, f"<[{token_id}]>", self.interrupting_marks)
+
+    @property
+    def interrupting_marks(self) -> tuple[str, ...]:
+        """The marks of calls that end reasoning which has not ended before."""
+        may_interrupt = self.tool_use is not None and self.reasoning is not None and self.reasoning.ends_at_calls
+        return self.tool_use.parser.call_marks() if self.tool_use is not None and may_interrupt else ()
 
     def make_parser(self) -> AnswerParser:
         """A parser for one choice."""
         return AnswerParser(
-            None if self.reasoning is None else self.reasoning(self.prompt, has_tools=self.tool_use is not None),
+            self._make_reasoning(),
             None if self.tool_use is None else self.tool_use.make_parser(),
         )
 
     def make_counter(self) -> ReasoningCounter | None:
         """A counter for one choice; None: there is no reasoning to count."""
-        return None if self.reasoning is None else ReasoningCounter(self.reasoning(self.prompt), self.tokenizer)
+        parser = self._make_reasoning()
+        return None if parser is None else ReasoningCounter(parser, self.tokenizer)
+
+    def _make_reasoning(self) -> ReasoningParser | None:
+        marks = None if self.tool_use is None else self.tool_use.parser.call_marks()
+        return None if self.reasoning is None else self.reasoning(self.prompt, call_marks=marks)

@@ -143,7 +143,11 @@ def _whole_grammar(answer_format: AnswerFormat, grammar: str, template: str) -> 
         answer, rules = "ANYTHING", f"ANYTHING: /(.|\\n)*/ & ~/{opening}(.|\\n)*/"
     if not answer:
         return ""
-    return wrap_grammar(f"start: {before}answer\nanswer: {answer}\n{rules}\n{before_rules}", grammar)
+    start = f"{before}answer"
+    if before and budget is None and use is not None and answer_format.interrupting_marks:
+        opening = "opening " if before.startswith("opened") else ""
+        start += f" | {opening}lead rest{' auto' if answer == 'auto' and use.parallel else ''}"
+    return wrap_grammar(f"start: {start}\nanswer: {answer}\n{rules}\n{before_rules}", grammar)
 
 
 def _refusal(param: str, error: ValueError) -> ApiError:

@@ -15,6 +15,8 @@ from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.anthropic.request import MessagesRequest
 from shardline.server.anthropic.routes import prepare_message
+from shardline.server.cohere.request import CohereChatRequest
+from shardline.server.cohere.routes import prepare_cohere_chat
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
@@ -147,6 +149,12 @@ def render_routes(service: Service) -> APIRouter:
     async def render_message(body: MessagesRequest, request: Request) -> Response:
         """The request that answers a conversation in Anthropic's shape."""
         chat = await prepare_message(service, body)
+        return await render_chat(body.sampling, chat, f"chatcmpl-{base_request_id(request, None)}", body.model)
+
+    @router.post("/cohere/v2/chat/render", responses=json_answers(RenderedRequest))
+    async def render_cohere_chat(body: CohereChatRequest, request: Request) -> Response:
+        """The request that answers a conversation in Cohere's shape."""
+        chat = await prepare_cohere_chat(service, body)
         return await render_chat(body.sampling, chat, f"chatcmpl-{base_request_id(request, None)}", body.model)
 
     @router.post("/v1/completions/render", responses=json_answers(list[RenderedRequest]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,8 @@ class ThinkingBudget:
     num_tokens: int
     end: str
     """The token of the mark that ends reasoning, in Lark."""
+    excluded: Sequence[str] = ()
+    """Marks that must not stand in the reasoning."""
 
 
 class ReasoningParser(ABC):
@@ -39,14 +41,20 @@ class ReasoningParser(ABC):
     """Whether an answer begins with reasoning even if the first mark is missing."""
     markers: ClassVar[tuple[str, ...]] = ()
     """Marks of the format besides `begin` and `end` that may be special tokens, and which the parser must see."""
+    ends_at_calls: ClassVar[bool] = False
+    """Whether the mark of a call ends reasoning that has no mark of its end."""
     reads_content: ClassVar[bool] = False
     """Whether the parser must also see what follows the reasoning, since marks stand there too."""
     template_marks: ClassVar[tuple[str, ...]] = ()
     """If not empty, answers cannot be read without this parser, so that it is chosen for templates with these texts."""
 
-    def __init__(self, prompt: str, *, has_tools: bool = True) -> None:
-        """`prompt`: the prompt, or its last part; `has_tools`: whether a parser of tool calls reads the rest."""
-        self._has_tools = has_tools
+    def __init__(self, prompt: str, *, call_marks: tuple[str, ...] | None = ()) -> None:
+        """`prompt`: the prompt, or its last part.
+
+        `call_marks`: those of the parser that reads tool calls in the rest; None: there is no such parser.
+        """
+        self._has_tools = call_marks is not None
+        self._call_marks = (call_marks or ()) if self.ends_at_calls else ()
         self._reader = TextReader()
         self._reasoning = ""
         self._rest = ""
@@ -85,11 +93,14 @@ class ReasoningParser(ABC):
         if budget is not None:
             limited = f"limited[max_tokens={budget.num_tokens}]: THOUGHTS\n"
             rules = f"thoughts: limited {budget.end}\n{limited}" if budget.num_tokens else f"thoughts: {budget.end}\n"
-        rules += "reasoning: thoughts SPACE?\nTHOUGHTS: /(.|\\n)*/\nSPACE: /[ \\n]{1,4}/\n"
+        excluded = (
+            "" if budget is None else "".join(f" & ~/(.|\\n)*{_escape(mark)}(.|\\n)*/" for mark in budget.excluded)
+        )
+        rules += f"reasoning: thoughts SPACE?\nTHOUGHTS: /(.|\\n)*/{excluded}\nSPACE: /[ \\n]{{1,4}}/\n"
         if cls.starts_in_reasoning(prompt) or cls.begins_unmarked:
             return "reasoning ", rules
         begins = " | ".join(cls.spell(begin, mark) for begin in (cls.begin, *cls.other_begins))
-        return "opened? ", f"opened: ({begins}) reasoning\n{rules}"
+        return "opened? ", f"opened: opening reasoning\nopening: {begins}\n{rules}"
 
     @classmethod
     def spell(cls, text: str, mark: Callable[[str], str]) -> str:
@@ -135,7 +146,11 @@ class ReasoningParser(ABC):
         if marked or self._is_open:
             self.is_marked = True
             yield from reader.skip_space()
-            if (yield from reader.copy_until((self.end, *self.other_ends), self._write_reasoning)):
+            marks = (self.end, *self.other_ends, *self._call_marks)
+            mark = yield from reader.copy_until(marks, self._write_reasoning)
+            if mark in self._call_marks:
+                reader.unread(mark)
+            elif mark:
                 yield from reader.skip_space()
         else:
             self._rest += skipped
@@ -151,3 +166,7 @@ class ReasoningParser(ABC):
         reasoning, rest = self._reasoning, self._rest
         self._reasoning = self._rest = ""
         return reasoning, rest
+
+
+def _escape(text: str) -> str:
+    return re.escape(text).replace("/", "\\/")

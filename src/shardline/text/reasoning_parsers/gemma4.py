@@ -11,3 +11,4 @@ class Parser(ReasoningParser):
     begin = "<|channel>thought"
     end = "<channel|>"
     markers = ("<|channel>",)
+    ends_at_calls = True

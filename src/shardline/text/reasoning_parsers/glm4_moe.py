@@ -11,3 +11,4 @@ class Parser(ReasoningParser):
     other_names = ("glm45", "glm47", "ling3", "poolside_v1")
     begin = "<think>"
     end = "</think>"
+    ends_at_calls = True

@@ -10,3 +10,4 @@ class Parser(ReasoningParser):
 
     begin = "<think>"
     end = "</think>"
+    ends_at_calls = True

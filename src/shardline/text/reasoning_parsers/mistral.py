@@ -10,3 +10,4 @@ class Parser(ReasoningParser):
 
     begin = "[THINK]"
     end = "[/THINK]"
+    ends_at_calls = True

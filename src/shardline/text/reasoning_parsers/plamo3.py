@@ -11,3 +11,4 @@ class Parser(ReasoningParser):
     begin = "<|plamo:begin_think:plamo|>"
     end = "<|plamo:end_think:plamo|>"
     markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>")
+    ends_at_calls = True

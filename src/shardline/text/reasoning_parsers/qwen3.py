@@ -13,3 +13,4 @@ class Parser(ReasoningParser):
     )  # fmt: skip
     begin = "<think>"
     end = "</think>"
+    ends_at_calls = True

@@ -10,3 +10,4 @@ class Parser(ReasoningParser):
 
     begin = "<seed:think>"
     end = "</seed:think>"
+    ends_at_calls = True

@@ -172,6 +172,14 @@ class ToolParser(ABC):
             ValueError: a function's parameters are no schema.
         """
 
+    @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The marks that begin calls, also in reasoning that does not end before; empty: text may have each of them.
+
+        A format with such marks has the rules `lead`, any text and its mark, and `rest`, what follows the mark.
+        """
+        return ()
+
     @staticmethod
     def call_id(source: bytes) -> str:
         """An id for a call from 12 random bytes, in the form that the format's chat templates take."""

@@ -31,6 +31,11 @@ class Parser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (begin, end, quote)
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (cls.begin,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """One mark for each call, and the arguments in the order of the schema."""
         return f"""

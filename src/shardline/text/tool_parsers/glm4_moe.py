@@ -25,6 +25,11 @@ class Parser(TaggedParser):
     markers: ClassVar[tuple[str, ...]] = (begin, end, *key, *value)
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return cls.outer[:1] or (cls.begin,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """In the form that the chat template shows."""
         line = "" if cls.key[1] + cls.value[0] in rules.template else "\n"

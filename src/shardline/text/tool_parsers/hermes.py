@@ -24,6 +24,11 @@ class Parser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (cls.begin,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """An element for each call."""
         before, after = cls.space

@@ -18,6 +18,11 @@ class Parser(ToolParser):
     markers = (_FIRST, _LAST, _BEGIN, _SEPARATOR, _END)
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (_FIRST,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """In the form that the chat template shows."""
         between = f"{lark_text(':')} INDEX {rules.mark(_SEPARATOR)}"

@@ -35,6 +35,11 @@ class Parser(TaggedParser):
     markers: ClassVar[tuple[str, ...]] = begins + ends
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return cls.begins
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """One element with all calls, in the spelling that the model knows."""
         spellings = list(zip(cls.begins, cls.ends, strict=True))

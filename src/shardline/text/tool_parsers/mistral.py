@@ -24,6 +24,11 @@ class Parser(ToolParser):
         return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in source[:9])
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (_BEGIN,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """With a mark before the arguments if the tokenizer has one, else as a list."""
         if _ARGUMENTS in rules.special_tokens:

@@ -30,6 +30,11 @@ class Parser(ToolParser):
     )  # fmt: skip
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (_FIRST,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """In the form that the chat template shows."""
         first, call = cls._spell(rules, _FIRST), cls._spell(rules, _CALL + _NAME)

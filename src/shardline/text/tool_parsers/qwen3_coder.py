@@ -25,6 +25,11 @@ class Parser(TaggedParser):
     """What stands between a value and its tags."""
 
     @classmethod
+    def call_marks(cls) -> tuple[str, ...]:
+        """The first mark."""
+        return (cls.begin,)
+
+    @classmethod
     def write_rules(cls, rules: CallRules) -> str:
         """An element for each call."""
         space = cls.value_space

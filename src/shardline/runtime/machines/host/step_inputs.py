@@ -109,7 +109,7 @@ class StepLayout:
         memory = self._shared_memory
         if not reuses_memory:
             memory = torch.empty(self._num_kv_groups, 2 * len(lengths), dtype=torch.int32)
-        return share_rows(plan, lengths, memory)
+        return share_rows(plan, lengths, rows.block_tables, rows.context_lens, memory)
 
     def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
         groups = range(self._num_kv_groups)

@@ -1,0 +1,1 @@
+"""Cohere's chat API, version 2."""
