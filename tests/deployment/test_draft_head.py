@@ -104,7 +104,6 @@ def test_a_head_of_eagle_3_has_an_lm_head(tmp_path: Path) -> None:
     [
         ("eagle", {}, {}, 'it is an EAGLE 3 head; use the method "eagle3"'),
         ("eagle3", {"vocab_size": 512}, {}, "its vocabulary has 512 tokens, and that of the model 256"),
-        ("eagle3", {}, {"pipeline_parallel_size": 2}, "layers 2, 2, 1, which are not in one stage .* use tensor_par"),
         (
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 2]}},

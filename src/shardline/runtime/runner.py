@@ -83,7 +83,7 @@ class Runner:
         make_draft: Callable[[SequenceTable], Feature] | None = None,
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
-        `make_draft`: makes the feature of the model that drafts on this rank."""
+        `make_draft`: makes the feature of the model that drafts on this rank, or of what a stage sends it."""
         self._stage = stage
         self._groups = groups
         self._kv_store = kv_store
@@ -198,10 +198,10 @@ class Runner:
             step = feature.prepare(running, step)
         step, hidden = self._receive(step)
         output = running.forward(step, hidden)
-        if self._groups.to_next is not None:
-            self._groups.to_next.send(output)
         for feature in running.features:
             feature.after_forward(running, step, output)
+        if self._groups.to_next is not None:
+            self._groups.to_next.send(output)
         return self._sample(running, step, output)
 
     def _receive(self, step: StepInput) -> tuple[StepInput, Tensor]:

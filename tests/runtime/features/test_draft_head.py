@@ -69,17 +69,21 @@ def test_guesses_of_eagle(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sources", "tokens", "options"),
-    [(1, None, None, {}), (2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13})],
+    ("tensor", "pipeline", "sources", "tokens", "options"),
+    [
+        (1, 1, None, None, {}),
+        (2, 2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13}),
+        (1, 4, [1, 0, 1], None, {"max_num_batched_tokens": 13}),  # the second stage reads, and the third does not
+    ],
 )
 def test_guesses_of_eagle_3(
-    tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
+    tensor: int, pipeline: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
     named: dict[str, Any] = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}
     head = make_eagle3(tmp_path / "head", tokens=tokens, **named)
     reference = Eagle3Reference(model, head, sources or (2, 2, 1))
-    check_guesses(reference, model, head, tensor, **options)
+    check_guesses(reference, model, head, tensor, pipeline, **options)
 
 
 def test_a_head_of_eagle_3_that_names_no_token_of_the_model_is_refused(tmp_path: Path) -> None:
