@@ -89,16 +89,20 @@ class DraftHead(DraftModel):
         return self._head.name_tokens(super()._run(parts))
 
     def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+        output = self._forward(*self._join(step, parts))
+        read, best = self._head.finish(output, step.rows.narrow())
+        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
+        for (one, _, _), row in zip(parts, last, strict=True):
+            one.hidden = read[row].clone()  # a pass is not recorded while outputs of kernels are kept
+        return best
+
+    def _join(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> tuple[StepInput, Tensor]:
+        """See `Head.join`."""
         tokens = [one.sequence.tokens[first + 1 : first + 1 + length] for one, first, length in parts]
         token_ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
         behind = [one.hidden for one, _, _ in parts if one.hidden is not None]
         hidden = torch.stack(behind) if behind else self._head.read_kept(self._read(step.rows.slots[0]))
-        output = self._forward(*self._head.join(step, token_ids, hidden))
-        read, best = self._head.finish(output, step.rows.narrow())
-        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
-        for (one, _, _), row in zip(parts, last, strict=True):
-            one.hidden = read[row]
-        return best
+        return self._head.join(step, token_ids, hidden)
 
     def _read(self, slots: Tensor) -> Tensor:
         """The rows [M, H] of these slots."""
