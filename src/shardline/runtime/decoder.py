@@ -184,6 +184,7 @@ class DecoderStage:
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
         """The linears that adapters can change; none if the deployment takes no adapters."""
+        self.scaling_slots = loader.scaling_slots
         self.fused: FusedLayers | None = None
         """Runs the layers of the steps that it fits; None: no step."""
 
