@@ -8,7 +8,7 @@ from torch import Tensor
 from shardline.kernels.contract import Kernels
 from shardline.weights.formats import plain
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 """Elements of a weight at a time."""
 
 
