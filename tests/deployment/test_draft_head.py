@@ -146,7 +146,7 @@ def test_heads_of_the_library_speculators_that_do_not_fit_are_refused(tmp_path: 
         ({"transformer_layer_config": "llama"}, "transformer_layer_config must be an object, got 'llama'"),
         ({"draft_vocab_size": None}, "draft_vocab_size is missing"),
         ({"target_hidden_size": 128}, "target_hidden_size must be the hidden_size 64 of the head"),
-        ({"fc_norm": True}, "fc_norm is true, and a norm of each hidden state before the projection is not supported"),
+        ({"layernorms": True}, "layernorms is true, and an EAGLE head with norms around its layer"),
         ({"embed_requires_grad": True}, "embed_requires_grad is true, and an embedding of its own is not supported"),
         ({"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),
         ({"eagle_aux_hidden_state_layer_ids": [4]}, r"inputs of the layers \[4\], and the model has 4 layers"),

@@ -81,6 +81,8 @@ def make_eagle3(
     tensors["fc.weight"] = torch.randn(_SIZE, 3 * _SIZE, generator=rng) * (3 * _SIZE) ** -0.5
     if overrides.get("norm_before_fc"):
         tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(3 * _SIZE, generator=rng)
+    if overrides.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(_SIZE, generator=rng) for i in range(3)}
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLMEagle3"], **overrides}
     if tokens is not None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(tokens)].contiguous()
@@ -104,7 +106,7 @@ def as_library(head: Path, folder: Path, kind: str, **overrides: Any) -> Path:
     if kind == "eagle":
         del tensors["embed_tokens.weight"]
     layers = json.loads((head / "config.json").read_text())
-    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_output")
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_output", "fc_norm")
     config = {key: layers.pop(key) for key in (*own, "norm_before_fc", "norm_before_residual") if key in layers}
     if kind == "eagle3":
         config = {"draft_vocab_size": layers["vocab_size"], **config}
@@ -278,6 +280,8 @@ class Eagle3Reference:
         ids = torch.tensor([list(tokens)])
         states = self._model.model(ids[:, :-1], output_hidden_states=True).hidden_states
         read = torch.cat([states[layer][0] for layer in self._sources], -1)
+        if self._config.get("fc_norm"):
+            read = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(read.chunk(3, -1))], -1)
         if self._config.get("norm_before_fc"):
             read = self._norm(read, "input_norm")
         rows = nn.functional.linear(read, self._tensors["fc.weight"])

@@ -14,10 +14,15 @@ _OUTSIDE = ("quantization_config", "dtype", "torch_dtype")
 """Keys that the whole configuration may have in place of the section."""
 _UNSUPPORTED: Mapping[str, str] = {
     "layernorms": "an EAGLE head with norms around its layer (TTT)",
-    "fc_norm": "a norm of each hidden state before the projection",
     "embed_requires_grad": "an embedding of its own",
 }
-_OF_HEADS = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc")
+_OF_HEADS = (
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+)
 
 
 def flatten_head(config: dict[str, Any]) -> dict[str, Any]:

@@ -163,6 +163,7 @@ class HeadFamily:
                 own_lm_head=True,
                 names_tokens=hf.flag(NAMES_TOKENS, False),
                 sources_norm=hf.flag("norm_before_fc", False),
+                source_norms=hf.flag("fc_norm", False),
                 residual_normed=hf.flag("norm_before_residual", False),
             )
         elif layout is _EAGLE:
@@ -196,7 +197,9 @@ class HeadFamily:
         if part == "head_input.token_offsets":
             return TensorSource(_OFFSETS)
         if layer is None:
-            key = f"{layout.others[part].format(place=place)}.{kind}"
+            before, _, number = part.partition("head_input.source_norms.")
+            own = f"fc_norm.{number}" if number else layout.others[before].format(place=place)
+            key = f"{own}.{kind}"
             return TensorSource(key, aliases=tuple(layout.names_in_library(key)))
         source, former = self.base_source(name, spec), f"{_BASE_LAYERS}{layer}."
         own = layout.layers.format(place=place, layer=layer)

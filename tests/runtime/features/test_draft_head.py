@@ -110,7 +110,7 @@ def test_guesses_of_heads_that_the_library_speculators_has_saved(tmp_path: Path)
 @pytest.mark.parametrize(
     "made",
     [
-        {"norm_before_residual": True, "tokens": range(1, 256, 3)},
+        {"norm_before_residual": True, "fc_norm": True, "tokens": range(1, 256, 3)},
         {"family": "qwen3", "layers": 2, "norm_before_fc": True, "norm_output": True},
     ],
 )

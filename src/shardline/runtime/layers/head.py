@@ -47,6 +47,8 @@ class Head:
 
         self._token_norm, self._hidden_norm = norm("token_norm"), norm("hidden_norm")
         self._sources_norm = norm("sources_norm") if spec.sources_norm else None
+        numbers = range(len(spec.sources) * spec.source_norms)
+        self._source_norms = [one for number in numbers if (one := norm(f"source_norms.{number}")) is not None]
         name = "head_input.projection"
         self._projection = plain.Format().pack_linear(context.kernels, loader.read(f"{name}.weight"))
         loader.on_loaded(self._projection.nbytes)
@@ -70,6 +72,9 @@ class Head:
         """What this rank keeps of `KeptOutput.rows_of`: its columns of [M, H]."""
         if self._model_norm:
             return rows[:, self._own.start : self._own.stop]
+        if self._source_norms:
+            parts = rows.chunk(len(self._source_norms), dim=1)
+            rows = torch.cat([norm(part) for norm, part in zip(self._source_norms, parts, strict=True)], dim=1)
         return self._projection(self._sources_norm(rows) if self._sources_norm else rows, self._bias)
 
     def read_kept(self, rows: Tensor) -> Tensor:
