@@ -136,6 +136,8 @@ def low_rank(
     up: Tensor,
     ranks: Tensor,
     scales: Tensor,
+    factors: Tensor,
+    scaled: Tensor,
     bounds: Tensor,
     bias: Tensor | None,
     hidden: Tensor,

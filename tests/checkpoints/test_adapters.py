@@ -109,7 +109,8 @@ def test_whole_modules_fit_into_a_slot(model: Path, spec: DecoderSpec, tmp_path:
     ("values", "message"),
     [
         ({"peft_type": "IA3"}, "of type 'IA3', and only LORA"),
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "has no lora_magnitude_vector, and use_dora is true in adapter_config.json"),
+        ({"use_dora": "yes"}, "malformed"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias 'all' changes biases"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying"),
@@ -179,6 +180,36 @@ def test_tensors_that_are_refused(spec: DecoderSpec, adapter: Path, change: Any,
     with pytest.raises(ValueError, match="cannot be used") as error:
         read_adapter(adapter, spec, 64)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "magnitude", "message"),
+    [
+        ({"use_dora": False}, None, "has a lora_magnitude_vector, but use_dora is false"),
+        ({}, torch.ones(7), r"has lora_magnitude_vector [7], and lora_B has"),
+        ({}, torch.ones(2, 2), "has lora_magnitude_vector [2, 2], and lora_B has"),
+        ({}, torch.ones(64, dtype=torch.int32), "has type I32"),
+    ],
+)
+def test_magnitudes_that_are_refused(
+    model: Path, spec: DecoderSpec, values: dict[str, Any], magnitude: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    folder = make_adapter(model, tmp_path / "dora", targets=["o_proj"], rank=4, use_dora=True)
+    found = read_adapter(folder, spec, 4).linears
+    assert all(one.magnitude is not None and one.magnitude.shape == one.up.shape[:1] for one in found)
+    change_config(folder, **values)
+    if magnitude is not None:
+        change_tensors(folder, lambda old: {key: magnitude.clone() if "magnitude" in key else old[key] for key in old})
+    with pytest.raises(ValueError, match="cannot be used") as error:
+        read_adapter(folder, spec, 4)
+    assert message in str(error.value)
+
+
+def test_embeddings_have_no_magnitude(model: Path, spec: DecoderSpec, tmp_path: Path) -> None:
+    folder = make_adapter(model, tmp_path / "dora", targets=["embed_tokens"], use_dora=True)
+    change_tensors(folder, lambda old: {**old, f"{EMBED.removesuffix('weight')}lora_magnitude_vector": torch.ones(64)})
+    with pytest.raises(ValueError, match="DoRA of an embedding is not supported"):
+        read_adapter(folder, spec, 64)
 
 
 def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from shardline.deployment.deployment import Deployment
 from tests.deployment.machines import machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import make_eagle, make_eagle3, make_predicting
+from tests.models.heads import as_library, make_eagle, make_eagle3, make_predicting
 
 _HIDDEN, _VOCAB = 64, 256
 
@@ -104,7 +104,6 @@ def test_a_head_of_eagle_3_has_an_lm_head(tmp_path: Path) -> None:
     [
         ("eagle", {}, {}, 'it is an EAGLE 3 head; use the method "eagle3"'),
         ("eagle3", {"vocab_size": 512}, {}, "its vocabulary has 512 tokens, and that of the model 256"),
-        ("eagle3", {}, {"pipeline_parallel_size": 2}, "layers 2, 2, 1, which are not in one stage .* use tensor_par"),
         (
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 2]}},
@@ -119,6 +118,47 @@ def test_heads_of_eagle_3_that_do_not_fit_are_refused(
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "head", **made)
     with pytest.raises(ValueError, match=message) as error:
         resolved(model, head, draft={"method": method}, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_of_the_library_speculators_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model, plain = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "plain")
+    head = as_library(plain, tmp_path / "head", "eagle3")
+    older = as_library(make_eagle(tmp_path / "eagle"), tmp_path / "older", "eagle")
+    for found, method, message in (
+        (head, "eagle", 'it is an EAGLE 3 head; use the method "eagle3"'),
+        (older, "eagle3", 'an older head needs the method "eagle"'),
+        (head, "draft_model", r'it is a head \(speculators_model_type .* with the method "eagle3"$'),
+    ):
+        for options in ({}, {"load_format": "dummy"}):
+            with pytest.raises(ValueError, match=message):
+                resolved(model, found, draft={"method": method}, **options)
+    with pytest.raises(ValueError, match=r"it is a head .* name it as the model of --speculative-config"):
+        resolve_on(machine(), model=str(head))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash' is a head that is not supported; supp"),
+        ({"speculators_model_type": 3}, "speculators_model_type must be a string, got 3"),
+        ({"transformer_layer_config": None}, "transformer_layer_config.model_type is missing"),
+        ({"transformer_layer_config": "llama"}, "transformer_layer_config must be an object, got 'llama'"),
+        ({"draft_vocab_size": None}, "draft_vocab_size is missing"),
+        ({"target_hidden_size": 128}, "target_hidden_size must be the hidden_size 64 of the head"),
+        ({"layernorms": True}, "layernorms is true, and an EAGLE head with norms around its layer"),
+        ({"embed_requires_grad": True}, "embed_requires_grad is true, and an embedding of its own is not supported"),
+        ({"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),
+        ({"eagle_aux_hidden_state_layer_ids": [4]}, r"inputs of the layers \[4\], and the model has 4 layers"),
+    ],
+)
+def test_broken_heads_of_the_library_speculators_are_refused(
+    made: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model, plain = make_checkpoint("llama", tmp_path / "model"), make_eagle3(tmp_path / "plain")
+    head = as_library(plain, tmp_path / "head", "eagle3", **made)
+    with pytest.raises(ValueError, match=message) as error:
+        resolved(model, head, draft={"method": "eagle3"})
     assert "\n" not in str(error.value)
 
 

@@ -31,7 +31,7 @@ ADAPTERS: tuple[tuple[list[str], list[str]], ...] = (
     (["o_proj", "gate_proj", "down_proj"], ["embed_tokens"]),
     (["proj"], ["lm_head"]),
 )
-"""What each changes, and has whole."""
+"""What each changes, and has whole. The second one has DoRA."""
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -44,9 +44,8 @@ class Setup:
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
         for number, (targets, whole) in enumerate(ADAPTERS):
-            path = make_adapter(
-                self.model, folder / f"{number}", targets=targets, seed=number, rank=3 + 9 * number, whole=whole
-            )
+            made: dict[str, Any] = {"seed": number, "rank": 3 + 9 * number, "use_dora": number == 1}
+            path = make_adapter(self.model, folder / f"{number}", targets=targets, whole=whole, **made)
             self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
         self.requests = [
             msgspec.structs.replace(one, adapter=(ref := self.adapters[i % 4]), cache_salt=ref.digest if ref else "")

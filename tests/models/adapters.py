@@ -64,6 +64,10 @@ def make_adapter(
             down.to(dtype),
             up.to(dtype),
         )
+        if config.get("use_dora"):
+            magnitude = module.weight.detach().norm(dim=int(isinstance(module, nn.Linear)))
+            magnitude = magnitude * (0.5 + torch.rand(outputs, generator=generator))
+            tensors[f"{prefix}{name}.lora_magnitude_vector"] = magnitude.to(dtype)
     assert tensors, "no module has such a name"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -83,7 +87,7 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if head is not None:  # an adapter changes it, or the embedding, and not both
         head.weight = nn.Parameter(head.weight.detach().clone())
     for key, down in tensors.items():
-        if re.search(r"lora_(embedding_)?B", key):
+        if re.search(r"lora_(embedding_)?B|magnitude", key):
             continue
         name = re.sub(r"^base_model\.model\.|\.lora_A\.weight$|\.lora_embedding_A$|\.weight$", "", key)
         name = name.removesuffix(".lora_A")
@@ -98,6 +102,11 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             change = scale * up @ down.float()
             module.weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
+            if config.get("use_dora"):
+                magnitude = tensors[key.replace("lora_A.weight", "lora_magnitude_vector")].float()
+                dim = int(isinstance(module, nn.Linear))
+                norms = module.weight.norm(dim=dim, keepdim=True)
+                module.weight *= (magnitude[:, None] if dim else magnitude) / norms
     return model
 
 

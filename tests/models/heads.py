@@ -54,10 +54,20 @@ def _eagle_files(bias: bool, norms: bool, seed: int, overrides: str) -> Mapping[
     return {"config.json": json.dumps(config).encode(), "model.safetensors": content}
 
 
-def make_eagle3(folder: Path, *, tokens: Sequence[int] | None = None, seed: int = 5, **overrides: Any) -> Path:
-    """Save an EAGLE 3 head for models of 64 hidden elements and 256 tokens; `tokens`: those that its lm_head has."""
+def make_eagle3(
+    folder: Path,
+    *,
+    tokens: Sequence[int] | None = None,
+    family: str = "llama",
+    layers: int = 1,
+    seed: int = 5,
+    **overrides: Any,
+) -> Path:
+    """Save an EAGLE 3 head for models of 64 hidden elements and 256 tokens; `tokens`: those that its lm_head has;
+    `family`: of its layers."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, rng = make_model("llama", seed, **_ONE_LAYER), torch.Generator().manual_seed(seed)
+    model = make_model(family, seed, **_ONE_LAYER | {"num_hidden_layers": layers})
+    rng = torch.Generator().manual_seed(seed)
     tensors = {
         key.replace("model.layers.0.", "midlayer.").removeprefix("model."): value
         for key, value in model.state_dict().items()
@@ -69,6 +79,10 @@ def make_eagle3(folder: Path, *, tokens: Sequence[int] | None = None, seed: int 
     for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
         tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(_SIZE, generator=rng)
     tensors["fc.weight"] = torch.randn(_SIZE, 3 * _SIZE, generator=rng) * (3 * _SIZE) ** -0.5
+    if overrides.get("norm_before_fc"):
+        tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(3 * _SIZE, generator=rng)
+    if overrides.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(_SIZE, generator=rng) for i in range(3)}
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLMEagle3"], **overrides}
     if tokens is not None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(tokens)].contiguous()
@@ -76,6 +90,40 @@ def make_eagle3(folder: Path, *, tokens: Sequence[int] | None = None, seed: int 
         tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, torch.tensor(tokens), True)
         config["draft_vocab_size"] = len(tokens)
     (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def as_library(head: Path, folder: Path, kind: str, **overrides: Any) -> Path:
+    """Save a head as the library `speculators` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"midlayer.": "layers.0."}
+    if kind == "eagle":
+        names = {"layers.0.": "transformer.", "fc.": "fusion_fc."}
+    tensors = load_file(head / "model.safetensors")
+    for old, new in names.items():
+        tensors = {new + key.removeprefix(old) if key.startswith(old) else key: one for key, one in tensors.items()}
+    if kind == "eagle":
+        del tensors["embed_tokens.weight"]
+    layers = json.loads((head / "config.json").read_text())
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_output", "fc_norm")
+    config = {key: layers.pop(key) for key in (*own, "norm_before_fc", "norm_before_residual") if key in layers}
+    if kind == "eagle3":
+        config = {"draft_vocab_size": layers["vocab_size"], **config}
+    config |= {
+        "architectures": [f"{kind.capitalize()}Speculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "some/model", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": layers,
+        "torch_dtype": layers.pop("dtype", None),
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **overrides}))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -212,7 +260,9 @@ class Eagle3Reference:
         """`sources`: the layers whose inputs it reads."""
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
         self._tensors, self._sources = load_file(head / "model.safetensors"), sources
-        self._layers = make_model("llama", 5, **_ONE_LAYER).model
+        self._config = json.loads((head / "config.json").read_text())
+        count = {"num_hidden_layers": self._config["num_hidden_layers"]}
+        self._layers = make_model(self._config["model_type"], 5, **_ONE_LAYER | count).model
         self._layers.norm = nn.Identity()
         layer, self._pairs = self._layers.layers[0], _Given()
         layer.input_layernorm = self._pairs
@@ -230,22 +280,28 @@ class Eagle3Reference:
         ids = torch.tensor([list(tokens)])
         states = self._model.model(ids[:, :-1], output_hidden_states=True).hidden_states
         read = torch.cat([states[layer][0] for layer in self._sources], -1)
+        if self._config.get("fc_norm"):
+            read = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(read.chunk(3, -1))], -1)
+        if self._config.get("norm_before_fc"):
+            read = self._norm(read, "input_norm")
         rows = nn.functional.linear(read, self._tensors["fc.weight"])
         embed, margins = self._model.get_input_embeddings(), []
         behind = embed(ids[0, 1:])
         for guess in guesses:
-            self._pairs.rows = torch.cat(
-                [self._norm(behind, "midlayer.input_layernorm"), self._norm(rows, "midlayer.hidden_norm")], -1
-            )[None]
-            output = self._layers(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0, -1:]
-            logits = nn.functional.linear(self._norm(output, "norm"), self._tensors["lm_head.weight"])[0]
+            normed = self._norm(rows, "midlayer.hidden_norm")
+            self._pairs.rows = torch.cat([self._norm(behind, "midlayer.input_layernorm"), normed], -1)[None]
+            around = normed if self._config.get("norm_before_residual") else rows
+            output = self._layers(inputs_embeds=around[None], use_cache=False).last_hidden_state[0, -1:]
+            final = self._norm(output, "norm")
+            logits = nn.functional.linear(final, self._tensors["lm_head.weight"])[0]
+            output = final if self._config.get("norm_output") else output
             assert float(logits.std()) > 0.1, "the logits are all alike"
             margins.append(float(logits.max() - logits[self._token_ids == guess][0]))
             rows, behind = torch.cat([rows, output]), torch.cat([behind, embed(torch.tensor([guess]))])
         return margins
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), self._tensors[f"{name}.weight"], 1e-5)
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._tensors[f"{name}.weight"], self._config["rms_norm_eps"])
 
 
 class _Given(nn.Module):

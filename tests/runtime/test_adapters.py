@@ -42,6 +42,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"targets": ("down_proj",), "whole": WHOLE, "modules_to_save": WHOLE},
     ),
+    "dora": ("llama", {"targets": (*LINEARS, "lm_head"), "use_dora": True}),
+    "dora in bf16 of some, with biases": (
+        "qwen2",
+        {"targets": ("q_proj", "up_proj", "down_proj"), "use_dora": True, "use_rslora": True, "dtype": torch.bfloat16},
+    ),
+    "dora, fused": ("phi3", {"targets": ("qkv_proj", "gate_up_proj"), "use_dora": True}),
+    "dora of a tied head": ("gemma2", {"targets": ("lm_head",), "use_dora": True}),
+    "dora, transposed": ("gpt2", {"targets": ("c_attn", "c_proj", "c_fc"), "use_dora": True}),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
 

@@ -203,6 +203,26 @@ def test_rows_may_have_biases_of_their_own(form, dtype, rng):
         linear(x, biases[:5])
 
 
+@pytest.mark.usefixtures("isa")
+def test_rows_may_have_factors_of_their_sums(form, dtype, rng):
+    """As adapters with DoRA need them. Where they are 1, the bits are those without."""
+    x, gate, up = (randn(rows, 150, dtype=dtype, rng=rng) for rows in (7, 101, 101))
+    both = randn(7, 2, 2 * 101, rng=rng)
+    both[2, 1] = 1.0
+    linear, gated = form.pack_linear(KERNELS, gate, up), form.pack_gated(KERNELS, gate, up)
+    sums = linear(x, out_dtype=torch.float32)
+    scaled = linear(x, both, out_dtype=torch.float32)
+    torch.testing.assert_close(scaled, (sums.double() * both[:, 1] + both[:, 0]).float(), rtol=1e-6, atol=1e-6)
+    assert_same_bits(linear(x, both), scaled.to(dtype))
+    assert_same_bits(gated(x, both, "silu"), gated_activation(KERNELS, scaled, "silu").to(dtype))
+    row, bias = x[2:3], both[2, :1]
+    for mine, theirs in ((linear(x, both), linear(row, bias)), (gated(x, both, "silu"), gated(row, bias, "silu"))):
+        assert_same_bits(mine[2:3], theirs)
+    for wrong in (both[:5], both[..., :-1]):
+        with pytest.raises(ValueError, match="bias has shape"):
+            linear(x, wrong)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.usefixtures("isa")
 def test_a_gated_output_depends_on_its_rows_of_the_weight_only(form, dtype, rng, with_bias):

@@ -248,11 +248,11 @@ def test_8_bit_integers_of_a_file_have_its_own_bytes(dtype, rng):
 
 def test_parts_of_unlike_forms_are_multiplied_apart(rng):
     parts = [quantize(randn(rows, 96, rng=rng), form) for rows, form in ((70, "q4_k"), (30, "q4_k"), (40, "q6_k"))]
-    x, bias = randn(9, 96, dtype=torch.bfloat16, rng=rng), randn(140, rng=rng)
-    packed = pack(*parts)
+    x, packed = randn(9, 96, dtype=torch.bfloat16, rng=rng), pack(*parts)
     assert len(packed.weights) == 2
-    alone = [pack(part)(x, some) for part, some in zip(parts, bias.split([70, 30, 40]), strict=True)]
-    assert_same_bits(packed(x, bias), torch.cat(alone, dim=1))
+    for bias in (randn(140, rng=rng), randn(9, 140, rng=rng), randn(9, 2, 140, rng=rng)):  # the latter for adapters
+        alone = [pack(part)(x, some) for part, some in zip(parts, bias.split([70, 30, 40], -1), strict=True)]
+        assert_same_bits(packed(x, bias), torch.cat(alone, dim=1))
     gated = FORM.pack_gated(KERNELS, parts[1], quantize(randn(30, 96, rng=rng), "q6_k"))
     assert gated(x, None, "silu").shape == (9, 30)
 

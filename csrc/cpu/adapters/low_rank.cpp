@@ -114,14 +114,16 @@ void write_bias(const LowRankArgs& args, const RowGroup& group, int64_t begin, i
   for (int64_t column = begin; column < end; column += kLanes) {
     const F32 value = args.bias == nullptr ? broadcast(-0.0f) : bias_at(args, column, end - column);
     for (int32_t r = 0; r < group.count; ++r) {
-      store_n(args.out + group.rows[r] * args.num_columns + column, value, end - column);
+      float* out = args.out + group.rows[r] * args.out_stride() + column;
+      store_n(out, value, end - column);
+      if (args.factors != nullptr) store_n(out + args.num_columns, broadcast(1.0f), end - column);
     }
   }
 }
 
 template <class T, int kRows, int kVectors>
 inline void expand_columns(const LowRankArgs& args, const int32_t* rows, const float* const (&hidden)[kRows],
-                           const T* up, int64_t rank, int64_t column, int64_t left) {
+                           const T* up, const float* factors, int64_t rank, int64_t column, int64_t left) {
   F32 sum[kRows][kVectors] = {};
   for (int64_t j = 0; j < rank; ++j) {
     F32 weight[kVectors];
@@ -138,9 +140,12 @@ inline void expand_columns(const LowRankArgs& args, const int32_t* rows, const f
   }
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes, lanes = left - v * kLanes;
+    const F32 factor = factors == nullptr ? broadcast(1.0f) : load_n(factors + at, lanes);
     for (int r = 0; r < kRows; ++r) {
-      const F32 value = args.bias == nullptr ? sum[r][v] : bias_at(args, at, lanes) + sum[r][v];
-      store_n(args.out + rows[r] * args.num_columns + at, value, lanes);
+      float* out = args.out + rows[r] * args.out_stride() + at;
+      const F32 value = args.bias == nullptr ? sum[r][v] * factor : fma(sum[r][v], factor, bias_at(args, at, lanes));
+      store_n(out, value, lanes);
+      if (args.factors != nullptr) store_n(out + args.num_columns, factor, lanes);
     }
   }
 }
@@ -153,12 +158,14 @@ void expand(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t 
   for (int r = 0; r < kRows; ++r) hidden[r] = args.hidden + (rows[r] * width + part * blocks) * kRankBlock;
   const T* up = static_cast<const T*>(args.up) + slot * args.max_rank * args.num_columns;
   const int64_t rank = args.ranks[slot * args.num_parts + part];
+  const bool scaled = args.factors != nullptr && args.scaled[slot * args.num_parts + part] != 0;
+  const float* factors = scaled ? args.factors + slot * args.num_columns : nullptr;
   int64_t column = begin;
   for (; column + kColumnVectors * kLanes <= end; column += kColumnVectors * kLanes) {
-    expand_columns<T, kRows, kColumnVectors>(args, rows, hidden, up, rank, column, end - column);
+    expand_columns<T, kRows, kColumnVectors>(args, rows, hidden, up, factors, rank, column, end - column);
   }
   for (; column < end; column += kLanes) {
-    expand_columns<T, kRows, 1>(args, rows, hidden, up, rank, column, end - column);
+    expand_columns<T, kRows, 1>(args, rows, hidden, up, factors, rank, column, end - column);
   }
 }
 

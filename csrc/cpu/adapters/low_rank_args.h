@@ -10,8 +10,9 @@ constexpr int64_t kRankBlock = 16;
 // Rows of the same adapter that share its weights while they are in registers.
 constexpr int64_t kAdapterRows = 4;
 
-// out[row] = bias + scale * (x[row] down^T) up^T, with the weights of the row's adapter.
+// out[row] = bias + factors * scale * (x[row] down^T) up^T, with the weights of the row's adapter.
 //
+// The factors are also written, for the product that adds `out` to its sums: it multiplies these with them.
 // A linear may stack several parts, such as q, k and v: each has its own columns of `out`, and its own down and up.
 struct LowRankArgs {
   DType dtype, bias_dtype;
@@ -22,14 +23,17 @@ struct LowRankArgs {
   const void* up;         // [num_slots][max_rank][num_columns]
   const int32_t* ranks;   // [num_slots][num_parts]; 0: the adapter leaves this part alone
   const float* scales;    // [num_slots][num_parts]
+  const float* factors;   // [num_slots][num_columns]; null: all are 1, and none is written
+  const int32_t* scaled;  // [num_slots][num_parts]: whether `factors` has those of the part; else they are 1
   const int64_t* bounds;  // [num_parts + 1]: the columns of each part
   const void* bias;       // [num_columns] or null
   float* hidden;          // scratch, [num_rows][num_parts][rank_blocks][16]
   int32_t* order;         // scratch, num_slots + num_rows * (kAdapterRows + 3)
-  float* out;             // [num_rows][num_columns]
+  float* out;             // [num_rows][num_columns], or [num_rows][2][num_columns] with the factors behind
   int64_t num_rows, num_columns, depth, num_slots, num_parts, max_rank;
 
   int64_t rank_blocks() const { return (max_rank + kRankBlock - 1) / kRankBlock; }
+  int64_t out_stride() const { return factors == nullptr ? num_columns : 2 * num_columns; }
 };
 
 }  // namespace shardline

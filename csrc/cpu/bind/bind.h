@@ -53,7 +53,7 @@ inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int
 }
 
 // Sets the bias of a product with num_rows rows and num_columns columns, both halves of a gated one counted: it is
-// [num_columns], or [num_rows, num_columns] of float32.
+// [num_columns], or [num_rows, num_columns] of float32, or [num_rows, 2, num_columns] with factors of the sums.
 template <class Args>
 void set_bias(Args& args, nanobind::handle object, int64_t num_rows, int64_t num_columns) {
   if (object.is_none()) return;
@@ -61,6 +61,10 @@ void set_bias(Args& args, nanobind::handle object, int64_t num_rows, int64_t num
   if (bias.rank() == 2) {
     bias.is(DType::kFloat32).has_shape({num_rows, num_columns}).has_rows();
     args.bias_stride = bias.row_stride();
+  } else if (bias.rank() == 3) {
+    bias.is(DType::kFloat32).has_shape({num_rows, 2, num_columns}).has_heads();
+    args.bias_stride = bias.row_stride();
+    args.factors = bias.head_stride();
   } else {
     bias.is_floating().has_shape({num_columns}).is_contiguous();
   }

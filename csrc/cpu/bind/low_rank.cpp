@@ -10,8 +10,9 @@ namespace {
 using namespace nanobind::literals;
 
 void low_rank(nb::handle x_object, nb::handle slots_object, nb::handle down_object, nb::handle up_object,
-              nb::handle ranks_object, nb::handle scales_object, nb::handle bounds_object, nb::handle bias_object,
-              nb::handle hidden_object, nb::handle order_object, nb::handle out_object) {
+              nb::handle ranks_object, nb::handle scales_object, nb::handle factors_object, nb::handle scaled_object,
+              nb::handle bounds_object, nb::handle bias_object, nb::handle hidden_object, nb::handle order_object,
+              nb::handle out_object) {
   const Tensor x(x_object, "x"), slots(slots_object, "slots"), down(down_object, "down"), up(up_object, "up");
   const Tensor ranks(ranks_object, "ranks"), scales(scales_object, "scales"), bounds(bounds_object, "bounds");
   const Tensor hidden(hidden_object, "hidden"), order(order_object, "order"), out(out_object, "out");
@@ -41,7 +42,16 @@ void low_rank(nb::handle x_object, nb::handle slots_object, nb::handle down_obje
                    .has_shape({args.num_slots + args.num_rows * (kAdapterRows + 3)})
                    .is_contiguous()
                    .as<int32_t>();
-  args.out = out.is(DType::kFloat32).has_shape({args.num_rows, args.num_columns}).is_contiguous().as<float>();
+  const Tensor factors(factors_object, "factors"), scaled(scaled_object, "scaled");
+  factors.is(DType::kFloat32).has_shape({args.num_slots, args.num_columns}).is_contiguous();
+  args.scaled = scaled.is(DType::kInt32).has_shape({args.num_slots, args.num_parts}).is_contiguous().as<int32_t>();
+  if (out.rank() == 3) {
+    out.has_shape({args.num_rows, 2, args.num_columns});
+    args.factors = factors.as<float>();
+  } else {
+    out.has_shape({args.num_rows, args.num_columns});
+  }
+  args.out = out.is(DType::kFloat32).is_contiguous().as<float>();
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
     args.bias = bias.is_floating().has_shape({args.num_columns}).is_contiguous().data();
@@ -59,8 +69,8 @@ void low_rank(nb::handle x_object, nb::handle slots_object, nb::handle down_obje
 }  // namespace
 
 void bind_low_rank(nb::module_& m) {
-  m.def("low_rank", &low_rank, "x"_a, "slots"_a, "down"_a, "up"_a, "ranks"_a, "scales"_a, "bounds"_a, "bias"_a.none(),
-        "hidden"_a, "order"_a, "out"_a);
+  m.def("low_rank", &low_rank, "x"_a, "slots"_a, "down"_a, "up"_a, "ranks"_a, "scales"_a, "factors"_a, "scaled"_a,
+        "bounds"_a, "bias"_a.none(), "hidden"_a, "order"_a, "out"_a);
 }
 
 }  // namespace shardline

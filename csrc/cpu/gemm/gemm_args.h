@@ -41,6 +41,7 @@ struct LinearArgs {
   const void* panels;
   const void* bias;     // null for none; the gate's, then up's
   int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
+  int64_t factors;      // with biases of rows: how far behind a bias the factor of its sum is; 0: there are none
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -101,6 +102,7 @@ struct QuantizedLinearArgs {
   const float* column_scales;
   const void* bias;     // null for none; the gate's, then up's
   int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
+  int64_t factors;      // with biases of rows: how far behind a bias the factor of its sum is; 0: there are none
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
@@ -297,6 +299,7 @@ struct GroupedLinearArgs {
   int64_t bits, group_size, num_groups;
   const void* bias;     // null for none; the gate's, then up's
   int64_t bias_stride;  // 0: one bias for all rows; else each row has one of floats, so far from the next
+  int64_t factors;      // with biases of rows: how far behind a bias the factor of its sum is; 0: there are none
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;

@@ -28,8 +28,8 @@ struct Constant {
   static constexpr auto kValue = kConstant;
 };
 
-// What is added to the sums: nothing, the same bias in every row, or each row's own.
-enum class Bias { kNone, kShared, kOfRows };
+// What is added to the sums: nothing, the same bias in every row, or each row's own, perhaps with a factor of the sum.
+enum class Bias { kNone, kShared, kOfRows, kScaledRows };
 
 template <class Column>
 struct Biased {
@@ -48,6 +48,19 @@ struct RowBiased {
   inline F32 operator()(int64_t r) const { return column(r) + load_n(bias + r * stride, left); }
 };
 
+// With factor 1, this has the bits of RowBiased.
+template <class Column>
+struct RowScaled {
+  Column column;
+  const float* bias;
+  int64_t stride, factors, left;
+
+  inline F32 operator()(int64_t r) const {
+    const float* at = bias + r * stride;
+    return fma(column(r), load_n(at + factors, left), load_n(at, left));
+  }
+};
+
 // Columns of a tile with their biases. Only the first size() columns of the panel, or of each half of it, belong to the
 // weight.
 template <class Values, class Args, Bias kBias>
@@ -58,6 +71,7 @@ class Columns {
         num_columns_(args.num_columns - tile.panel * width),
         bias_dtype_(args.bias_dtype),
         bias_stride_(args.bias_stride),
+        factors_(args.factors),
         bias_(static_cast<const char*>(args.bias) + first_bias(args, tile, width)),
         up_bias_(bias_ + (kBias == Bias::kNone ? 0 : args.num_columns * bias_bytes())) {}
 
@@ -71,7 +85,7 @@ class Columns {
 
   int64_t first_bias(const Args& args, const FinishedTile& tile, int64_t width) const {
     if (kBias == Bias::kNone) return 0;
-    return (tile.panel * width + (kBias == Bias::kOfRows ? tile.row * args.bias_stride : 0)) * bias_bytes();
+    return (tile.panel * width + (kBias == Bias::kShared ? 0 : tile.row * args.bias_stride)) * bias_bytes();
   }
 
   inline auto biased(int64_t c, const char* bias, int64_t place) const {
@@ -79,6 +93,10 @@ class Columns {
     if constexpr (kBias == Bias::kOfRows) {
       const void* at = bias + place * 4;
       return RowBiased<decltype(values_.at(c))>{values_.at(c), static_cast<const float*>(at), bias_stride_, left};
+    } else if constexpr (kBias == Bias::kScaledRows) {
+      const void* at = bias + place * 4;
+      return RowScaled<decltype(values_.at(c))>{values_.at(c), static_cast<const float*>(at), bias_stride_, factors_,
+                                                left};
     } else if constexpr (kBias == Bias::kShared) {
       const void* at = bias + place * bias_bytes();
       return Biased<decltype(values_.at(c))>{values_.at(c), bias_dtype_ == DType::kFloat32
@@ -92,7 +110,7 @@ class Columns {
   const Values values_;
   const int64_t num_columns_;
   const DType bias_dtype_;
-  const int64_t bias_stride_;
+  const int64_t bias_stride_, factors_;
   const char *const bias_, *const up_bias_;
 };
 
@@ -234,6 +252,10 @@ template <class Values, class Args>
 Finish<Args> finish_of(const Args& args) {
   if (args.bias == nullptr) return finish_with<Values, Bias::kNone>(args);
   if (args.bias_stride == 0) return finish_with<Values, Bias::kShared>(args);
+  if (args.factors != 0) {
+    return args.out_dtype == DType::kFloat32 ? finish_as<Values, float, Bias::kScaledRows>(args)
+                                             : finish_as<Values, bf16, Bias::kScaledRows>(args);
+  }
   return args.out_dtype == DType::kFloat32 ? finish_as<Values, float, Bias::kOfRows>(args)
                                            : finish_as<Values, bf16, Bias::kOfRows>(args);
 }

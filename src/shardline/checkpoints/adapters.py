@@ -3,8 +3,9 @@ torch.
 
 An adapter adds scale * up (down x) to linears: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021).
 PEFT calls `down` lora_A, [rank, in], and `up` lora_B, [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank)
-with rsLoRA (Kalajdzievski, 2023). The embedding is a linear of one-hot rows. It and the lm_head may also be there
-whole, as "modules to save".
+with rsLoRA (Kalajdzievski, 2023). With DoRA (Liu et al., 2024), each row of the changed weight gets the norm that a
+magnitude says. The embedding is a linear of one-hot rows. It and the lm_head may also be there whole, as "modules to
+save".
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ _DTYPES = ("F32", "F16", "BF16")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways of initialising that change the base weights, so that the stored adapter does not fit the base model."""
 _UNSUPPORTED: Mapping[str, str] = {
-    "use_dora": "DoRA (use_dora) is not supported yet",
     "lora_bias": "biases of adapters (lora_bias) are not supported yet",
     "ensure_weight_tying": "one change of a tied embedding and lm_head (ensure_weight_tying) is not supported",
     "target_parameters": "adapters of expert tensors (target_parameters) are not supported yet",
@@ -60,7 +60,7 @@ class _Config(msgspec.Struct):
     use_rslora: bool | None = False
     bias: str | None = "none"
     init_lora_weights: Any = True
-    use_dora: Any = None
+    use_dora: bool | None = False
     lora_bias: Any = None
     ensure_weight_tying: Any = None
     target_parameters: Any = None
@@ -244,6 +244,7 @@ _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)\."
     r"(?:(?P<down>lora_A(?:\.default)?\.weight|lora_embedding_A(?:\.default)?)"
     r"|(?P<up>lora_B(?:\.default)?\.weight|lora_embedding_B(?:\.default)?)"
+    r"|(?P<magnitude>lora_magnitude_vector(?:\.default)?(?:\.weight)?)"
     r"|(?P<base>base_layer\.weight)|(?P<whole>(?:modules_to_save\.)?(?:default\.)?weight))"
 )
 """The keys of tensors. PEFT adds the base weight of an embedding or lm_head that it changes."""
@@ -284,7 +285,7 @@ def _check_type(module: str, entry: TensorEntry) -> None:
 def _adapted(
     name: str, module: str, tensors: Mapping[str, TensorEntry], shape: Shape, rows: slice, config: _Config
 ) -> LinearChange:
-    down, up = tensors.get("down"), tensors.get("up")
+    down, up, magnitude = tensors.get("down"), tensors.get("up"), tensors.get("magnitude")
     if "whole" in tensors:
         raise ValueError(
             f"it has the whole module {module[:200]} (modules_to_save); only an embedding and lm_head may be whole"
@@ -302,10 +303,19 @@ def _adapted(
         raise ValueError(
             f"{module} has rank {rank} in {CONFIG_FILE}, but lora_A {list(down.shape)} and lora_B {list(up.shape)}"
         )
-    for entry in (down, up):
+    if (magnitude is not None) != bool(config.use_dora):
+        named = "has no lora_magnitude_vector, and" if magnitude is None else "has a lora_magnitude_vector, but"
+        raise ValueError(f"{module} {named} use_dora is {str(bool(config.use_dora)).lower()} in {CONFIG_FILE}")
+    if magnitude is not None and name == EMBEDDING:
+        raise ValueError("DoRA of an embedding is not supported; leave embed_tokens out of the targets")
+    if magnitude is not None and magnitude.shape != up.shape[:1]:
+        raise ValueError(
+            f"{module} has lora_magnitude_vector {list(magnitude.shape)}, and lora_B has {up.shape[0]} rows"
+        )
+    for entry in (down, up, *([] if magnitude is None else [magnitude])):
         _check_type(module, entry)
     scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return LinearChange(name, down, up, rows, rank, scale)
+    return LinearChange(name, down, up, rows, rank, scale, magnitude=magnitude)
 
 
 def _pattern_value(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:

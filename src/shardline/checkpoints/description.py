@@ -18,16 +18,23 @@ from shardline.checkpoints.gguf.tokenizer import has_vocabulary
 from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.checkpoints.lookup import decoder_spec, family, known_families, language_model_type, predictor
 from shardline.checkpoints.quantization import read_stored
+from shardline.checkpoints.speculators import check_whole
 from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import EngineConfig, ModelConfig
-from shardline.models.heads import HEADS, eagle3_config, eagle_config, mtp_config
+from shardline.models.heads import HEADS, LIBRARY_KIND, eagle3_config, eagle_config, mtp_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules
 
 Found = TypeVar("Found")
 _EAGLE3_KEY = "midlayer.hidden_norm.weight"
+_LIBRARY_KEYS = {
+    _EAGLE3_KEY: "layers.0.hidden_norm.weight",
+    "fc.weight": "fusion_fc.weight",
+    "fc.bias": "fusion_fc.bias",
+}
+"""The names that `speculators` gives to tensors of heads."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 """Ends of the names of tensors that scale cached keys and values."""
 _PREDICTED = "num_nextn_predict_layers"
@@ -99,7 +106,9 @@ def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
 
 def read_models(config: EngineConfig) -> ModelDescription:
     """As `read_model`, with the model that drafts for it; raises the same errors as `with_draft`, too."""
-    return with_draft(read_model(config.model), config)
+    model = read_model(config.model)
+    check_whole(model.files.config)
+    return with_draft(model, config)
 
 
 def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescription:
@@ -124,7 +133,9 @@ def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescriptio
             return dataclasses.replace(model, draft=model.keep("mtp", lambda: _read_mtp(model)))
         draft = model.keep(own, lambda: read_model(own))
         vocab_size = draft.spec().vocab_size
-        if asked.method in ("eagle", "eagle3"):
+        if asked.method == "draft_model":
+            check_whole(draft.files.config)
+        else:
             drafts, read = draft, _read_eagle if asked.method == "eagle" else _read_eagle3
             draft = model.keep((asked.method, own), lambda: read(drafts, model.spec()))
         check_same_vocabulary((model.tokenizer_file, model.spec().vocab_size), (draft.tokenizer_file, vocab_size))
@@ -163,7 +174,7 @@ def _read_eagle(head: ModelDescription, model: DecoderSpec) -> ModelDescription:
         ValueError: they are no head.
     """
     tensors = _tensors_of_head(head)
-    if _EAGLE3_KEY in tensors:
+    if _EAGLE3_KEY in tensors or head.files.config.get(LIBRARY_KIND) == "eagle3":
         raise ValueError('it is an EAGLE 3 head; use the method "eagle3"')
     config, positions = text_config(head.files.config), model.max_position_embeddings
     return _with_config(head, eagle_config(config, positions, bias="fc.bias" in tensors))
@@ -172,7 +183,7 @@ def _read_eagle(head: ModelDescription, model: DecoderSpec) -> ModelDescription:
 def _read_eagle3(head: ModelDescription, model: DecoderSpec) -> ModelDescription:
     """As `_read_eagle`, for an EAGLE 3 head; raises the same errors, and those of `eagle3_config`."""
     tensors = _tensors_of_head(head)
-    if tensors and _EAGLE3_KEY not in tensors:
+    if (tensors and _EAGLE3_KEY not in tensors) or head.files.config.get(LIBRARY_KIND) == "eagle":
         raise ValueError(f'it is no EAGLE 3 head ({_EAGLE3_KEY} is missing); an older head needs the method "eagle"')
     config = eagle3_config(
         text_config(head.files.config),
@@ -185,12 +196,13 @@ def _read_eagle3(head: ModelDescription, model: DecoderSpec) -> ModelDescription
 
 
 def _tensors_of_head(head: ModelDescription) -> Collection[str]:
-    """The keys of an EAGLE head; none if its weights are random.
+    """The keys of an EAGLE head, by their usual names; none if its weights are random.
 
     Raises:
         ValueError: it is a whole model.
     """
-    tensors = head.checkpoint.tensors if isinstance(head.checkpoint, Checkpoint) else {}
+    keys = head.checkpoint.tensors if isinstance(head.checkpoint, Checkpoint) else {}
+    tensors = {*keys, *(usual for usual, name in _LIBRARY_KEYS.items() if name in keys)}
     if head.checkpoint is not None and "fc.weight" not in tensors:
         raise ValueError('it is no EAGLE head (fc.weight is missing); a whole model needs the method "draft_model"')
     return tensors

@@ -18,6 +18,7 @@ from shardline.checkpoints.gguf.names import all_parts, choose_files, is_gguf, m
 from shardline.checkpoints.lookup import family, language_model_type
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import BESIDE, with_quantization
+from shardline.checkpoints.speculators import flatten_head
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import USUAL_ACCESS, HubAccess
 
@@ -140,7 +141,7 @@ def _find_files(model: str, revision: str | None, weights: bool, load_format: st
         raise ValueError(
             f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format{below}"
         )
-    config = with_quantization(read_json(folder / "config.json"), folder)
+    config = flatten_head(with_quantization(read_json(folder / "config.json"), folder))
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
     # Refuse an unknown type before the weights are downloaded.

@@ -60,12 +60,6 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             f"{name} reads hidden states of all tokens, and with context_parallel_size {grid.context} no rank keeps "
             f"them all; use a draft model, or tensor_parallel_size {grid.sharing}"
         )
-    if drafting.head_input is not None and drafting.head_input.sources and grid.pipeline > 1:
-        layers = ", ".join(map(str, drafting.head_input.sources))
-        raise ValueError(
-            f"{name} reads the inputs of the layers {layers}, which are not in one stage with pipeline_parallel_size "
-            f"{grid.pipeline}; use tensor_parallel_size {grid.sharing * grid.pipeline}"
-        )
     if drafting.head_input is not None and drafting.hidden_size != spec.hidden_size:
         raise ValueError(
             f"{name} reads hidden states of {drafting.hidden_size} elements, and those of the model "

@@ -40,6 +40,8 @@ class LinearChange:
     """Whether `down` is [in, rank]."""
     interleaved_heads: int = 0
     """Rows of a head of `up`, if they are in GGUF's order, see `gguf.checkpoint.FoundPlace`; 0: in the model's."""
+    magnitude: TensorEntry | None = None
+    """[rows of the checkpoint's tensor]: the norms of the rows of the changed weight (DoRA); None: as they come."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,23 @@ def is_adaptable(name: str) -> bool:
 def adapter_bytes(spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...], dtype: DType, max_rank: int) -> int:
     """Bytes of an adapter of rank `max_rank` that changes all it can, on the rank at `place`.
 
-    The rank holds the inner part, [rank, in], of each linear whole, and its own rows of the outer part, [out, rank].
-    That of the embedding it holds whole.
+    The rank holds the inner part, [rank, in], of each linear whole, and its own rows of the outer part, [out, rank],
+    with a factor of each (DoRA). That of the embedding it holds whole.
     """
     stage, size = stages[place.pp_rank], len(place.peers("tensor"))
-    total = 0
+    total = factors = 0
     if embeds_tokens(spec, stage):
         total += max_rank * (spec.vocab_size + spec.hidden_size)
     if stage.stop == len(spec.layers) and spec.num_labels is None:
         own = shard(LM_HEAD, spec, place.share, size)[0]
         assert own is not None
         total += max_rank * (spec.hidden_size + own.size)
+        factors += own.size
     for one in counted_parameters(spec, stage):
         if one.name.endswith(".weight") and is_adaptable(one.name):
             outputs, inputs = one.shape
             span = shard(one.name, spec, place.share, size)[0]
-            total += one.num_layers * max_rank * (inputs + (outputs if span is None else span.size))
-    return total * DTYPE_BYTES[dtype]
+            local = outputs if span is None else span.size
+            total += one.num_layers * max_rank * (inputs + local)
+            factors += one.num_layers * local
+    return total * DTYPE_BYTES[dtype] + factors * DTYPE_BYTES["float32"]

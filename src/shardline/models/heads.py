@@ -36,10 +36,16 @@ class HeadLayout:
     """What the keys of a layer begin with."""
     others: Mapping[str, str]
     """The keys of the other parts."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Beginnings of keys, and what the library `speculators` has in their place."""
     hidden_first: bool = False
     """See `HeadInput`."""
     returns_normed: bool = False
     """See `HeadInput`."""
+
+    def names_in_library(self, key: str, layer: int = 0) -> list[str]:
+        """What the library `speculators` calls a tensor, of a layer perhaps, where it has another name for it."""
+        return [new.format(layer=layer) + key.removeprefix(old) for old, new in self.renamed if key.startswith(old)]
 
 
 _EAGLE = HeadLayout(
@@ -49,16 +55,19 @@ _EAGLE = HeadLayout(
         "head_input.hidden_norm": "hidden_states_layernorm",
         "head_input.projection": "fc",
     },
+    renamed=(("layers.0.", "transformer."), ("fc.", "fusion_fc.")),
 )
 _EAGLE3 = HeadLayout(
     layers="midlayer.",
     others={
         "head_input.token_norm": "midlayer.input_layernorm",
         "head_input.hidden_norm": "midlayer.hidden_norm",
+        "head_input.sources_norm": "input_norm",
         "head_input.projection": "fc",
         "final_norm": "norm",
         "lm_head": "lm_head",
     },
+    renamed=(("midlayer.", "layers.{layer}."),),
 )
 _OFFSETS = "d2t"
 """The key of the tensor of `HeadInput.names_tokens`."""
@@ -73,6 +82,8 @@ LAYER_LAYOUT = HeadLayout(
 )
 """As one more layer of the model. A family whose checkpoints have a head says where, with the name PREDICTOR."""
 
+LIBRARY_KIND = "speculators_model_type"
+"""Key of a configuration that the library `speculators` has saved: the kind of head."""
 MODEL_POSITIONS = "head_model_positions"
 PROJECTION_BIAS = "head_projection_bias"
 SOURCES, NAMES_TOKENS = "head_sources", "head_names_tokens"
@@ -141,14 +152,19 @@ class HeadFamily:
             # Its configuration often names the length of its training texts; no weight depends on it.
             positions = hf.integer(MODEL_POSITIONS)
         if layout is _EAGLE3:
-            layers: tuple[Layer, ...] = (_beside_token(base.layers[0]),)
+            further = base.layers[1:] if hf.has(LIBRARY_KIND) else ()
+            layers: tuple[Layer, ...] = (_beside_token(base.layers[0]), *further)
             head = HeadInput(
                 base.final_norm,
                 hf.flag(PROJECTION_BIAS, False),
                 output_norm=True,
+                returns_normed=hf.flag("norm_output", False),
                 sources=tuple(map(int, hf.names(SOURCES))),
                 own_lm_head=True,
                 names_tokens=hf.flag(NAMES_TOKENS, False),
+                sources_norm=hf.flag("norm_before_fc", False),
+                source_norms=hf.flag("fc_norm", False),
+                residual_normed=hf.flag("norm_before_residual", False),
             )
         elif layout is _EAGLE:
             layers = (replace(base.layers[0], attention_norm=None), *base.layers[1:])
@@ -181,11 +197,15 @@ class HeadFamily:
         if part == "head_input.token_offsets":
             return TensorSource(_OFFSETS)
         if layer is None:
-            return TensorSource(f"{layout.others[part].format(place=place)}.{kind}")
+            before, _, number = part.partition("head_input.source_norms.")
+            own = f"fc_norm.{number}" if number else layout.others[before].format(place=place)
+            key = f"{own}.{kind}"
+            return TensorSource(key, aliases=tuple(layout.names_in_library(key)))
         source, former = self.base_source(name, spec), f"{_BASE_LAYERS}{layer}."
         own = layout.layers.format(place=place, layer=layer)
         keys = (source.key, *source.aliases)
         first, *others = (key.replace(former, own) for key in keys)
+        others += layout.names_in_library(first, layer)
         if layout is _EAGLE:
             others += keys  # some are stored as whole models
         return replace(source, key=first, aliases=tuple(others), apart=source.apart.replace(former, own))

@@ -16,8 +16,8 @@ Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `att
 order, the rows of the key's other part and then the rows of the value.
 
 A head has `head_input.projection.weight` [hidden, 2 * hidden, or as many as the layers have that it reads] and perhaps
-its bias and the norms `head_input.{token_norm,hidden_norm}`, but no embedding. If it has an lm_head, its rows may stand
-for the tokens `row + head_input.token_offsets.bias[row]`.
+its bias and the norms `head_input.{token_norm,hidden_norm,sources_norm}`, but no embedding. If it has an lm_head, its
+rows may stand for the tokens `row + head_input.token_offsets.bias[row]`.
 
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only) or
 `feed_forward.router_logits.bias` [experts], `feed_forward.expert_scale.bias` [experts], norms of its own

@@ -42,9 +42,7 @@ def shard(
             return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
         if part in ("positions", "head_streams", "classifier"):
             return whole
-        if part in ("final_norm", "token_input_norm", "head_input.token_norm", "head_input.hidden_norm"):
-            return (None,)
-        if part == "head_input.token_offsets":
+        if part in ("final_norm", "token_input_norm") or part.startswith("head_input."):
             return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":

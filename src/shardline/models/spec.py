@@ -174,12 +174,22 @@ class HeadInput(Part, frozen=True, array_like=True):
     """Whether the head has an lm_head of its own, with `vocab_size` rows."""
     names_tokens: bool = False
     """Whether the lm_head has some of the model's tokens: row i is token i + offset i."""
+    sources_norm: bool = False
+    """Whether a norm over all that the projection reads comes before it; only with `sources`."""
+    source_norms: bool = False
+    """Whether what each of the layers reads has a norm of its own before the projection; only with `sources`."""
+    residual_normed: bool = False
+    """Whether norm(hidden) goes around the attention, and not hidden; only with `sources`."""
 
     def parameters(self, hidden_size: int) -> Parameters:
         """The parameters, see `models.parameters`."""
         yield from norm_parameters("head_input.token_norm", self.norm, hidden_size)
         yield from norm_parameters("head_input.hidden_norm", self.norm, hidden_size)
         inputs = len(self.sources) or 2
+        if self.sources_norm:
+            yield from norm_parameters("head_input.sources_norm", self.norm, inputs * hidden_size)
+        for number in range(len(self.sources) * self.source_norms):
+            yield from norm_parameters(f"head_input.source_norms.{number}", self.norm, hidden_size)
         yield from linear_parameters("head_input.projection", hidden_size, inputs * hidden_size, self.bias)
 
     def parameters_of_lm_head(self, vocab_size: int, hidden_size: int) -> Parameters:

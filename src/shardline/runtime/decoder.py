@@ -168,11 +168,13 @@ class DecoderStage:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.is_last = last
-        self.kept = KeptOutput(stage) if last and stage.kept_layers else None
-        """What a head reads; None: there is none."""
+        end = layers.stop + last  # what comes out of the last layer counts as one more
+        self.kept = KeptOutput(stage, layers.start, end) if min(stage.kept_layers, default=end) < end else None
+        """What a head reads of this stage and those before it; None: nothing."""
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
         """The linears that adapters can change; none if the deployment takes no adapters."""
+        self.scaling_slots = loader.scaling_slots
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""

@@ -83,7 +83,7 @@ class Runner:
         make_draft: Callable[[SequenceTable], Feature] | None = None,
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
-        `make_draft`: makes the feature of the model that drafts on this rank."""
+        `make_draft`: makes the feature of the model that drafts on this rank, or of what a stage sends it."""
         self._stage = stage
         self._groups = groups
         self._kv_store = kv_store
@@ -100,7 +100,7 @@ class Runner:
         # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
         if stage.adapted:
-            self._features.append(RowAdapters(sizes.max_seqs, backend.device, stage.lm_head))
+            self._features.append(RowAdapters(sizes.max_seqs, backend.device, stage.lm_head, stage.scaling_slots))
         if stage.is_first:
             self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:
@@ -194,10 +194,10 @@ class Runner:
             step = feature.prepare(running, step)
         step, hidden = self._receive(step)
         output = running.forward(step, hidden)
-        if self._groups.to_next is not None:
-            self._groups.to_next.send(output)
         for feature in running.features:
             feature.after_forward(running, step, output)
+        if self._groups.to_next is not None:
+            self._groups.to_next.send(output)
         return self._sample(running, step, output)
 
     def _receive(self, step: StepInput) -> tuple[StepInput, Tensor]:

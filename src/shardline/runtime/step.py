@@ -65,6 +65,8 @@ class Rows:
     what its attention reads. None: the model has none."""
     adapters: Tensor | None = None
     """[num_rows] int32: the slot of each row's adapter; negative: it has none. None: no row has any."""
+    scaled: bool = False
+    """Whether an adapter of a row has factors of outputs (DoRA)."""
     shared: tuple[SharedRows, ...] | None = None
     """One for each KV group, if ranks share the keys of a request; else None."""
 
@@ -91,12 +93,12 @@ class Rows:
             narrowed = replace(narrowed, token_inputs=narrowed.take(token_inputs))
         return replace(self, token_inputs=token_inputs, narrowed=narrowed)
 
-    def with_adapters(self, adapters: Tensor) -> Rows:
+    def with_adapters(self, adapters: Tensor, *, scaled: bool) -> Rows:
         """The same with `adapters` of all rows."""
         narrowed = self.narrowed
         if narrowed is not None:
-            narrowed = replace(narrowed, adapters=narrowed.take(adapters))
-        return replace(self, adapters=adapters, narrowed=narrowed)
+            narrowed = replace(narrowed, adapters=narrowed.take(adapters), scaled=scaled)
+        return replace(self, adapters=adapters, scaled=scaled, narrowed=narrowed)
 
 
 def empty_rows(replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:

@@ -20,7 +20,8 @@ from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
-from shardline.runtime.features.draft_head import DraftHead
+from shardline.runtime.features.base import Feature
+from shardline.runtime.features.draft_head import DraftHead, SentStates
 from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.key_share import share_keys
@@ -121,7 +122,7 @@ class Worker:
             self._expert_load,
             deployment.logprobs_mode,
             deployment.watermark,
-            None if self._draft_stage is None else self._make_draft,
+            self._make_draft if self._draft_stage or stage.kept else None,
         )
         return RankReport(
             rank=place.rank,
@@ -256,14 +257,19 @@ class Worker:
         can_capture = self._groups["tensor"].is_capturable and not waits and self._finite_checker is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
-    def _make_draft(self, sequences: SequenceTable) -> DraftModel:
-        """The draft model or head, once the pool is allocated."""
+    def _make_draft(self, sequences: SequenceTable) -> Feature:
+        """The draft model or head, once the pool is allocated, or what sends it hidden states."""
         deployment, backend, stage = self._deployment, self._backend, self._draft_stage
         num_blocks = self.kv_store.num_blocks * deployment.cache.context
-        group, kept = self._groups["tensor"], self.stage.kept
-        assert stage is not None
+        group, kept, previous = self._groups["tensor"], self.stage.kept, self._groups.from_previous
+        if stage is None:
+            assert kept is not None
+            assert self._groups.to_next is not None
+            return SentStates(kept, previous, self._groups.to_next)
         if self._head is not None and kept is not None:
-            self._draft = DraftHead(deployment, backend, stage, self._head, kept, group, num_blocks, sequences)
+            self._draft = DraftHead(
+                deployment, backend, stage, self._head, kept, group, num_blocks, sequences, previous
+            )
         else:
             assert stage.lm_head is not None
             self._draft = DraftModel(deployment, backend, stage, stage.lm_head, group, num_blocks, sequences)

@@ -10,9 +10,18 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from shardline.runtime.features.draft_head import DraftHead
+from shardline.runtime.machines.host.replay import DecodeReplay
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import PREDICTING, Eagle3Reference, Reference, make_eagle, make_eagle3, make_predicting
+from tests.models.heads import (
+    PREDICTING,
+    Eagle3Reference,
+    Reference,
+    as_library,
+    make_eagle,
+    make_eagle3,
+    make_predicting,
+)
 from tests.runtime.features.test_draft_model import Noted, drafting_always, greedy_requests
 
 _CLOSE = 1e-3
@@ -34,12 +43,18 @@ def check_guesses(
     if head is not None:
         asked |= {"method": "eagle3" if isinstance(reference, Eagle3Reference) else "eagle", "model": str(head)}
     requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()
+    replays: set[Any] = set()
+
+    def guess(draft: DraftHead, asked: list[object]) -> None:
+        replays.add(draft._forward)
+        noted.guess(draft, asked)
+
     engine, executor = start_engine(model, **options)
     expected = run(engine, requests, "together")
     executor.close()
     with (
         drafting_always(most),
-        patch.object(DraftHead, "_guess", lambda draft, asked: noted.guess(draft, asked)),
+        patch.object(DraftHead, "_guess", guess),
     ):
         engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, speculative_config=asked, **options)
         assert run(engine, requests, "staggered") == expected
@@ -47,6 +62,7 @@ def check_guesses(
         assert again == {name: expected[name] for name in again}
         assert engine.stats().prefix_hits > 0
         executor.close()
+    assert all(isinstance(replay, DecodeReplay) and replay._programs for replay in replays), "no pass was recorded"
     assert len(noted.guesses) > 20
     for text, guesses in list(noted.guesses.items())[:: max(1, len(noted.guesses) // 12)]:
         assert max(reference.margins(text, guesses)) < _CLOSE
@@ -69,17 +85,40 @@ def test_guesses_of_eagle(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sources", "tokens", "options"),
-    [(1, None, None, {}), (2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13})],
+    ("tensor", "pipeline", "sources", "tokens", "options"),
+    [
+        (1, 1, None, None, {}),
+        (2, 2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13}),
+        (1, 4, [1, 0, 1], None, {"max_num_batched_tokens": 13}),  # the second stage reads, and the third does not
+    ],
 )
 def test_guesses_of_eagle_3(
-    tensor: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
+    tensor: int, pipeline: int, sources: list[int] | None, tokens: range | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
     named: dict[str, Any] = {} if sources is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": sources}}
     head = make_eagle3(tmp_path / "head", tokens=tokens, **named)
     reference = Eagle3Reference(model, head, sources or (2, 2, 1))
-    check_guesses(reference, model, head, tensor, **options)
+    check_guesses(reference, model, head, tensor, pipeline, **options)
+
+
+def test_guesses_of_heads_that_the_library_speculators_has_saved(tmp_path: Path) -> None:
+    model, plain = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "eagle", bias=True)
+    check_guesses(Reference(model, plain), model, as_library(plain, tmp_path / "library", "eagle"))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"norm_before_residual": True, "fc_norm": True, "tokens": range(1, 256, 3)},
+        {"family": "qwen3", "layers": 2, "norm_before_fc": True, "norm_output": True},
+    ],
+)
+def test_guesses_of_eagle_3_heads_that_the_library_speculators_has_saved(made: dict[str, Any], tmp_path: Path) -> None:
+    model, sources = make_checkpoint("llama", tmp_path / "model"), [0, 1, 3]
+    plain = make_eagle3(tmp_path / "eagle", eagle_aux_hidden_state_layer_ids=sources, **made)
+    head = as_library(plain, tmp_path / "library", "eagle3")
+    check_guesses(Eagle3Reference(model, plain, sources), model, head, tensor=2 if "family" in made else 1)
 
 
 def test_a_head_of_eagle_3_that_names_no_token_of_the_model_is_refused(tmp_path: Path) -> None:

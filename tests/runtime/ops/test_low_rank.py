@@ -16,14 +16,17 @@ SLOTS, MAX_RANK, WIDTHS = 4, 20, (70, 33, 5)
 
 
 def adapters(in_features: int, dtype: torch.dtype, rng: torch.Generator) -> LowRankWeights:
-    """Three adapters of unlike ranks, which leave some parts alone, and an empty slot. Unused memory is NaN."""
+    """Three adapters of unlike ranks, which leave some parts alone, and an empty slot. Unused memory is NaN. The first
+    part of the first one and the last part of the second one have factors."""
     weights = LowRankWeights.empty(SLOTS, MAX_RANK, in_features, WIDTHS, dtype)
-    weights.down.fill_(math.nan)
-    weights.up.fill_(math.nan)
+    for unused in (weights.down, weights.up, weights.factors):
+        unused.fill_(math.nan)
     for slot, ranks in enumerate([(16, 1, 20), (3, 0, 17), (0, 8, 0)]):
         for part, (rank, width) in enumerate(zip(ranks, WIDTHS, strict=True)):
+            factors = randn(width, rng=rng) if (slot, part) in ((0, 0), (1, 2)) else None
             if rank:
-                weights.put(slot, part, randn(rank, in_features, rng=rng), randn(width, rank, rng=rng), 0.3 + slot)
+                down, up = randn(rank, in_features, rng=rng), randn(width, rank, rng=rng)
+                weights.put(slot, part, down, up, 0.3 + slot, factors)
     return weights
 
 
@@ -35,9 +38,14 @@ def test_against_torch(dtype, rng, in_features, has_bias):
     x = randn(23, in_features + 5, dtype=dtype, rng=rng)[:, 2 : in_features + 2]
     slots = torch.randint(-1, SLOTS, (23,), generator=rng, dtype=torch.int32)
     bias = randn(sum(WIDTHS), dtype=dtype, rng=rng) if has_bias else None
+    both = low_rank(KERNELS, x, slots, weights, bias, scaled=True)
+    expected = low_rank_reference(x, slots, weights, bias, scaled=True)
+    assert_close(both, expected, scale=4 * math.sqrt(in_features))
+    assert torch.equal(both[:, 1], expected[:, 1])
+    weights.scaled.zero_()
     out = low_rank(KERNELS, x, slots, weights, bias)
-    expected = low_rank_reference(x, slots, weights, bias)
-    assert_close(out, expected, scale=4 * math.sqrt(in_features))
+    assert_close(out, low_rank_reference(x, slots, weights, bias), scale=4 * math.sqrt(in_features))
+    assert_same_bits(out, low_rank(KERNELS, x, slots, weights, bias, scaled=True)[:, 0])
     without = out[slots == 3]  # the empty slot
     assert len(without)
     assert_same_bits(without, (torch.full((sum(WIDTHS),), -0.0) if bias is None else bias.float()).expand_as(without))
@@ -50,7 +58,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, rng):
     bias = randn(sum(WIDTHS), dtype=dtype, rng=rng)
 
     def alone(slot: int) -> Tensor:
-        return low_rank(KERNELS, row, torch.tensor([slot], dtype=torch.int32), weights, bias)[0]
+        return low_rank(KERNELS, row, torch.tensor([slot], dtype=torch.int32), weights, bias, scaled=True)[0]
 
     for slot, size in itertools.product((-1, 0, 1, 2), (1, 2, 3, 4, 5, 9, 64, 257)):
         place = size // 2
@@ -59,7 +67,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, rng):
         for mix in (torch.full((size,), slot), torch.randint(-1, SLOTS, (size,), generator=rng)):
             slots = mix.to(torch.int32)
             slots[place] = slot
-            assert_same_bits(low_rank(KERNELS, x, slots, weights, bias)[place], alone(slot))
+            assert_same_bits(low_rank(KERNELS, x, slots, weights, bias, scaled=True)[place], alone(slot))
 
 
 def test_columns_have_the_same_bits_on_every_rank(dtype, rng):

@@ -141,7 +141,7 @@ class GroupedLinear(PackedLinear):
         first = 0
         for weight in self.weights:
             columns = slice(first, first + weight.out_features)
-            weight.multiply(rows, None if bias is None else bias[columns], out[:, columns])
+            weight.multiply(rows, None if bias is None else bias[..., columns], out[:, columns])
             first = columns.stop
         return out
 

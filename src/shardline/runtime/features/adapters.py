@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,12 @@ from shardline.runtime.step import StepInput
 class RowAdapters(Feature):
     """Fills the column of adapters of a step's rows, if any of its sequences has one."""
 
-    def __init__(self, max_rows: int, device: torch.device, head: LMHead | None) -> None:
-        """`max_rows`: rows of the largest step that can be replayed. Such steps share memory."""
+    def __init__(self, max_rows: int, device: torch.device, head: LMHead | None, scaling_slots: Set[int]) -> None:
+        """`max_rows`: rows of the largest step that can be replayed. Such steps share memory. `scaling_slots`: see
+        `LayerLoader`."""
         self._memory = torch.empty(max_rows, dtype=torch.int32)
         self._device = device
+        self._scaling_slots = scaling_slots
         self._head = head.adapters if isinstance(head, AdaptedLMHead) else None
 
     def begin(self, running: RunningStep) -> RowAdapters | None:
@@ -32,9 +35,10 @@ class RowAdapters(Feature):
         counts = [entry.num_tokens for entry in running.plan.steps]
         slots = np.repeat(np.array([sequence.adapter for sequence in running.stepped], dtype=np.int32), counts)
         column = torch.from_numpy(slots).to(self._device)
+        own = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
         if step.is_replayable:
             column = self._memory[: len(slots)].copy_(column)
-            own = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
             if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
                 step = replace(step, is_replayable=False)
-        return replace(step, rows=step.rows.with_adapters(column))
+        scaled = not own.isdisjoint(self._scaling_slots)
+        return replace(step, rows=step.rows.with_adapters(column, scaled=scaled))

@@ -1,4 +1,5 @@
 """A head on the ranks of the last stage: it reads hidden states of the model, and its guesses are the next draft.
+Earlier stages send it what it reads of their layers.
 
 The row of a token has the hidden state of this token and the embedding of the next one, and guesses the one after. So
 it can be computed once the next token is known. Hidden states lie in pages under the same block ids as the keys of the
@@ -18,14 +19,31 @@ from torch import Tensor
 from shardline.deployment.deployment import Deployment
 from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.features.base import RunningStep
+from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.features.draft_model import Asked, DraftModel
 from shardline.runtime.layers.head import Head
 from shardline.runtime.layers.kept_output import KeptOutput
 from shardline.runtime.machines.base import Backend
-from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
+
+
+class SentStates(Feature):
+    """On a stage before the last one: hands on the hidden states that the head reads."""
+
+    def __init__(self, kept: KeptOutput, previous: StageLink | None, following: StageLink) -> None:
+        self._kept, self._previous, self._following = kept, previous, following
+
+    def begin(self, running: RunningStep) -> SentStates:
+        return self
+
+    def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
+        self._kept.receive(self._previous, step)
+        return step
+
+    def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
+        self._kept.send(self._following, step)
 
 
 class DraftHead(DraftModel):
@@ -43,10 +61,12 @@ class DraftHead(DraftModel):
         group: Collectives,
         num_blocks: int,
         sequences: SequenceTable,
+        previous: StageLink | None,
     ) -> None:
-        """`kept`: the hidden states of the model that the head reads."""
+        """`kept`: the hidden states of the model that the head reads; `previous`: where those of other stages come
+        from."""
         super().__init__(deployment, backend, stage, head.lm_head, group, num_blocks, sequences)
-        self._head, self._kept = head, kept
+        self._head, self._kept, self._previous = head, kept, previous
         columns = split_dim(deployment.spec.hidden_size, group.size)
         self._widths = [span.size for span in columns]
         assert deployment.draft is not None
@@ -57,6 +77,10 @@ class DraftHead(DraftModel):
     def begin(self, running: RunningStep) -> DraftHead:
         return self
 
+    def prepare(self, running: RunningStep, step: StepInput) -> StepInput:
+        self._kept.receive(self._previous, step)
+        return step
+
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         columns = self._head.kept_columns(self._kept.rows_of(step))
         self._pages.index_copy_(0, step.rows.slots[self._group], columns)
@@ -65,16 +89,20 @@ class DraftHead(DraftModel):
         return self._head.name_tokens(super()._run(parts))
 
     def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+        output = self._forward(*self._join(step, parts))
+        read, best = self._head.finish(output, step.rows.narrow())
+        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
+        for (one, _, _), row in zip(parts, last, strict=True):
+            one.hidden = read[row].clone()  # a pass is not recorded while outputs of kernels are kept
+        return best
+
+    def _join(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> tuple[StepInput, Tensor]:
+        """See `Head.join`."""
         tokens = [one.sequence.tokens[first + 1 : first + 1 + length] for one, first, length in parts]
         token_ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
         behind = [one.hidden for one, _, _ in parts if one.hidden is not None]
         hidden = torch.stack(behind) if behind else self._head.read_kept(self._read(step.rows.slots[0]))
-        output = self._forward(*self._head.join(step, token_ids, hidden))
-        read, best = self._head.finish(output, step.rows.narrow())
-        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
-        for (one, _, _), row in zip(parts, last, strict=True):
-            one.hidden = read[row]
-        return best
+        return self._head.join(step, token_ids, hidden)
 
     def _read(self, slots: Tensor) -> Tensor:
         """The rows [M, H] of these slots."""

@@ -50,8 +50,9 @@ class EmbeddingAdapters:
         self._changes[slot], self._wholes[slot] = False, None
         self._outer.clear(slot)
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
         """Give a slot its change: down [rank, vocab], up [hidden, rank]."""
+        assert magnitude is None, "it is refused before"
         rank, inner = len(down), self._inner[slot]
         inner[:, :rank] = down.T
         inner[:, rank:] = 0
@@ -98,8 +99,8 @@ class HeadAdapters(LinearAdapters):
         super().clear(slot)
         self.changes[slot], self.wholes[slot] = False, None
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
-        super().put(slot, part, down, up, scale)
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
+        super().put(slot, part, down, up, scale, magnitude)
         self.changes[slot] = True
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
@@ -146,7 +147,8 @@ class AdaptedLMHead(LMHead):
         if table.adapters is None:
             return super().__call__(hidden, table, chosen)
         adapters = table.adapters if chosen is None else table.adapters[chosen]
-        logits = self._packed(hidden, self.adapters.bias(self._bias, hidden, adapters), out_dtype=torch.float32)
+        bias = self.adapters.bias(self._bias, hidden, table, chosen)
+        logits = self._packed(hidden, bias, out_dtype=torch.float32)
         self.adapters.put_whole_products(logits, hidden, adapters, self._bias)
         return self._finish(logits)
 

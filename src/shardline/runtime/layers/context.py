@@ -20,6 +20,7 @@ from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.adapters import AdaptedLinear
+from shardline.runtime.loader.folded_norms import FoldedNorms
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives, SingleRank
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
@@ -133,12 +134,21 @@ class LayerLoader:
     """How many weights that the checkpoint packs have become dense, by kind, if the format keeps packed weights."""
     adapted: list[AdaptedLinear] = field(default_factory=list)
     """The linears that adapters can change."""
+    scaling_slots: set[int] = field(default_factory=set)
+    """The slots whose adapters have factors of outputs (DoRA)."""
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
         tensor = self.stage.backend.keep_weight(self.read(name))
         self.on_loaded(tensor.nbytes)
         return tensor
+
+    def original_rows(self, name: str) -> Tensor:
+        """This rank's rows of the linear `name`, as the checkpoint has them, in the activations' dtype."""
+        tied = name == "lm_head" and self.stage.spec.tied_embeddings
+        name, source = "embed.weight" if tied else f"{name}.weight", self.source
+        read = source.original if isinstance(source, FoldedNorms) else source.get
+        return read(name, self._own_part(name)).to(self.stage.dtype)
 
     def load_rows(self, name: str) -> Callable[[Tensor], Tensor]:
         """A function that returns rows of this rank's slice of a table by their indices. The table is packed if the

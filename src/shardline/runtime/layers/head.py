@@ -46,6 +46,9 @@ class Head:
             return None if spec.norm is None else NormLayer(loader, f"head_input.{name}", spec.norm)
 
         self._token_norm, self._hidden_norm = norm("token_norm"), norm("hidden_norm")
+        self._sources_norm = norm("sources_norm") if spec.sources_norm else None
+        numbers = range(len(spec.sources) * spec.source_norms)
+        self._source_norms = [one for number in numbers if (one := norm(f"source_norms.{number}")) is not None]
         name = "head_input.projection"
         self._projection = plain.Format().pack_linear(context.kernels, loader.read(f"{name}.weight"))
         loader.on_loaded(self._projection.nbytes)
@@ -53,7 +56,9 @@ class Head:
         spans = context.spans(f"{name}.weight")
         self._own, self._widths = spans[context.group.rank], [span.size for span in spans]
         self._pairs = torch.empty(0, 2 * context.spec.hidden_size, dtype=context.dtype, device=context.device)
+        self._inputs = torch.empty(0, context.spec.hidden_size, dtype=context.dtype, device=context.device)
         self._hidden_first, self._returns_normed = spec.hidden_first, spec.returns_normed
+        self._residual_normed = spec.residual_normed
         self._final_norm: InputNorm | None = None
         if spec.output_norm:
             self._final_norm = InputNorm(loader, "final_norm", context.spec.final_norm, input_form="tensor")
@@ -61,10 +66,16 @@ class Head:
     def keep_memory(self, max_rows: int) -> None:
         """Allocate the memory that short passes of up to `max_rows` rows share."""
         self._pairs = self._pairs.new_empty(0 if self._model_norm else max_rows, self._pairs.shape[1])
+        self._inputs = self._inputs.new_empty(max_rows, self._inputs.shape[1])
 
     def kept_columns(self, rows: Tensor) -> Tensor:
         """What this rank keeps of `KeptOutput.rows_of`: its columns of [M, H]."""
-        return rows[:, self._own.start : self._own.stop] if self._model_norm else self._projection(rows, self._bias)
+        if self._model_norm:
+            return rows[:, self._own.start : self._own.stop]
+        if self._source_norms:
+            parts = rows.chunk(len(self._source_norms), dim=1)
+            rows = torch.cat([norm(part) for norm, part in zip(self._source_norms, parts, strict=True)], dim=1)
+        return self._projection(self._sources_norm(rows) if self._sources_norm else rows, self._bias)
 
     def read_kept(self, rows: Tensor) -> Tensor:
         """All columns of what was kept, [M, H] -> hidden states of the model, [M, H]."""
@@ -80,11 +91,13 @@ class Head:
         if self._model_norm is None:
             out = self._pairs[: len(token)] if step.is_replayable else None
             pairs = torch.cat(both, dim=1, out=out)
-            return dataclasses.replace(step, rows=step.rows.with_inputs(pairs)), hidden
-        projected = self._projection(torch.cat(both, dim=1), self._bias)
-        if self._group.size > 1:
-            projected = self._group.all_gather_columns(projected, self._widths)
-        return step, projected
+            step = dataclasses.replace(step, rows=step.rows.with_inputs(pairs))
+            joined = normed if self._residual_normed else hidden
+        else:
+            joined = self._projection(torch.cat(both, dim=1), self._bias)
+            if self._group.size > 1:
+                joined = self._group.all_gather_columns(joined, self._widths)
+        return step, self._inputs[: len(joined)].copy_(joined) if step.is_replayable else joined
 
     def name_tokens(self, best: list[int]) -> list[int]:
         """The model's ids of tokens of the lm_head."""

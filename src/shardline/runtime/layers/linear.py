@@ -97,7 +97,7 @@ class ClosingLinear:
 
 def _bias(adapters: LinearAdapters | None, bias: Tensor | None, x: LinearInput, rows: Rows) -> Tensor | None:
     """What the product of x adds to its sums before it rounds them: the bias, and what the adapters of rows add."""
-    return bias if adapters is None else adapters.bias(bias, x, rows.adapters)
+    return bias if adapters is None else adapters.bias(bias, x, rows)
 
 
 def _of_rows(out: Tensor, rows: Rows) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
@@ -14,13 +15,16 @@ from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.loader.folded_norms import FoldedNorms
 from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
+from shardline.runtime.ops.adapters.output_factors import output_factors
+from shardline.runtime.step import Rows
 
 
 class LinearAdapters:
     """The adapters of weights [out, in] that are stacked, for the outputs that this rank owns.
 
     Every rank multiplies whole rows of x with the whole of `down`, and the result with its own rows of `up`: so each
-    output has one owner. What is added is the bias of the base product, which is rounded once, with the sum.
+    output has one owner. What is added is the bias of the base product, which is rounded once, with the sum. DoRA
+    multiplies both with a factor of each output.
     """
 
     def __init__(self, loader: LayerLoader, names: Sequence[str], spans: Sequence[Span], in_features: int) -> None:
@@ -41,25 +45,40 @@ class LinearAdapters:
         source = loader.source
         self._factors = source.column_factors(f"{names[0]}.weight") if isinstance(source, FoldedNorms) else None
         """Of the columns of `down`, as of those of the base weight."""
+        self._loader = loader
         loader.adapted.append(self)
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self.weights.clear(slot)
+        self._loader.scaling_slots.discard(slot)
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
-        """See `LowRankWeights.put`."""
-        self.weights.put(slot, part, down if self._factors is None else down * self._factors, up, scale)
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
+        """See `LowRankWeights.put`; `magnitude` [local outputs]: the norms of the rows of the changed weight.
+
+        Raises:
+            ValueError: a row is zero, so no factor gives it a norm.
+        """
+        factors = None
+        if magnitude is not None:
+            base = self._loader.original_rows(self.names[part])
+            factors = output_factors(self._loader.stage.kernels, base, down, up, scale, magnitude)
+            if not bool(torch.isfinite(factors).all()):
+                raise ValueError(f"the adapter makes {self.names[part]} zero somewhere, where DoRA divides by its norm")
+            self._loader.scaling_slots.add(slot)
+        self.weights.put(slot, part, down if self._factors is None else down * self._factors, up, scale, factors)
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """See `AdaptedLinear.put_whole`."""
         raise AssertionError("only an embedding or lm_head is replaced")
 
-    def bias(self, bias: Tensor | None, x: LinearInput, adapters: Tensor | None) -> Tensor | None:
-        """What the base product of x [M, in] adds: `bias`, or for a step with adapters a bias of each row."""
-        if adapters is None:
+    def bias(self, bias: Tensor | None, x: LinearInput, rows: Rows, chosen: Tensor | None = None) -> Tensor | None:
+        """What the base product of x [M, in] adds: `bias`, or for a step with adapters a bias of each row, with factors
+        of the sums if an adapter of the step has any. `chosen`: which of the rows x has; None: all."""
+        if rows.adapters is None:
             return bias
-        return low_rank(self._kernels, as_tensor(x), adapters, self.weights, bias)
+        slots = rows.adapters if chosen is None else rows.adapters[chosen]
+        return low_rank(self._kernels, as_tensor(x), slots, self.weights, bias, scaled=rows.scaled)
 
 
 def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:

@@ -35,8 +35,8 @@ class AdaptedLinear(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot."""
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
-        """See `LowRankWeights.put`."""
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
+        """See `LinearAdapters.put`."""
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot a whole weight, in place of the base one."""
@@ -123,8 +123,7 @@ def load_adapter(
         for linear in linears:
             for part, (name, span) in enumerate(zip(linear.names, linear.spans, strict=True)):
                 if (own := found.get(name)) is not None:
-                    down, up = _read(own, span)
-                    linear.put(slot, part, down, up, own.scale)
+                    linear.put(slot, part, *_read(own, span), own.scale, _read_magnitude(own, span))
                 if (whole := wholes.get(name)) is not None:
                     own_rows = mapped_tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
                     _check_finite(name, own_rows)
@@ -149,6 +148,19 @@ def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     for tensor in (down, up):
         _check_finite(linear.name.removesuffix(".weight"), tensor)
     return down, up
+
+
+def _read_magnitude(linear: LinearChange, span: Span) -> Tensor | None:
+    """The elements `span` of the magnitude, in float32; None: there is none.
+
+    Raises:
+        ValueError: they are not finite.
+    """
+    if linear.magnitude is None:
+        return None
+    magnitude = mapped_tensor(linear.magnitude)[linear.rows][span.start : span.stop].float()
+    _check_finite(linear.name.removesuffix(".weight"), magnitude)
+    return magnitude
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

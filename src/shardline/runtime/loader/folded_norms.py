@@ -59,6 +59,10 @@ class FoldedNorms:
         columns = slice(None) if spans[1] is None else slice(spans[1].start, spans[1].stop)
         return torch.mul(part, factors[columns].to(part.dtype), out=mapped_empty(part.shape, part.dtype))
 
+    def original(self, name: str, spans: Spans) -> Tensor:
+        """As `get`, of the other source."""
+        return self._read(name, spans)
+
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
         """See `WeightSource.get_packed`: what is packed has other scales, so it is read dense."""
 

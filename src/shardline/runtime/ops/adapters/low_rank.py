@@ -26,6 +26,8 @@ class LowRankKernels(Protocol):
         up: Tensor,
         ranks: Tensor,
         scales: Tensor,
+        factors: Tensor,
+        scaled: Tensor,
         bounds: Tensor,
         bias: Tensor | None,
         hidden: Tensor,
@@ -48,6 +50,10 @@ class LowRankWeights:
     """[num_slots, num_parts] int32; 0: the adapter leaves this part as it is."""
     scales: Tensor
     """[num_slots, num_parts] float32"""
+    factors: Tensor
+    """[num_slots, out_features] float32: of the whole outputs (DoRA), where `scaled` is set."""
+    scaled: Tensor
+    """[num_slots, num_parts] int32: whether the part has factors; elsewhere they are 1."""
     bounds: Tensor
     """[num_parts + 1] int64: the columns of each part."""
 
@@ -63,6 +69,8 @@ class LowRankWeights:
             torch.empty(num_slots, max_rank, sum(widths), dtype=dtype),
             torch.zeros(num_slots, num_parts, dtype=torch.int32),
             torch.zeros(num_slots, num_parts),
+            torch.empty(num_slots, sum(widths)),
+            torch.zeros(num_slots, num_parts, dtype=torch.int32),
             torch.tensor([0, *widths]).cumsum(0),
         )
 
@@ -70,9 +78,9 @@ class LowRankWeights:
         """Empty a slot."""
         self.ranks[slot] = 0
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float) -> None:
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, factors: Tensor | None = None) -> None:
         """Give a part of a slot its weights, down [rank, in_features] and up [local outputs, rank]; they are rounded to
-        the activations' dtype."""
+        the activations' dtype. `factors` [local outputs]: of the outputs; None: they are 1."""
         rank, in_features = down.shape
         dtype, step = self.down.dtype, _step(self.down.dtype)
         blocks = -(-rank // RANK_BLOCK)
@@ -84,13 +92,23 @@ class LowRankWeights:
         begin, end = int(self.bounds[part]), int(self.bounds[part + 1])
         self.up[slot, :rank, begin:end] = up.T.to(dtype)
         self.scales[slot, part] = scale
+        self.scaled[slot, part] = factors is not None
+        if factors is not None:
+            self.factors[slot, begin:end] = factors
         self.ranks[slot, part] = rank
 
 
 def low_rank(
-    kernels: LowRankKernels, x: Tensor, slots: Tensor, weights: LowRankWeights, bias: Tensor | None = None
+    kernels: LowRankKernels,
+    x: Tensor,
+    slots: Tensor,
+    weights: LowRankWeights,
+    bias: Tensor | None = None,
+    *,
+    scaled: bool = False,
 ) -> Tensor:
-    """bias + scale * up (down x) for the rows x [M, in_features], float32 [M, out_features].
+    """bias + factor * scale * up (down x) for the rows x [M, in_features], float32 [M, out_features]. With `scaled`,
+    [M, 2, out_features]: the factors of outputs come behind; without, they must all be 1.
 
     `slots` [M] int32: the adapter of each row; negative: none, so that the row is the bias, or -0, which changes
     nothing when it is added. Sums are fp32: those over in_features in a few chains, those over the rank in one, and
@@ -99,7 +117,7 @@ def low_rank(
     width = weights.down.shape[1] * RANK_BLOCK
     hidden = kernels.activation_empty(torch.float32, len(x), width)
     order = kernels.activation_empty(torch.int32, len(weights.ranks) + len(x) * _ROW_WORDS)
-    out = kernels.activation_empty(torch.float32, len(x), weights.up.shape[2])
+    out = kernels.activation_empty(torch.float32, len(x), *[2] * scaled, weights.up.shape[2])
     kernels.low_rank(
         x,
         slots,
@@ -107,6 +125,8 @@ def low_rank(
         weights.up,
         weights.ranks,
         weights.scales,
+        weights.factors,
+        weights.scaled,
         weights.bounds,
         bias,
         hidden,
@@ -116,7 +136,9 @@ def low_rank(
     return out
 
 
-def low_rank_reference(x: Tensor, slots: Tensor, weights: LowRankWeights, bias: Tensor | None = None) -> Tensor:
+def low_rank_reference(
+    x: Tensor, slots: Tensor, weights: LowRankWeights, bias: Tensor | None = None, *, scaled: bool = False
+) -> Tensor:
     """`low_rank` in plain torch, in float64 until the last rounding."""
     num_slots, num_parts = weights.ranks.shape
     step = _step(x.dtype)
@@ -125,13 +147,16 @@ def low_rank_reference(x: Tensor, slots: Tensor, weights: LowRankWeights, bias: 
     down = down.reshape(num_slots, num_parts, blocks * RANK_BLOCK, -1)[..., : x.shape[1]].double()
     base = torch.zeros(weights.up.shape[2], dtype=torch.float64) if bias is None else bias.double()
     out = base.repeat(len(x), 1)
+    factors = torch.ones_like(out)
     for row, slot in enumerate(slots.tolist()):
         for part in range(num_parts if slot >= 0 else 0):
             rank = int(weights.ranks[slot, part])
             columns = slice(int(weights.bounds[part]), int(weights.bounds[part + 1]))
             hidden = down[slot, part, :rank] @ x[row].double() * float(weights.scales[slot, part])
-            out[row, columns] += hidden @ weights.up[slot, :rank, columns].double()
-    return out.float()
+            if weights.scaled[slot, part] and rank:
+                factors[row, columns] = weights.factors[slot, columns].double()
+            out[row, columns] += factors[row, columns] * (hidden @ weights.up[slot, :rank, columns].double())
+    return torch.stack([out, factors], dim=1).float() if scaled else out.float()
 
 
 def _step(dtype: torch.dtype) -> int:
