@@ -65,11 +65,17 @@ def test_heads_of_other_models_are_refused(overrides: dict[str, Any], message: s
     assert "\n" not in str(error.value)
 
 
-def test_ranks_that_share_keys_have_no_head(tmp_path: Path) -> None:
+def test_ranks_that_share_keys_divide_a_head_like_others(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path / "model", max_position_embeddings=1024)
     head = make_eagle(tmp_path / "head", max_position_embeddings=1024)
-    with pytest.raises(ValueError, match="with context_parallel_size 2 no rank keeps them all; use a draft model, or"):
-        resolved(model, head, context_parallel_size=2, device="cpu")
+    shared, other = (
+        resolved(model, head, device="cpu", **{name: 2}).draft
+        for name in ("context_parallel_size", "tensor_parallel_size")
+    )
+    assert shared is not None
+    assert other is not None
+    assert shared.block_bytes == other.block_bytes
+    assert shared.weights == other.weights
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:

@@ -55,11 +55,6 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             f"{name} has experts, which enable_expert_parallel would spread over ranks; use a dense draft model, or "
             "leave enable_expert_parallel out"
         )
-    if drafting.head_input is not None and grid.context > 1:
-        raise ValueError(
-            f"{name} reads hidden states of all tokens, and with context_parallel_size {grid.context} no rank keeps "
-            f"them all; use a draft model, or tensor_parallel_size {grid.sharing}"
-        )
     if drafting.head_input is not None and drafting.hidden_size != spec.hidden_size:
         raise ValueError(
             f"{name} reads hidden states of {drafting.hidden_size} elements, and those of the model "
@@ -117,7 +112,7 @@ def plan_draft(
     has_it = [place.pp_rank == grid.pipeline - 1 for place in places]
     kept, embedding = [0] * grid.world_size, [0] * grid.world_size
     if drafting.head_input is not None:
-        columns, rows = (split_dim(size, grid.tensor) for size in (spec.hidden_size, spec.vocab_size))
+        columns, rows = (split_dim(size, grid.sharing) for size in (spec.hidden_size, spec.vocab_size))
         kept = [columns[place.share].size * DTYPE_BYTES[dtype] for place in places]
         if grid.pipeline > 1 and not spec.tied_embeddings:
             embedding = [rows[place.share].size * spec.hidden_size * DTYPE_BYTES[dtype] for place in places]

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
 from shardline.runtime.features.draft_head import DraftHead
 from shardline.runtime.machines.host.replay import DecodeReplay
-from tests.exactness.harness import make_requests, run, start_engine
+from tests.exactness.harness import make_long_requests, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 from tests.models.heads import (
     PREDICTING,
@@ -35,6 +36,7 @@ def check_guesses(
     tensor: int = 1,
     pipeline: int = 1,
     most: int = 3,
+    context: int = 1,
     **options: Any,
 ) -> None:
     """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
@@ -49,6 +51,8 @@ def check_guesses(
         replays.add(draft._forward)
         noted.guess(draft, asked)
 
+    if context > 1:  # one request has keys of three splits
+        requests += [msgspec.structs.replace(one, request_id="long") for one in make_long_requests(256, (1100,))]
     engine, executor = start_engine(model, **options)
     expected = run(engine, requests, "together")
     executor.close()
@@ -56,7 +60,8 @@ def check_guesses(
         drafting_always(most),
         patch.object(DraftHead, "_guess", guess),
     ):
-        engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, speculative_config=asked, **options)
+        layout: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        engine, executor = start_engine(model, **layout, speculative_config=asked, **options)
         assert run(engine, requests, "staggered") == expected
         again = run(engine, requests[:3], "staggered")  # prefixes are in the cache
         assert again == {name: expected[name] for name in again}
@@ -64,7 +69,10 @@ def check_guesses(
         executor.close()
     assert all(isinstance(replay, DecodeReplay) and replay._programs for replay in replays), "no pass was recorded"
     assert len(noted.guesses) > 20
-    for text, guesses in list(noted.guesses.items())[:: max(1, len(noted.guesses) // 12)]:
+    longest = max(noted.guesses, key=len)
+    assert (len(longest) > 1024) == (context > 1)
+    some = [*list(noted.guesses.items())[:: max(1, len(noted.guesses) // 12)], (longest, noted.guesses[longest])]
+    for text, guesses in some:
         assert max(reference.margins(text, guesses)) < _CLOSE
     assert max(map(len, noted.guesses.values())) == most
 
@@ -82,6 +90,12 @@ def test_guesses_of_eagle(
 ) -> None:
     model, head = make_checkpoint("llama", tmp_path / "model"), make_eagle(tmp_path / "head", **made)
     check_guesses(Reference(model, head), model, head, tensor, pipeline, **options)
+
+
+def test_guesses_where_ranks_share_keys(tmp_path: Path) -> None:
+    length: dict[str, Any] = {"max_position_embeddings": 1536}
+    model, head = make_checkpoint("llama", tmp_path / "model", **length), make_eagle(tmp_path / "head", **length)
+    check_guesses(Reference(model, head), model, head, context=2)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ class Watch:
         is_wide = width >= _WIDE
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         right = ("replica", "rank", "pp", "tp", "cp", "step")
-        most = {} if width >= _WIDEST else {"host": 16, "device": 12} if is_wide else {"host": 12, "device": 6}
+        limits = (None, None) if width >= _WIDEST else (16, 12) if is_wide else (12, 6)
+        most = dict(zip(("host", "device"), limits, strict=True))
         memory = ("memory",) if is_wide else ()
         for name in (*right[:2], "host", "device", *right[2:5], "busy", "", "waits", "step", "KV use", *memory):
             justify: Literal["right", "left"] = "right" if name in right else "left"

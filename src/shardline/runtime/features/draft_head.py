@@ -83,7 +83,19 @@ class DraftHead(DraftModel):
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         columns = self._head.kept_columns(self._kept.rows_of(step))
-        self._pages.index_copy_(0, step.rows.slots[self._group], columns)
+        self._pages.index_copy_(0, self._slots_of(running, step), columns)
+
+    def _slots_of(self, running: RunningStep, step: StepInput) -> Tensor:
+        """The place of each row of a step of the model."""
+        if self._context == 1:
+            return step.rows.slots[self._group]
+        # Ranks that share keys have slots for their own only, but hidden states of all rows.
+        slots = []
+        for entry, sequence in zip(running.plan.steps, running.stepped, strict=True):
+            places = np.arange(entry.start, entry.start + entry.num_tokens)
+            blocks = self._blocks(sequence)[places // self._block_size]
+            slots.append(blocks * self._block_size + places % self._block_size)
+        return torch.from_numpy(np.concatenate(slots))
 
     def _run(self, parts: Sequence[tuple[Asked, int, int]]) -> list[int]:
         return self._head.name_tokens(super()._run(parts))

@@ -207,7 +207,7 @@ class DraftModel(Feature):
                 cursor, end = one.cursor, first + length
                 if end <= one.num_rows:
                     # Behind the sequence's blocks, the last token's are in a spare one, which is not kept.
-                    cursor.computed = min(end, len(self._blocks(one)) * self._block_size)
+                    cursor.computed = min(end, len(self._blocks(one.sequence)) * self._block_size)
                     self._note_content(one)
                 if end < one.num_rows or token >= self._vocab_size:  # an id that only pads the draft's vocabulary
                     continue
@@ -217,7 +217,7 @@ class DraftModel(Feature):
                     following.append((one, end, 1))
             parts = following
         for one in asked:
-            covered = len(self._blocks(one)) * self._block_size - one.num_rows
+            covered = len(self._blocks(one.sequence)) * self._block_size - one.num_rows
             # A head computes them again, with the model's hidden states.
             kept = 0 if self.next_token else max(0, min(len(one.guesses) - 1, covered))
             one.cursor.ahead = one.guesses[:kept]
@@ -247,10 +247,10 @@ class DraftModel(Feature):
         output = self._forward(self._stage.add_inputs(step, hidden), hidden)
         return output if self._fuses_argmax else find_best(self._kernels, output)
 
-    def _blocks(self, one: Asked) -> npt.NDArray[np.int32]:
+    def _blocks(self, sequence: WorkerSequence) -> npt.NDArray[np.int32]:
         """The blocks of a sequence that its plans have named. Ranks that share its keys know each by its number on the
         rank that has it, see `CachePlan`, and all have the draft model's keys of it."""
-        blocks = self._sequences.blocks_of(one.sequence.row, self._group)
+        blocks = self._sequences.blocks_of(sequence.row, self._group)
         if self._context == 1:
             return blocks
         return blocks * self._context + np.arange(len(blocks), dtype=np.int32) // self._of_split % self._context
@@ -260,7 +260,7 @@ class DraftModel(Feature):
         cursor, tokens, last = one.cursor, one.sequence.tokens, one.num_rows - 1
         if cursor.is_new:
             cursor.is_new = False
-            blocks = self._blocks(one)
+            blocks = self._blocks(one.sequence)
             while (end := (cursor.num_hashed + 1) * self._block_size) <= last:
                 digest = self._digest(one)
                 if self._content[blocks[cursor.num_hashed]] != digest:
@@ -275,14 +275,14 @@ class DraftModel(Feature):
 
     def _prepare_blocks(self, place: int, one: Asked) -> None:
         """Lay out the blocks of a sequence, with spare ones behind them for the guesses."""
-        blocks, first = self._blocks(one), one.cursor.computed // self._block_size
+        blocks, first = self._blocks(one.sequence), one.cursor.computed // self._block_size
         self._content[blocks[first:]] = 0
         spare = self._num_blocks + place * self._spare_each
         self._tables.write(one.sequence.row, blocks, range(spare, spare + self._spare_each))
 
     def _note_content(self, one: Asked) -> None:
         """Note which blocks have become full."""
-        cursor, blocks = one.cursor, self._blocks(one)
+        cursor, blocks = one.cursor, self._blocks(one.sequence)
         while (cursor.num_hashed + 1) * self._block_size <= cursor.computed and cursor.num_hashed < len(blocks):
             cursor.digest = self._digest(one)
             self._content[blocks[cursor.num_hashed]] = cursor.digest
