@@ -1,6 +1,6 @@
 """Tests of the C++ code with kernels that a sanitizer watches: `make sanitize` builds them and runs this.
 
-    python -m tests.sanitize address   # ASAN and UBSAN: kernels, thread pool, exchanges
+    python -m tests.sanitize address   # ASAN and UBSAN: kernels, packed weights, thread pool, exchanges
     python -m tests.sanitize thread    # TSAN: thread pool and exchanges; of kernels, the portable ones
 
 Python itself is not instrumented, so the sanitizer's library is loaded before it. Leaks are not looked for: Python's
@@ -25,6 +25,7 @@ TESTS = {
         "tests/runtime/parallel/test_sockets.py",
         "tests/kernels/host",
         "tests/runtime/machines/host",
+        "tests/weights",
     ],
     "thread": [
         "tests/runtime/parallel/test_exchange.py",

@@ -6,8 +6,9 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
+// `rows`: those of the weight from `first_row` on.
 template <class T>
-void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
+void pack_panel(const PackQuantizedArgs& args, int64_t panel_index, const T* rows, int64_t first_row, int64_t stride) {
   constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while one column after another is read
   const int64_t num_quads = ceil_div(args.depth, kQuad);
   uint8_t* panel = args.panels + panel_index * num_quads * kQuad * kPanelColumns;
@@ -17,10 +18,10 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
   // become zero.
   const int64_t first_column = panel_index * args.place.width - args.place.first;
   const int64_t taken = max64(0, -first_column), columns = args.num_columns - first_column;
-  const T* weight = static_cast<const T*>(args.weight) + first_column * args.weight_stride;
+  const auto row_of = [&](int64_t c) { return rows + (first_column + c - first_row) * stride; };
   float inverse[kPanelColumns] = {};
   for (int64_t c = taken; c < args.place.width; ++c) {
-    const float magnitude = c < columns ? largest_magnitude(weight + c * args.weight_stride, args.depth) : 0.0f;
+    const float magnitude = c < columns ? largest_magnitude(row_of(c), args.depth) : 0.0f;
     const ByteScale scale = byte_scale(magnitude);
     scales[c] = scale.scale;
     inverse[c] = scale.inverse;
@@ -29,7 +30,7 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
     for (int64_t c = taken; c < args.place.width; ++c) {
       int8_t bytes[kChunk] = {};
       for (int64_t k = 0; k < kChunk && c < columns && begin + k < args.depth; k += kLanes) {
-        const F32 values = load_n(weight + c * args.weight_stride + begin + k, args.depth - begin - k);
+        const F32 values = load_n(row_of(c) + begin + k, args.depth - begin - k);
         store_bytes(bytes + k, quantized(values, broadcast(inverse[c])));
       }
       for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; k += kQuad) {
@@ -52,15 +53,13 @@ void pack_rotated_panel(const PackQuantizedArgs& args, int64_t panel_index) {
     const T* weight = static_cast<const T*>(args.weight) + column * args.weight_stride;
     rotate_row(weight, args.depth, true, mixed + (column - begin) * args.depth);
   }
-  PackQuantizedArgs rotated = args;
-  rotated.weight = mixed - begin * args.depth;
-  rotated.weight_stride = args.depth;
-  pack_panel<float>(rotated, panel_index);
+  pack_panel<float>(args, panel_index, mixed, begin, args.depth);
 }
 
 template <class T>
 void pack_any_panel(const PackQuantizedArgs& args, int64_t panel_index) {
-  args.rotated ? pack_rotated_panel<T>(args, panel_index) : pack_panel<T>(args, panel_index);
+  if (args.rotated) return pack_rotated_panel<T>(args, panel_index);
+  pack_panel<T>(args, panel_index, static_cast<const T*>(args.weight), 0, args.weight_stride);
 }
 
 }  // namespace
