@@ -51,11 +51,8 @@ _IN_FLOAT32 = (
 _STREAMS = "_streams"
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(("attention.q", "attention.q_down", "attention.q_up", "attention.qkv", "attention.o"), "attention"),
-    "attention.k": "key_value",
-    "attention.v": "key_value",
-    "attention.kv_down": "key_value",
-    "feed_forward.down": "down",
-    "feed_forward.shared.down": "down",
+    **dict.fromkeys(("attention.k", "attention.v", "attention.kv_down"), "key_value"),
+    **dict.fromkeys(("feed_forward.down", "feed_forward.shared.down"), "down"),
 }
 _NEVER_QUANTIZED = (
     *("compressor_kv", "compressor_gate", _STREAMS),
