@@ -84,9 +84,7 @@ MUTANTS = (
     Mutant("linear_int4", "gemm._int4_chain", "x_tile + 64 * pair + 32", "x_tile + 64 * pair + 31"),
     Mutant("linear_fp8", "quantize.as_fp8", "tl.div_rn(448.0", "tl.div_rn(440.0"),
     Mutant("linear_fp8", "gemm._chain", "k[:, None] < depth", "k[:, None] < depth - 1"),
-    Mutant(
-        "linear_w4a16", "linear_w4a16._linear_w4a16_kernel", "+ 8388608.0)", "+ 8388609.0)"
-    ),
+    Mutant("linear_w4a16", "linear_w4a16._linear_w4a16_kernel", "+ 8388608.0)", "+ 8388609.0)"),
     Mutant("linear_w4a16", "linear_w4a16._codes", "both >> 4", "both >> 5"),
     Mutant("linear_heads", "linear._linear_kernel", "matrix * x_head_stride", "0 * x_head_stride"),
     Mutant("linear_heads", "linear._linear_kernel", "matrix * weight_head_stride", "0 * weight_head_stride"),
