@@ -2,8 +2,9 @@
 
 Every output element is a chain of additions over K in order, never split, so it does not depend on the rows and columns
 beside it. In floating point, the chain adds tensor-core products (16 elements of K in bf16, single elements in fp32) in
-one fp32 accumulator. Tiles have at least 64 rows, so that on Hopper all of them use the same instruction, wgmma
-m64nNk16. Sums of bytes are exact in int32, in any order.
+one fp32 accumulator. On Hopper all tiles use the same instruction, wgmma m64nNk16. Its 64 are rows of x, or in tiles of
+few rows the weight's columns: such a tile is computed transposed, so that a program reads more of the weight at a time.
+The bits are the same (seen on an H100). Sums of bytes are exact in int32, in any order.
 """
 
 from __future__ import annotations
