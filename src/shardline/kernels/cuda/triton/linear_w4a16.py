@@ -7,10 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.kernels.cuda.triton.gemm import Tile, add_product, stages_of, tile_for, tile_of_program
-from shardline.kernels.cuda.triton.launch import EXACT
-
-_BLOCK_K = 128
-"""Columns of the weight that a program dequantizes at once."""
+from shardline.kernels.cuda.triton.launch import EXACT, generation
 
 
 def linear_w4a16(
@@ -31,6 +28,9 @@ def linear_w4a16(
     if num_rows == 0:
         return
     tile = tile or tile_for(num_rows, num_columns, x.dtype)._replace(num_stages=4)
+    block_k = (
+        128 if generation().holds_all_stages else 64
+    )  # columns dequantized at once; others have no registers for more
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     _linear_w4a16_kernel[(tiles,)](
         x,
@@ -47,10 +47,10 @@ def linear_w4a16(
         GROUP_SIZE=group_size if scales.shape[0] > 1 else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        BLOCK_K=_BLOCK_K,
-        IS_WHOLE_K=depth % _BLOCK_K == 0,
+        BLOCK_K=block_k,
+        IS_WHOLE_K=depth % block_k == 0,
         num_warps=tile.num_warps,
-        num_stages=stages_of(tile, _BLOCK_K, x.element_size()),
+        num_stages=stages_of(tile, block_k, x.element_size()),
         **EXACT,
     )
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.kernels.cuda.triton.launch import EXACT
+from shardline.kernels.cuda.triton.launch import EXACT, warps_of_row
 
 _BLOCK = 8192
 _GREEDY_BELOW = 1e-5
@@ -75,7 +75,7 @@ def options_of(vocab_size: int) -> dict[str, int]:
     """Options of a kernel with a program for each row: tokens that it processes at once, and its warps. There are many
     of both, since a program waits for memory most of the time."""
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    return {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
+    return {"BLOCK": block, "num_warps": warps_of_row(block)}
 
 
 @triton.jit
@@ -119,11 +119,15 @@ def rank_of(logit):
 
 
 @triton.jit
-def _weights(row_ptr, begin, num_tokens, largest, inverse, min_p, floor, BLOCK: tl.constexpr):
+def _weights(source, begin, num_tokens, largest, inverse, min_p, floor, BLOCK: tl.constexpr):
     """(places, ranks, weights) of a block: exp((logit - largest) / temperature), zero for tokens that min_p and `floor`
-    drop."""
+    drop. `source`: the row, its collected tokens, and whether these stand for it."""
+    row_ptr, kept_ptr, is_narrow = source
     place = begin + tl.arange(0, BLOCK)
-    logit = tl.load(row_ptr + place, mask=place < num_tokens, other=float("nan"))
+    inside = place < num_tokens
+    # Not every compiler can choose a pointer.
+    logit = tl.load(row_ptr + place, mask=inside & (not is_narrow), other=float("nan"))
+    logit = tl.where(is_narrow, tl.load(kept_ptr + place, mask=inside & is_narrow, other=float("nan")), logit)
     rank = rank_of(logit)
     weight = tl.exp((logit - largest) * inverse)
     kept = (rank != 0) & (rank >= floor) & (weight >= min_p)
@@ -168,7 +172,7 @@ def _narrow(
 
 
 @triton.jit
-def _cutoff(row_ptr, num_tokens, largest, inverse, min_p, floor, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _cutoff(source, num_tokens, largest, inverse, min_p, floor, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """(rank, mass above): the highest rank at which it and all ranks above reach the weight (or count) `target`; 0 if
     there is none."""
     found = tl.zeros((), tl.uint32)
@@ -180,7 +184,7 @@ def _cutoff(row_ptr, num_tokens, largest, inverse, min_p, floor, target, BY_COUN
         second = tl.zeros((), tl.float64)
         third = tl.zeros((), tl.float64)
         for begin in range(0, num_tokens, BLOCK):
-            _places, rank, weight = _weights(row_ptr, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
+            _places, rank, weight = _weights(source, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
             size = (rank != 0).to(tl.int32) if BY_COUNT else weight.to(tl.float64)
             # Only tokens whose higher digits match `found` count; they are split by this digit.
             digit = tl.where((rank >> shift >> 2) == (found >> shift >> 2), ((rank >> shift) & 3).to(tl.int32), 0)
@@ -203,11 +207,11 @@ def _cutoff(row_ptr, num_tokens, largest, inverse, min_p, floor, target, BY_COUN
 
 
 @triton.jit
-def _total(row_ptr, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK: tl.constexpr):
+def _total(source, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK: tl.constexpr):
     """The weight of all tokens above last_rank, and of those at last_rank with places up to last_place."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, num_tokens, BLOCK):
-        place, rank, weight = _weights(row_ptr, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
+        place, rank, weight = _weights(source, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
         kept = (rank > last_rank) | ((rank == last_rank) & (place <= last_place))
         total += tl.sum(tl.where(kept, weight, 0.0).to(tl.float64), axis=0)
     return total
@@ -247,33 +251,31 @@ def _sample_kernel(
     cuts_count = (top_k > 0) & (top_k < vocab_size)
     # Mostly, few tokens reach the cut-offs. They are collected, and then stand for the row: places are theirs.
     num_tokens = vocab_size
-    kept_ids = kept_ids_ptr + index * MOST
+    kept_logits, kept_ids = kept_logits_ptr + index * MOST, kept_ids_ptr + index * MOST
     mass = tl.zeros((), tl.float64)
-    is_narrow = False
+    is_narrow = tl.full((), 0, tl.int1)
     if cuts_count | (top_p < 1.0):
-        kept_logits = kept_logits_ptr + index * MOST
         target = tl.where(cuts_count, top_k.to(tl.float64), top_p.to(tl.float64))
         number, mass = _narrow(
             row, vocab_size, largest, inverse, min_p, target, cuts_count, kept_logits, kept_ids, MOST, BLOCK
         )
         is_narrow = number > 0
-        if is_narrow:
-            row = kept_logits
-            num_tokens = number
+        num_tokens = tl.where(is_narrow, number, vocab_size)
+    source = (row, kept_logits, is_narrow)
     floor = tl.zeros((), tl.uint32)
     if cuts_count:
         # Tokens that equal the k-th largest are kept too, as in other engines. A NaN makes the row shorter.
         count = top_k.to(tl.float64)
-        floor, _ = _cutoff(row, num_tokens, largest, inverse, 0.0, floor, count, True, BLOCK)
+        floor, _ = _cutoff(source, num_tokens, largest, inverse, 0.0, floor, count, True, BLOCK)
     last_rank = tl.zeros((), tl.uint32)
     last_place = num_tokens
     if cuts_count | (top_p >= 1.0):
-        mass = _total(row, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK)
+        mass = _total(source, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK)
     if top_p < 1.0:
         target = top_p.to(tl.float64) * mass
-        last_rank, above = _cutoff(row, num_tokens, largest, inverse, min_p, floor, target, False, BLOCK)
-        last_place = _last_of_equals(row, num_tokens, largest, inverse, last_rank, target - above, BLOCK)
-        mass = _total(row, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK)
+        last_rank, above = _cutoff(source, num_tokens, largest, inverse, min_p, floor, target, False, BLOCK)
+        last_place = _last_of_equals(source, num_tokens, largest, inverse, last_rank, target - above, BLOCK)
+        mass = _total(source, num_tokens, largest, inverse, min_p, floor, last_rank, last_place, BLOCK)
 
     seed, choice, position = tl.load(seeds_ptr + index), tl.load(choices_ptr + index), tl.load(positions_ptr + index)
     target = _uniform(seed, choice, position, PURPOSE) * mass
@@ -281,7 +283,7 @@ def _sample_kernel(
     drawn = tl.full((), -1, tl.int32)
     last_possible = tl.full((), -1, tl.int32)
     for begin in range(0, num_tokens, BLOCK):
-        place, rank, weight = _weights(row, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
+        place, rank, weight = _weights(source, begin, num_tokens, largest, inverse, min_p, floor, BLOCK)
         kept = ((rank > last_rank) | ((rank == last_rank) & (place <= last_place))) & (weight > 0.0)
         weight = tl.where(kept, weight, 0.0).to(tl.float64)
         after = before + tl.sum(weight, axis=0)
@@ -301,13 +303,13 @@ def _sample_kernel(
 
 
 @triton.jit
-def _last_of_equals(row_ptr, num_tokens, largest, inverse, last_rank, missing, BLOCK: tl.constexpr):
+def _last_of_equals(source, num_tokens, largest, inverse, last_rank, missing, BLOCK: tl.constexpr):
     """The last place of the tokens of rank last_rank that are needed to reach the weight `missing`; at least the first
     one is needed."""
     num_before = tl.zeros((), tl.int32)
     last_place = tl.full((), -1, tl.int32)
     for begin in range(0, num_tokens, BLOCK):
-        place, rank, weight = _weights(row_ptr, begin, num_tokens, largest, inverse, 0.0, last_rank, BLOCK)
+        place, rank, weight = _weights(source, begin, num_tokens, largest, inverse, 0.0, last_rank, BLOCK)
         equal = rank == last_rank
         each = tl.max(tl.where(equal, weight, 0.0), axis=0).to(tl.float64)
         ordinal = num_before + tl.cumsum(equal.to(tl.int32), axis=0)  # 1 for the first of them
