@@ -28,9 +28,8 @@ def linear_w4a16(
     if num_rows == 0:
         return
     tile = tile or tile_for(num_rows, num_columns, x.dtype)._replace(num_stages=4)
-    block_k = (
-        128 if generation().holds_all_stages else 64
-    )  # columns dequantized at once; others have no registers for more
+    # Columns dequantized at once; other generations have no registers for more.
+    block_k = 128 if generation().holds_all_stages else 64
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     _linear_w4a16_kernel[(tiles,)](
         x,
