@@ -38,7 +38,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--compare", "tp4", "tp16"]) == 2
     assert "--compare 'tp16': it needs 16 GPUs, and 4xH100-80GB-PCIe has 4" in capsys.readouterr().err
     assert main([*WORDS, "--compare", "tp4", "tp2-cp2"]) == 0, "context parallelism is priced too"
-    assert "no: bf16 tp2 cp2: context_parallel_size 2 works with the own kernels of CPUs" in capsys.readouterr().out
+    assert "no: bf16 tp2 cp2: context_parallel_size 2 works on CPUs only so far" in capsys.readouterr().out
     assert main([*WORDS, "--rate", "1", "--compare", "tp4", "pp4"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"tokens/s: bf16 pp4 is better up to \d+ GB/s of the link, both are equal above", text)
