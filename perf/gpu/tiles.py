@@ -12,11 +12,11 @@ class _Named(Tile):
 
 
 FEW_ROWS = [
-    _Named(64, 16, 4, 5),
-    _Named(64, 32, 4, 3),
-    _Named(64, 32, 4, 4),
-    _Named(64, 32, 4, 6),
-    _Named(64, 64, 4, 4),
+    _Named(16, 64, 4, 4),
+    _Named(16, 64, 4, 8),
+    _Named(16, 128, 8, 5),
+    _Named(32, 64, 4, 8),
+    _Named(64, 64, 4, 6),
 ]
 MANY_ROWS = [
     _Named(64, 64, 4, 4),

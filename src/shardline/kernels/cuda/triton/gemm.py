@@ -65,6 +65,7 @@ def gemm_options(x: Tensor, weight: Tensor, tile: Tile, *, in_pairs: bool = Fals
     `tile_for`."""
     block_k = _BLOCK_K[x.element_size()]
     loaded = tile._replace(columns=2 * tile.columns) if in_pairs else tile
+    assert tile.rows > 64 or loaded.columns >= 64, "the columns of a transposed tile are the rows of an instruction"
     return {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
