@@ -24,6 +24,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_kib: int = 0
     holds_all_stages: bool = False
     launches_early: bool = False
+    most_stages: int = 16
 
     def __str__(self) -> str:
         """For people."""

@@ -37,7 +37,8 @@ class Tile(NamedTuple):
 def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
     """The stages of a tile's loop over K that fit the shared memory of a program. They change no bit."""
     held = 1024 * generation().shared_kib // ((tile.rows + tile.columns) * block_k * itemsize)
-    return max(1, min(tile.num_stages, held if generation().holds_all_stages else held + 1))
+    fitting = held if generation().holds_all_stages else held + 1
+    return max(1, min(tile.num_stages, fitting, generation().most_stages))
 
 
 def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_scaled: bool) -> bool:
