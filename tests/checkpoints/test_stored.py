@@ -41,6 +41,10 @@ def _role(name: str) -> Any:
         return "expert"
     if name.endswith((".attention.k.weight", ".attention.v.weight", ".attention.kv_down.weight")):
         return "key_value"
+    if name.endswith(
+        (".attention.q.weight", ".attention.q_down.weight", ".attention.q_up.weight", ".attention.o.weight")
+    ):
+        return "attention"
     return "down" if name.endswith((".feed_forward.down.weight", ".shared.down.weight")) else "layer"
 
 
