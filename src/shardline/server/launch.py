@@ -86,7 +86,9 @@ def run_server(
     check_tls(server_config)
     load_middleware(server_config)
     started = time.monotonic()
-    with contextlib.closing(open_listener(server_config)) as listener:
+    with contextlib.closing(open_listener(server_config)) as listener, contextlib.ExitStack() as ending:
+        ending.callback(gc.enable)
+        gc.disable()  # until it is ready: imported and loaded objects stay alive, and scanning them would take a tenth
         if start_llm is None:
             from shardline.api.async_llm import AsyncLLM
 
@@ -235,6 +237,7 @@ def _tune_interpreter() -> None:
     """
     gc.freeze()
     gc.set_threshold(5_000, 20, 50)
+    gc.enable()
     sys.setswitchinterval(0.0005)
 
 

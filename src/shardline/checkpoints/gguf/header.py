@@ -30,6 +30,7 @@ _MAX_TENSORS = 1 << 17
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
+_read_length = struct.Struct("<Q").unpack_from
 _SCALARS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -140,9 +141,9 @@ class GGUFHeader:
         data, position, found = self._bytes(array), 0, []
         try:
             for _ in range(array.count):
-                (size,) = struct.unpack_from("<Q", data, position)
-                position += 8 + size
-                found.append(data[position - size : position].decode("utf-8"))
+                start = position + 8
+                position = start + _read_length(data, position)[0]
+                found.append(data[start:position].decode())
         except UnicodeDecodeError:
             raise self.error(key, f"has an entry that is no UTF-8 (entry {len(found)})") from None
         return found
@@ -313,11 +314,10 @@ class _Parser:
 
     def _skip_strings(self, key: str, count: int) -> None:
         data, position, end = self._data, self._position, len(self._data)
-        length = struct.Struct("<Q").unpack_from
         for _ in range(count):
             if position + 8 > end:
                 raise _CorruptError(f"{key} goes beyond the end")
-            position += 8 + length(data, position)[0]
+            position += 8 + _read_length(data, position)[0]
         if position > end:
             raise _CorruptError(f"{key} goes beyond the end")
         self._position = position

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -286,14 +287,14 @@ def _stored_merges(
         ValueError: they need tokens that are not there, or make too few of those that are.
     """
     key = "tokenizer.ggml.merges"
-    merges = [_pair(header, merge) for merge in header.strings(key)]
-    known = set(tokens)
-    for left, right in merges:
-        if left not in known or right not in known or left + right not in known:
-            raise header.error(key, f"joins {left!r:.40} and {right!r:.40}, which needs unknown tokens; {_OVERRIDE}")
+    merges = _pairs(header, header.strings(key))
+    known, made = set(tokens), {left + right for left, right in merges}
+    if not (known >= made and known.issuperset(chain.from_iterable(merges))):
+        left, right = next(pair for pair in merges if not known >= {*pair, "".join(pair)})
+        raise header.error(key, f"joins {left!r:.40} and {right!r:.40}, which needs unknown tokens; {_OVERRIDE}")
     if all_needed:
         words = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL and len(token) > 1}
-        unmade = len(words.difference(left + right for left, right in merges))
+        unmade = len(words - made)
         if unmade > _MAX_UNMADE * len(words):
             raise header.error(key, f"makes only {len(words) - unmade} of {len(words)} tokens: it is cut; {_OVERRIDE}")
     return merges
@@ -407,11 +408,18 @@ def _types(header: GGUFHeader, count: int) -> list[int]:
     return [int(kind) for kind in types]
 
 
-def _pair(header: GGUFHeader, merge: str) -> tuple[str, str]:
-    left, space, right = merge[1:].partition(" ")
-    if not space:
-        raise header.error("tokenizer.ggml.merges", f"has an entry without a space: {merge!r:.40}; {_OVERRIDE}")
-    return merge[:1] + left, right
+def _pairs(header: GGUFHeader, merges: list[str]) -> list[tuple[str, str]]:
+    """The halves of each merge. A space at its beginning belongs to the first half."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges) if left and right]
+    if len(pairs) == len(merges):
+        return pairs
+    pairs = []
+    for merge in merges:
+        left, space, right = merge[1:].partition(" ")
+        if not space:
+            raise header.error("tokenizer.ggml.merges", f"has an entry without a space: {merge!r:.40}; {_OVERRIDE}")
+        pairs.append((merge[:1] + left, right))
+    return pairs
 
 
 def _is_gemma(header: GGUFHeader) -> bool:
