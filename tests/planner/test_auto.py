@@ -216,6 +216,25 @@ def test_gpus_of_this_host_are_simulated() -> None:
     assert found.output_tokens_per_second > 1000
 
 
+def test_a_plan_for_this_host_counts_the_experts_that_tokens_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    model = str(make_checkpoint("qwen3_moe", tmp_path / "model", num_hidden_layers=4))
+    words = ["plan", model, "--gpus", "here", "--device", "cpu", "-tp", "1", "-dp", "1", "-pp", "1", "-cp", "1"]
+    words += ["--cpu-offload-gb", "1", "--offload-to", str(tmp_path), "--storage-gbs", "0.0001"]
+    [rank] = resolve_here(EngineConfig.from_options(model=model, cpu_offload_gb=1.0, offload_to=str(tmp_path))).weights
+    routing = resolve_here(EngineConfig.from_options(model=model)).spec.layers[-1].feed_forward.routing
+    assert routing is not None
+    for running, share in (("1", routing.experts_per_token / routing.num_experts), ("64", 1.0)):
+        assert main([*words, "--running", running, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["layouts"][0]
+        assert found["bound_by"] == "storage"
+        assert found["tpot_ms"]["p50"] == pytest.approx(1e3 * share * rank.read_bytes / (0.82 * 0.0001e9), rel=0.02)
+    assert main(words) == 0
+    assert "read when tokens choose them: " in capsys.readouterr().out
+
+
 def test_a_plan_for_this_host_counts_weights_from_a_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,7 +103,9 @@ class ModelConfig:
         choices=("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
     )
     cpu_offload_gb: float = option(
-        0.0, "GiB of each rank's weights that are not kept in memory, but read from --offload-to in every step"
+        0.0,
+        "GiB of each rank's weights that are not kept in memory, but read from --offload-to: layers in every step, "
+        "experts when tokens choose them",
     )
     offload_to: str | None = option(
         None, "folder on a fast disk for the weights of --cpu-offload-gb, as long as it runs"

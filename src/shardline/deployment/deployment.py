@@ -72,9 +72,13 @@ class RankWeights(msgspec.Struct, frozen=True):
     counts as memory of the process too. So the rank's largest tensor is left out, or what is mapped of it at a
     time."""
     read_bytes: int = 0
-    """Bytes that are read in every step. They are not part of `num_bytes`."""
+    """Bytes that are read in every step, or of experts if tokens choose them. They are not part of `num_bytes`."""
     slot_bytes: int = 0
     """The most of them that a layer has. `num_bytes` includes memory for LAYER_SLOTS layers."""
+    kept_expert_bytes: int = 0
+    """Memory for experts that are read when tokens choose them. It is part of `num_bytes`."""
+    expert_layer_bytes: int = 0
+    """The most that the experts of a layer have, if they are read so."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -88,15 +92,19 @@ class RankWeights(msgspec.Struct, frozen=True):
             self.touched_bytes + more.touched_bytes,
             self.read_bytes + more.read_bytes,
             max(self.slot_bytes, more.slot_bytes),
+            self.kept_expert_bytes + more.kept_expert_bytes,
+            max(self.expert_layer_bytes, more.expert_layer_bytes),
         )
 
 
 class OffloadPlan(msgspec.Struct, frozen=True):
-    """Weights that are read from files in every step."""
+    """Weights that are read from files."""
 
     folder: str = ""
     layers: tuple[int, ...] = ()
-    """Empty: all weights stay in memory."""
+    """Those that every step reads."""
+    expert_layers: tuple[int, ...] = ()
+    """Those whose experts are read when tokens choose them and they are not in memory."""
 
 
 NO_OFFLOAD = OffloadPlan()

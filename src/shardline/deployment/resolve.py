@@ -91,11 +91,12 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     own_weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     own_formats = _own_formats(model, spec, layout.device, held)
 
-    def bytes_of(place: RankPlace, layer: int) -> int:
+    def bytes_of(place: RankPlace, layer: int, only_experts: bool) -> int:
         whole, numerics = parallel.enable_expert_parallel, cast(Numerics, parallel.numerics)
-        return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats)
+        return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats, only_experts)
 
-    offload, own_weights = plan_offload(config, layout, stages, own_weights, bytes_of)
+    has_experts = bool(_num_experts(spec))
+    offload, own_weights = plan_offload(config, layout, stages, own_weights, bytes_of, has_experts)
     weights = own_weights if draft is None else tuple(map(operator.add, own_weights, draft.weights))
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = weights

@@ -1,4 +1,5 @@
-"""Which layers' weights are read from files in every step, because a rank's memory cannot hold all of them."""
+"""Which weights are read from files, because a rank's memory cannot hold all of them: layers in every step,
+or, of models with experts, those experts that tokens choose."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from shardline.deployment.deployment import LAYER_SLOTS, NO_OFFLOAD, OffloadPlan
 from shardline.deployment.layout import Layout
 from shardline.models.partition import Span
 
-LayerBytes = Callable[[RankPlace, int], int]
-"""The bytes of a layer's weights on the rank at a place."""
+LayerBytes = Callable[[RankPlace, int, bool], int]
+"""The bytes of a layer's weights on the rank at a place, or, if the last argument says so, of its experts."""
 
 
 def plan_offload(
@@ -23,8 +24,9 @@ def plan_offload(
     stages: Sequence[Span],
     weights: Sequence[RankWeights],
     layer_bytes: LayerBytes,
+    has_experts: bool,
 ) -> tuple[OffloadPlan, tuple[RankWeights, ...]]:
-    """The layers that are read in every step, and the memory that the ranks' weights need then.
+    """The weights that are read from files, and the memory that the ranks' weights need then.
 
     Raises:
         ValueError: the deployment cannot do so, or it would save nothing.
@@ -34,16 +36,65 @@ def plan_offload(
         return NO_OFFLOAD, tuple(weights)
     _check(config, layout)
     wanted = int(model.cpu_offload_gb * (1 << 30))
+    plan = _plan_experts if has_experts else _plan_layers
+    return plan(str(model.offload_to), wanted, layout, stages, weights, layer_bytes)
+
+
+def _plan_experts(
+    folder: str,
+    wanted: int,
+    layout: Layout,
+    stages: Sequence[Span],
+    weights: Sequence[RankWeights],
+    layer_bytes: LayerBytes,
+) -> tuple[OffloadPlan, tuple[RankWeights, ...]]:
+    """Of the experts, all but `wanted` bytes stay in memory, and at least those of one layer: a step may need all."""
+    layers: set[int] = set()
+    left = []
+    for rank, held in enumerate(weights):
+        place = layout.grid.place(rank)
+        span = stages[place.pp_rank]
+        sizes = {layer: layer_bytes(place, layer, True) for layer in range(span.start, span.stop)}
+        total, most = sum(sizes.values()), max(sizes.values())
+        read = min(wanted, total - most)
+        if read > 0:
+            layers |= {layer for layer, size in sizes.items() if size}
+            held = msgspec.structs.replace(
+                held,
+                num_bytes=held.num_bytes - read,
+                touched_bytes=0,
+                read_bytes=read,
+                kept_expert_bytes=total - read,
+                expert_layer_bytes=most,
+            )
+        left.append(held)
+    if not layers:
+        raise ValueError(
+            f"cpu_offload_gb {wanted / (1 << 30):g} would save nothing: no rank has experts of more than one layer, "
+            "and all experts of a layer must fit into memory"
+        )
+    return OffloadPlan(folder, expert_layers=tuple(sorted(layers))), tuple(left)
+
+
+def _plan_layers(
+    folder: str,
+    wanted: int,
+    layout: Layout,
+    stages: Sequence[Span],
+    weights: Sequence[RankWeights],
+    layer_bytes: LayerBytes,
+) -> tuple[OffloadPlan, tuple[RankWeights, ...]]:
+    """Layers of `wanted` bytes or more, of each stage as many, are read in every step."""
     layers: list[int] = []
     for stage, span in enumerate(stages):
         places = [place for place in map(layout.grid.place, range(layout.grid.world_size)) if place.pp_rank == stage]
-        sizes = [max(layer_bytes(place, layer) for place in places) for layer in range(span.start, span.stop)]
+        sizes = [max(layer_bytes(place, layer, False) for place in places) for layer in range(span.start, span.stop)]
         count = next((count for count in range(1, span.size) if sum(sorted(sizes)[:count]) >= wanted), span.size)
         if count < span.size:
             count += count % LAYER_SLOTS  # the first layer of a step is read while the last of the one before computes
         if count <= LAYER_SLOTS:
             raise ValueError(
-                f"cpu_offload_gb {model.cpu_offload_gb:g} is {count} of the {span.size} layers of a stage, and "
+                f"cpu_offload_gb {wanted / (1 << 30):g} is {count} of the {span.size} layers of a stage, and "
                 f"{LAYER_SLOTS} of those that are read always have memory, so nothing would be saved: a layer has "
                 f"{format_bytes(max(sizes))}"
             )
@@ -57,7 +108,7 @@ def plan_offload(
     for rank, held in enumerate(weights):
         place = layout.grid.place(rank)
         span = stages[place.pp_rank]
-        read = [layer_bytes(place, layer) for layer in layers if span.start <= layer < span.stop]
+        read = [layer_bytes(place, layer, False) for layer in layers if span.start <= layer < span.stop]
         left.append(
             msgspec.structs.replace(
                 held,
@@ -67,7 +118,7 @@ def plan_offload(
                 slot_bytes=max(read),
             )
         )
-    return OffloadPlan(str(model.offload_to), tuple(layers)), tuple(left)
+    return OffloadPlan(folder, tuple(layers)), tuple(left)
 
 
 def _check(config: EngineConfig, layout: Layout) -> None:

@@ -189,12 +189,15 @@ def layer_bytes(
     weight_format: FormatChoice,
     expert_parallel: bool,
     own_formats: OwnFormats | None,
+    only_experts: bool = False,
 ) -> int:
-    """Bytes of the weights of one layer that the rank at `place` holds, without padding."""
+    """Bytes of the weights of one layer that the rank at `place` holds, or of its experts, without padding."""
     counted = counted_parameters(
         spec, Span(layer, layer + 1), own_formats.layer_class if own_formats else lambda index: None
     )
     own = [one for one in counted if parse_name(one.name).layer is not None]
+    if only_experts:
+        own = [one for one in own if one.num_experts]
     num_bytes = _bytes_in_format(spec, dtype, weight_format.open_format(), own_formats)
     return rank_total(spec, place, own, num_bytes, numerics, expert_parallel)
 

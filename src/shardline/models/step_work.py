@@ -66,13 +66,18 @@ class StepWork:
     """Traffic of one token at one stage boundary."""
     streamed_bytes: float = 0.0
     """Weights that every step reads from a disk, while others compute."""
+    streamed_expert_bytes: float = 0.0
+    """Experts that are read from a disk when tokens choose them."""
 
     def weight_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that a step with `num_tokens` tokens of each replica reads."""
+        return self.dense_bytes + self.expert_bytes * self.share_met(num_tokens)
+
+    def share_met(self, num_tokens: float) -> float:
+        """The share of the experts that `num_tokens` tokens of each replica choose, if they choose evenly."""
         if self.routing is None:
-            return self.dense_bytes
-        met = self.routing.experts_met(num_tokens * self.replicas) / self.routing.num_experts
-        return self.dense_bytes + self.expert_bytes * met
+            return 0.0
+        return self.routing.experts_met(num_tokens * self.replicas) / self.routing.num_experts
 
     def cache_bytes(self, num_seqs: float, context: float) -> float:
         """Bytes of keys, values and states that `num_seqs` sequences of `context` tokens read."""

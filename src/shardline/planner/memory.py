@@ -277,13 +277,18 @@ def weights_note(fitted: Fit) -> str:
     return f"   {weights:,.1f} MiB of them the draft model's, and {share / 1e3:,.1f} kB of each token"
 
 
-def storage_note(fitted: Fit, storage_gbs: float) -> str:
-    """What a rank reads of its weights in every step, and how long that takes at a rate; empty: nothing."""
+def storage_note(fitted: Fit, storage_gbs: float) -> tuple[str, str]:
+    """When a rank reads weights from a disk, and what it reads, and how long that takes at a rate; empty: nothing."""
     read = max((rank.read_bytes for rank in fitted.deployment.weights), default=0) if fitted.deployment else 0
     if not read:
-        return ""
+        return "", ""
     seconds = read / (storage_gbs * GB)
-    return f"{read / GIB:.2f} GiB more of weights: at {storage_gbs:.2f} GB/s, a step takes {seconds:.2f} s or more"
+    assert fitted.deployment is not None
+    if fitted.deployment.offload.expert_layers:
+        rate = f"at {storage_gbs:.2f} GB/s, all of them take {seconds:.2f} s"
+        return "read when tokens choose them", f"{read / GIB:.2f} GiB more of experts: {rate}"
+    rate = f"at {storage_gbs:.2f} GB/s, a step takes {seconds:.2f} s or more"
+    return "read in every step", f"{read / GIB:.2f} GiB more of weights: {rate}"
 
 
 def cache_room(deployment: Deployment, machine: Machine, num_ranks: int, share: float) -> int:

@@ -223,13 +223,12 @@ def _memory_lines(plan: Plan, option: Option) -> list[Text]:
     aside = f"{_size(host)} for evicted blocks of the KV cache, over all replicas"
     limit = " (all positions of the model)" * (fitted.max_context == plan.model.spec.max_position_embeddings)
     device = "GPU" if is_gpu else "rank"
+    when, read = storage_note(fitted, plan.cluster.part(fitted.layout.num_gpus).slowest.storage_gbs)
     return [
         *_wrap(f"with {option.layout}, {memory['gpu_bytes'] / GIB:.1f} GiB:", f"memory of a {device} "),
         *(Text(f"  {name:20}{_size(num_bytes):>12}{note}") for name, num_bytes, note in rows),
         *(_wrap(aside, "host memory set aside: ") if host else ()),
-        *_wrap(
-            storage_note(fitted, plan.cluster.part(fitted.layout.num_gpus).slowest.storage_gbs), "read in every step: "
-        ),
+        *_wrap(read, f"{when}: "),
         *_wrap(f"{fitted.max_context:,} tokens{limit}", "longest context: "),
     ]
 

@@ -82,7 +82,10 @@ def deployment_work(deployment: Deployment) -> StepWork:
         "exact" if deployment.numerics == "exact" else "fast",
         whole_experts=deployment.expert_parallel,
     )
-    return dataclasses.replace(work, streamed_bytes=max(rank.read_bytes for rank in deployment.weights))
+    read = max(rank.read_bytes for rank in deployment.weights)
+    if deployment.offload.expert_layers:
+        return dataclasses.replace(work, streamed_expert_bytes=read)
+    return dataclasses.replace(work, streamed_bytes=read)
 
 
 @functools.lru_cache(maxsize=512)

@@ -109,6 +109,8 @@ USUAL_ROUNDS = 10.0
 """Requests of a benchmark for each that runs at once, where nothing is stated."""
 _STORAGE_SHARE = 0.82
 """Of a disk's rate: what is left for reads while the cores compute (`perf/weight_stream.py`)."""
+_READ_AHEAD_SHARE = 0.5
+"""See `runtime/machines/host/expert_stream.py`."""
 _FULLEST_QUEUE = 0.98
 """Most of its time that a replica is taken to compute prompts, for the wait of a prompt: a full queue has no end."""
 
@@ -136,11 +138,13 @@ class StepLoad(NamedTuple):
     requests: float
     storage: float = 0.0
     """Seconds to read weights from a disk, while the rest of the step goes on."""
+    waits: float = 0.0
+    """Seconds to read experts from a disk, while nothing goes on."""
 
     def seconds(self, constants: Constants) -> float:
         reads, computes = self.weights / constants.memory, self.computing(constants)
         products = _larger(reads, computes)
-        return _larger(products + self.cache / constants.cache + self.overhead(constants), self.storage)
+        return _larger(products + self.cache / constants.cache + self.overhead(constants), self.storage) + self.waits
 
     def computing(self, constants: Constants) -> float:
         """Time to compute products, and the attention of prompts."""
@@ -158,7 +162,7 @@ class StepLoad(NamedTuple):
         )
 
     def bound_by(self, constants: Constants) -> str:
-        if self.seconds(constants) == self.storage:
+        if self.seconds(constants) <= self.storage + 2 * self.waits:
             return "storage"
         reads, computes = self.weights / constants.memory, self.computing(constants)
         parts = {
@@ -195,6 +199,13 @@ def step_load(
     exchanged = sum(
         traffic.num_bytes * tokens / cluster.link_bytes_per_second(ranks) for traffic, ranks in work.exchanges
     )
+    read, waits = work.streamed_bytes, 0.0
+    if work.streamed_expert_bytes:
+        share = work.share_met(tokens)
+        experts = share * work.streamed_expert_bytes
+        # Many tokens choose most experts of each layer, so those of the next one are read ahead.
+        read, waits = (read + experts, 0.0) if share > _READ_AHEAD_SHARE else (read, experts)
+    disk = _STORAGE_SHARE * gpu.storage_gbs * 1e9
     exchanged += work.hand_off.num_bytes * tokens / cluster.link_bytes_per_second(cluster.num_gpus)
     return StepLoad(
         weights=work.weight_bytes(tokens) / bandwidth,
@@ -207,7 +218,8 @@ def step_load(
         messages=sum(traffic.num_messages for traffic, _ in work.exchanges) + work.hand_off.num_messages,
         launches=work.num_launches,
         requests=num_seqs,
-        storage=work.streamed_bytes / (_STORAGE_SHARE * gpu.storage_gbs * 1e9) if work.streamed_bytes else 0.0,
+        storage=read / disk if read else 0.0,
+        waits=waits / disk if waits else 0.0,
     )
 
 

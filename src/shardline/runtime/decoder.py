@@ -158,6 +158,7 @@ class DecoderStage:
         self.layers: list[DecoderLayer] = []
         self.stream = stage.stream
         """Reads the weights of layers that do not stay in memory."""
+        self.reads_weights = self.stream is not None or stage.expert_stream is not None
         for place in range(layers.size):
             with nullcontext() if self.stream is None else self.stream.loading(layers.start + place):
                 self.layers.append(DecoderLayer(loader, layers.start + place, tables, place))

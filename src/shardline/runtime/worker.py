@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ from shardline.runtime.features.draft_model import DraftModel, draft_sizes
 from shardline.runtime.features.finite import FiniteChecker
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
-from shardline.runtime.layers.context import LayerLoader, StageContext, WeightStream
+from shardline.runtime.layers.context import LayerLoader, StageContext, Streams
 from shardline.runtime.layers.head import Head
 from shardline.runtime.loader.adapters import AdapterLoader
 from shardline.runtime.loader.progress import LoadingLine
@@ -110,7 +109,7 @@ class Worker:
         with torch.inference_mode():
             replay.capture_steps()
         # What is recorded would neither be checked nor wait for weights.
-        forward = replay if self._finite_checker is None and stage.stream is None else stage.forward
+        forward = replay if self._finite_checker is None and not stage.reads_weights else stage.forward
         self._runner = Runner(
             backend,
             stage,
@@ -216,6 +215,11 @@ class Worker:
     ) -> LayerLoader:
         """Loads the layers of the model of a deployment; those of a draft model have one block table."""
         backend, storing = self._backend, range(len(deployment.spec.layers))
+        streams: Streams = (None, None)
+        if deployment.offload.folder:
+            place = self._groups.place
+            stage, weights = deployment.stages[place.pp_rank], deployment.weights[place.rank]
+            streams = backend.stream_weights(deployment.offload, stage, weights)
         context = StageContext(
             spec=deployment.spec,
             kv_groups=(KVGroup(tuple(storing), None),) if is_draft else deployment.cache.groups,
@@ -231,7 +235,8 @@ class Worker:
             expert_load=self._expert_load.counts if self._expert_load is not None and not is_draft else None,
             adapters=deployment.adapters,
             context_group=SingleRank() if is_draft else self._groups["context"],
-            stream=self._open_stream(deployment),
+            stream=streams[0],
+            expert_stream=streams[1],
             kept_layers=() if is_draft else deployment.kept_layers,
             moves_experts=deployment.expert_balancing.step_interval > 0,
             redundant_experts=deployment.expert_balancing.num_redundant_experts,
@@ -242,13 +247,6 @@ class Worker:
             format=deployment.weight_format.open_format(),
             on_loaded=on_loaded,
         )
-
-    def _open_stream(self, deployment: Deployment) -> WeightStream | None:
-        """What reads the weights that do not stay in memory."""
-        plan, place = deployment.offload, self._groups.place
-        stage, weights = deployment.stages[place.pp_rank], deployment.weights[place.rank]
-        own = [layer for layer in plan.layers if stage.start <= layer < stage.stop]
-        return self._backend.stream_weights(Path(plan.folder), own, weights.slot_bytes) if own else None
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

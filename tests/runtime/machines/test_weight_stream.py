@@ -18,7 +18,7 @@ from tests.models.checkpoints import make_checkpoint
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("read") / request.param, num_hidden_layers=5)
 

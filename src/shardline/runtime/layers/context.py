@@ -51,6 +51,23 @@ class WeightStream(Protocol):
         """The layer has computed: another one may take its memory."""
 
 
+class ExpertStream(Protocol):
+    """Experts that are read when tokens choose them."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Weights that are allocated meanwhile are those of the experts of the layer that is kept next."""
+
+    def keep(self, layer: int, panels: Sequence[Tensor], other_bytes: int) -> None:
+        """Write the loaded weights `panels`, each [experts, ...], of a layer, whose experts have `other_bytes` more."""
+
+    def acquire(self, layer: int, ids: Tensor, first: int) -> None:
+        """Have those of the experts `ids` of a layer in memory that the rank holds, the ones from `first` on."""
+
+
+Streams = tuple[WeightStream | None, ExpertStream | None]
+"""What reads layers, and experts. None: they stay in memory."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """The model, the machine that runs its layers, and the ranks that share them."""
@@ -79,7 +96,9 @@ class StageContext:
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
     stream: WeightStream | None = None
-    """None: all weights stay in memory."""
+    """None: every layer stays in memory."""
+    expert_stream: ExpertStream | None = None
+    """None: experts stay in memory as their layer does."""
     kept_layers: tuple[int, ...] = ()
     """The layers whose inputs a head reads, see `layers.kept_output`."""
     moves_experts: bool = False

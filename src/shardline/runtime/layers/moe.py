@@ -137,9 +137,18 @@ def load_experts(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[
 class Experts:
     """The experts, or parts of all experts, that this rank holds."""
 
-    def __init__(self, kernels: Kernels, spec: Dense, weights: ExpertWeights, first: int) -> None:
-        """`first`: the place of the first of them, among those of all ranks."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        spec: Dense,
+        weights: ExpertWeights,
+        first: int,
+        acquire: Callable[[Tensor, int], None] | None,
+    ) -> None:
+        """`first`: the place of the first of them, among those of all ranks. `acquire`: has those in memory that tokens
+        chose; None: all are."""
         self._kernels = kernels
+        self._acquire = acquire
         self._activation = spec.activation
         self._gated = spec.gated
         self.weights = weights
@@ -147,6 +156,8 @@ class Experts:
 
     def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
         """The activations between the two products, see `expert_up`."""
+        if self._acquire is not None:
+            self._acquire(ids, self.first)
         return expert_up(
             self._kernels,
             x,
@@ -205,8 +216,20 @@ class MoEFeedForward:
         self._own_places = self.places.spans[stage.expert_group.rank]
         if self._whole_experts:
             held = range(self._own_places.start, self._own_places.stop)
-        weights = load_experts(loader, name, spec.expert, [self.places.experts[place] for place in held])
-        self._experts = Experts(stage.kernels, spec.expert, weights, held.start)
+        own = [self.places.experts[place] for place in held]
+        acquire: Callable[[Tensor, int], None] | None = None
+        if stage.expert_stream is None:
+            weights = load_experts(loader, name, spec.expert, own)
+        else:
+            index = parse_name(f"{name}.router.weight").layer
+            assert index is not None
+            with stage.expert_stream.loading():
+                weights = load_experts(loader, name, spec.expert, own)
+            panels = weights.up.panels, weights.down.panels
+            others = weights.up.nbytes + weights.down.nbytes - sum(part.nbytes for part in panels)
+            stage.expert_stream.keep(index, panels, others)
+            acquire = partial(stage.expert_stream.acquire, index)
+        self._experts = Experts(stage.kernels, spec.expert, weights, held.start, acquire)
         self._read_experts: Callable[[Sequence[int]], ExpertWeights] | None = None
         if stage.moves_experts:
             later = dataclasses.replace(loader, on_loaded=lambda num_bytes: None)

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
+from shardline.deployment.deployment import Deployment, KernelFallback, OffloadPlan, RankPlacement, RankWeights
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import ComputeDevice, LoadedProducts
 from shardline.messages.step import RankStep
+from shardline.models.partition import Span
 from shardline.runtime.key_share import KeyShare
-from shardline.runtime.layers.context import WeightStream
+from shardline.runtime.layers.context import Streams
 from shardline.runtime.parallel.collectives import SmallGather
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -156,8 +156,8 @@ class Backend(ComputeDevice, Protocol):
     def finish_loading(self, products: LoadedProducts) -> None:
         """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
 
-    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
-        """What reads the weights of `layers`, of up to `layer_bytes` each, from a file in every step.
+    def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
+        """What reads the weights of a stage that do not stay in memory.
 
         Raises:
             ValueError: no file can be made in the folder.

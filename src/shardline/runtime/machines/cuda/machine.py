@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
+from shardline.deployment.deployment import Deployment, KernelFallback, OffloadPlan, RankPlacement, RankWeights
 from shardline.deployment.gpu_support import GRAPHS
 from shardline.deployment.kernel_cases import kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, verdicts_here
@@ -21,7 +20,8 @@ from shardline.kernels.cuda.library_trial import try_library
 from shardline.kernels.cuda.proof.trials import OPS
 from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.linear import COLUMNS
-from shardline.runtime.layers.context import WeightStream
+from shardline.models.partition import Span
+from shardline.runtime.layers.context import Streams
 from shardline.runtime.machines.base import Backend, BlockTables, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.fallbacks import choose_kernels
 from shardline.runtime.machines.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
@@ -114,7 +114,7 @@ class CudaBackend:
             return NoReplay(forward)
         return GraphReplay(forward, PaddedStep(self.device, sizes), sizes.max_seqs, CudaRecorder())
 
-    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+    def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
         raise AssertionError("deployment.weight_offload refuses it")
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
-from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
+from shardline.deployment.deployment import Deployment, KernelFallback, OffloadPlan, RankPlacement, RankWeights
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.host.kernels import HostKernels
@@ -18,7 +18,10 @@ from shardline.kernels.host.known_answers import known_answer
 from shardline.kernels.host.memory import streamed_empty, weight_reserve
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.page_cache import copy_rows
+from shardline.models.partition import Span
+from shardline.runtime.layers.context import Streams
 from shardline.runtime.machines.base import Backend, BlockTables, Forward, Replay, Share, StepSizes
+from shardline.runtime.machines.host.expert_stream import ExpertStream
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.machines.host.step_inputs import HostStepInputs
 from shardline.runtime.machines.host.weight_stream import WeightStream
@@ -50,8 +53,14 @@ class HostBackend:
     def keep_weight(self, tensor: Tensor) -> Tensor:
         return copy_rows(tensor, streamed_empty(tensor.shape, tensor.dtype))
 
-    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
-        return WeightStream(folder, layers, layer_bytes)
+    def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
+        folder = Path(plan.folder)
+        layers = [layer for layer in plan.layers if stage.start <= layer < stage.stop]
+        count = sum(stage.start <= layer < stage.stop for layer in plan.expert_layers)
+        return (
+            WeightStream(folder, layers, weights.slot_bytes) if layers else None,
+            ExpertStream(folder, weights.kept_expert_bytes, weights.expert_layer_bytes, count) if count else None,
+        )
 
     def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return mapped_empty(shape, dtype)  # attention streams through pages as products stream through weights

@@ -5,29 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
 import queue
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from shardline import _cpu
 from shardline.config.fields import format_bytes
 from shardline.deployment.deployment import LAYER_SLOTS
 from shardline.kernels.host.memory import Region, taking_from
 from shardline.kernels.memory import map_memory
+from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFile
 
 _log = logging.getLogger(__name__)
 
-_CHUNK = 8 << 20
-"""Bytes of one read. Direct reads need multiples of a disk's block."""
-_BLOCK = 4096
 _READERS = 2
 """Threads that read in turn: while one checks its chunk, the other one reads the next."""
 _TOLD_STEPS = (16, 256)
@@ -35,11 +27,7 @@ _TOLD_STEPS = (16, 256)
 
 
 class WeightStream:
-    """The layers `layers` of a rank. Steps run them in this order, again and again.
-
-    The file has no name, so it is gone when the rank ends. It is read past the page cache where the file system can do
-    so: the pages would push out others, and be gone before they are wanted again.
-    """
+    """The layers `layers` of a rank. Steps run them in this order, again and again."""
 
     def __init__(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> None:
         """`layer_bytes`: the most that the weights of a layer have, without padding.
@@ -47,20 +35,13 @@ class WeightStream:
         Raises:
             ValueError: no file can be made in the folder.
         """
-        self._folder = folder
+        self._file = WeightFile(folder)
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._layers = list(layers)
         most = 2 * layer_bytes + (64 << 20)  # pages that are not touched take no memory
         self._regions = [Region(map_memory(most)) for _ in range(LAYER_SLOTS)]
-        self._extents: list[tuple[int, int]] = []
-        """Where each layer lies in the file: offset and length."""
-        self._sums: list[list[int]] = []
-        """The checksum of each chunk."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer, self._reader = _open_file(folder)
-        except OSError as error:
-            raise ValueError(f"offload_to: no file can be made in {folder}: {error.strerror}") from None
+        self._extents: list[Extent] = []
+        """Where each layer lies in the file."""
         self._wanted: list[queue.SimpleQueue[int]] = [queue.SimpleQueue() for _ in range(_READERS)]
         """For each reader, the places in `layers` whose memory is free for them."""
         self._ready = [threading.Event() for _ in layers]
@@ -86,7 +67,8 @@ class WeightStream:
         region.used = 0
         with taking_from(region):
             yield
-        self._write(region)
+        self._extents.append(self._file.append(region.memory, 0, -(-region.used // BLOCK) * BLOCK))
+        self._file.flush()
         if place == len(self._layers) - 1:
             self._begin()
 
@@ -117,57 +99,31 @@ class WeightStream:
         if place == len(self._layers) - 1:
             self._num_steps += 1
             if self._num_steps in _TOLD_STEPS:
-                rate = self.num_bytes * self._num_steps / 1e9 / max(1e-9, self._read_seconds)
+                rate = self._file.num_bytes * self._num_steps / 1e9 / max(1e-9, self._read_seconds)
                 each = self._waited / self._num_steps
                 _log.info(
                     "%d steps: each waited %.3f s for weights, which came at %.2f GB/s", self._num_steps, each, rate
                 )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a step reads."""
-        return sum(length for _, length in self._extents)
-
-    def _write(self, region: Region) -> None:
-        length = -(-region.used // _BLOCK) * _BLOCK
-        offset = self._extents[-1][0] + self._extents[-1][1] if self._extents else 0
-        view = memoryview(region.memory)[:length]
-        try:
-            os.posix_fallocate(self._writer, offset, length)
-            done = 0
-            while done < length:
-                done += os.pwrite(self._writer, view[done : done + _CHUNK], offset + done)
-            os.fsync(self._writer)
-            os.posix_fadvise(self._writer, offset, length, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise ValueError(
-                f"offload_to: {format_bytes(offset + length)} of weights cannot be written to {self._folder}: "
-                f"{error.strerror}"
-            ) from None
-        self._extents.append((offset, length))
-        self._sums.append([_cpu.checksum(_bytes_of(region, start, length)) for start in range(0, length, _CHUNK)])
-
     def _begin(self) -> None:
-        os.close(self._writer)
         for reader, wanted in enumerate(self._wanted):
             reading = threading.Thread(target=_read_all, args=(weakref.ref(self), reader, wanted), daemon=True)
             weakref.finalize(self, wanted.put, -1)
             reading.start()
-        weakref.finalize(self, os.close, self._reader)
         started = time.perf_counter()
         for place in range(LAYER_SLOTS):
             self._want(place)
         for place in range(LAYER_SLOTS):
             self._ready[place].wait()
-        rate = sum(length for _, length in self._extents[:LAYER_SLOTS]) / (time.perf_counter() - started)
+        rate = sum(extent.length for extent in self._extents[:LAYER_SLOTS]) / (time.perf_counter() - started)
         _log.info(
             "%d layers are read in every step, %s in all, from %s: at %.2f GB/s, as the first two came, a step takes "
             "%.2f s or more",
             len(self._layers),
-            format_bytes(self.num_bytes),
-            self._folder,
+            format_bytes(self._file.num_bytes),
+            self._file.folder,
             rate / 1e9,
-            self.num_bytes / rate,
+            self._file.num_bytes / rate,
         )
 
     def _want(self, place: int) -> None:
@@ -179,7 +135,7 @@ class WeightStream:
         """Read a reader's chunks of a layer into its memory; what goes wrong is told to the next step."""
         started = time.perf_counter()
         try:
-            self._read(place, reader)
+            self._file.read(self._extents[place], f"the weights of layer {self._layers[place]}", reader, _READERS)
         except OSError as error:
             self._error = error
         with self._lock:
@@ -192,26 +148,6 @@ class WeightStream:
         elif is_read:
             self._ready[place].set()
 
-    def _read(self, place: int, reader: int) -> None:
-        offset, length = self._extents[place]
-        region = self._regions[place % LAYER_SLOTS]
-        view = memoryview(region.memory)
-        for number, start in list(enumerate(range(0, length, _CHUNK)))[reader::_READERS]:
-            end = min(start + _CHUNK, length)
-            for attempt in range(2):
-                done = start
-                while done < end:
-                    count = os.preadv(self._reader, [view[done:end]], offset + done)
-                    if not count:
-                        raise OSError(f"the weights of layer {self._layers[place]} in {self._folder} end early")
-                    done += count
-                if _cpu.checksum(_bytes_of(region, start, length)) == self._sums[place][number]:
-                    break
-                words = "once more" if attempt == 0 else "in vain"
-                _log.warning("weights in %s are not what was written; read %s", self._folder, words)
-            else:
-                raise OSError(f"the weights of layer {self._layers[place]} in {self._folder} are not what was written")
-
 
 def _read_all(stream_of: Callable[[], WeightStream | None], reader: int, wanted: queue.SimpleQueue[int]) -> None:
     """Read what is wanted until the stream is gone."""
@@ -221,24 +157,3 @@ def _read_all(stream_of: Callable[[], WeightStream | None], reader: int, wanted:
             return
         stream.read(place, reader)
         del stream
-
-
-def _bytes_of(region: Region, start: int, length: int) -> torch.Tensor:
-    """The chunk that begins at `start`."""
-    return torch.frombuffer(region.memory, dtype=torch.uint8, count=min(_CHUNK, length - start), offset=start)
-
-
-def _open_file(folder: Path) -> tuple[int, int]:
-    """A file without a name, to write, and to read past the page cache if that works."""
-    descriptor, name = tempfile.mkstemp(prefix="shardline-weights-", dir=folder)
-    try:
-        try:
-            reader = os.open(name, os.O_RDONLY | os.O_DIRECT)
-            os.pwrite(descriptor, bytes(_BLOCK), 0)
-            with mmap.mmap(-1, _BLOCK) as block:
-                os.preadv(reader, [block], 0)
-        except OSError:  # such as on a tmpfs
-            reader = os.open(name, os.O_RDONLY)
-    finally:
-        os.unlink(name)
-    return descriptor, reader

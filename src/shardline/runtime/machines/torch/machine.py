@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
+from shardline.deployment.deployment import Deployment, KernelFallback, OffloadPlan, RankPlacement, RankWeights
 from shardline.deployment.kv_budget import MemoryUse
 from shardline.kernels.contract import LoadedProducts
 from shardline.kernels.memory import mapped_empty
@@ -18,7 +17,8 @@ from shardline.kernels.page_cache import copy_rows
 from shardline.kernels.torch.exactness import check_exactness, known_answer
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.step import RankStep
-from shardline.runtime.layers.context import WeightStream
+from shardline.models.partition import Span
+from shardline.runtime.layers.context import Streams
 from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
@@ -105,7 +105,7 @@ class TorchBackend:
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
         return NoReplay(forward)
 
-    def stream_weights(self, folder: Path, layers: Sequence[int], layer_bytes: int) -> WeightStream:
+    def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
         raise AssertionError("deployment.weight_offload refuses it")
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:

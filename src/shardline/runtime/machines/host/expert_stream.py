@@ -1,0 +1,232 @@
+"""Experts that do not all stay in memory: those that tokens chose and that are not there are read from a file.
+
+The weights of a layer's experts keep their place in the address space, so kernels need not know. Reading an expert puts
+pages there, and what another expert needs is taken by giving pages back to the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardline.config.fields import format_bytes
+from shardline.kernels.host.memory import Region, taking_from
+from shardline.kernels.memory import map_memory
+from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFile
+
+_log = logging.getLogger(__name__)
+
+_READERS = 2
+"""Threads that read: while one checks its chunk, the other one reads the next."""
+_TOLD_STEPS = (16, 256)
+"""Steps after which the log says what they have cost."""
+_RECENT_STEPS = 64
+"""Steps over which it is counted how often an expert is chosen."""
+_MOST_CHOSEN = 0.5
+"""Share of a layer's experts. If tokens chose more of them, they will choose as many of the next layer, which is then
+read while this one computes."""
+
+
+class _Layer(NamedTuple):
+    row: int
+    """In the tables of the stream."""
+    region: Region
+    extents: list[list[Extent]]
+    """Of each expert, where its weights lie."""
+    pages: list[list[tuple[int, int]]]
+    """Of each expert, the (start, length) of the pages that are its own alone."""
+
+
+class ExpertStream:
+    """The experts of a rank. `kept_bytes` is what may be in memory of all of them together.
+
+    What is expected to be needed last leaves first: layers follow each other in a circle, and an expert of which a
+    share p of the steps has need is expected to be left out (1 - p) / p times.
+    """
+
+    def __init__(self, folder: Path, kept_bytes: int, layer_bytes: int, num_layers: int) -> None:
+        """`layer_bytes`: the most that the experts of a layer have, without padding.
+
+        Raises:
+            ValueError: no file can be made in the folder.
+        """
+        self._file = WeightFile(folder)
+        self._room = kept_bytes
+        self._layer_bytes = layer_bytes
+        self._num_layers = num_layers
+        self._layers: dict[int, _Layer] = {}
+        """By their index in the model, in the order of steps."""
+        self._pool = ThreadPoolExecutor(_READERS, "experts")
+        self._coming: dict[tuple[int, int], list[Future[None]]] = {}
+        """The reads of experts that count as present already, by row and expert."""
+        self._present: NDArray[np.bool_] = np.zeros((0, 0), bool)
+        """[layers, experts]: whether an expert is in memory, or will be once it is read."""
+        self._needed: NDArray[np.float64] = np.zeros((0, 0))
+        """[layers, experts]: in which share of the last steps it was chosen."""
+        self._sizes: NDArray[np.int64] = np.zeros(0, np.int64)
+        """[layers]: bytes of an expert."""
+        self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
+        self._waited = 0.0
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Weights that are allocated meanwhile are those of the experts of the layer that `keep` is called for next."""
+        # Pages that are not touched take no memory.
+        self._region = Region(map_memory(2 * self._layer_bytes + (64 << 20)))
+        # A huge page that spans two experts could not be given back with one of them.
+        with contextlib.suppress(OSError, AttributeError):
+            self._region.memory.madvise(mmap.MADV_NOHUGEPAGE)
+        with taking_from(self._region):
+            yield
+
+    def keep(self, layer: int, panels: Sequence[Tensor], other_bytes: int) -> None:
+        """Write the loaded weights `panels`, each [experts, ...], of a layer. `other_bytes`: what else its experts have
+        in memory, and keep there.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        region = self._region
+        base = torch.frombuffer(region.memory, dtype=torch.uint8, count=1).data_ptr()
+        extents, pages = [], []
+        for expert in range(len(panels[0])):
+            spans = [_span(part[expert], base) for part in panels]
+            assert all(start >= 0 and stop <= len(region.memory) for start, stop in spans)
+            extents.append([self._write(region, start, stop) for start, stop in spans])
+            own = [(-(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK) for start, stop in spans]
+            pages.append([(start, stop - start) for start, stop in own if start < stop])
+        self._file.flush()
+        for expert in range(len(extents)):
+            self._drop(region, pages[expert])
+        row = len(self._layers)
+        self._layers[layer] = _Layer(row, region, extents, pages)
+        self._sizes = np.append(self._sizes, sum(part[0].nbytes for part in panels))
+        self._room -= other_bytes
+        if row + 1 == self._num_layers:
+            self._begin()
+
+    def _write(self, region: Region, start: int, stop: int) -> Extent:
+        start, stop = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
+        return self._file.append(region.memory, start, stop - start)
+
+    def _begin(self) -> None:
+        counts = [len(layer.extents) for layer in self._layers.values()]
+        self._present = np.zeros((len(counts), max(counts)), bool)
+        self._needed = np.zeros(self._present.shape)
+        in_layers = [count * int(size) for count, size in zip(counts, self._sizes, strict=True)]
+        self._room = max(self._room, *in_layers)  # a step may need all experts of a layer
+        _log.info(
+            "experts of %d layers are read from %s when tokens choose them: %s of %s stay in memory, the most wanted",
+            len(counts),
+            self._file.folder,
+            format_bytes(min(self._room, sum(in_layers))),
+            format_bytes(sum(in_layers)),
+        )
+
+    def acquire(self, layer: int, ids: Tensor, first: int) -> None:
+        """Have those of the experts `ids` of a layer in memory that the rank holds, which are the ones from `first` on.
+        Others may leave.
+
+        Raises:
+            OSError: they cannot be read, or are not what was written.
+        """
+        own = self._layers[layer]
+        experts = np.unique(ids.numpy()) - first
+        experts = experts[(experts >= 0) & (experts < len(own.extents))]
+        if own.row == 0:
+            self._begin_step()
+        needed = self._needed[own.row]
+        needed *= 1 - 1 / _RECENT_STEPS
+        needed[experts] += 1 / _RECENT_STEPS
+        self._num_asked += len(experts)
+        started = time.perf_counter()
+        # All reads for this layer end before it computes: where they end, pages hold parts of two experts.
+        for row, expert in [key for key in self._coming if key[0] == own.row]:
+            self._await(row, expert)
+        missing = experts[~self._present[own.row, experts]]
+        if len(missing):
+            staying = np.zeros_like(self._present)
+            staying[own.row, experts] = True
+            self._make_room(len(missing) * int(self._sizes[own.row]), own.row, staying)
+            self._start_reading(layer, missing)
+            for expert in missing.tolist():
+                self._await(own.row, expert)
+        self._waited += time.perf_counter() - started
+        if len(experts) > _MOST_CHOSEN * len(own.extents):
+            self._read_ahead(own.row)
+
+    def _await(self, row: int, expert: int) -> None:
+        for future in self._coming.pop((row, expert), ()):
+            future.result()
+
+    def _read_ahead(self, row: int) -> None:
+        """Read of the next layer what there is room for beside this one."""
+        layers = list(self._layers)
+        following = (row + 1) % len(layers)
+        missing = np.flatnonzero(~self._present[following, : len(self._layers[layers[following]].extents)])
+        held = self._present[[row, following]].sum(1) @ self._sizes[[row, following]]
+        missing = missing[: max(0, self._room - int(held)) // int(self._sizes[following])]
+        if following != row and len(missing):
+            staying = np.zeros_like(self._present)
+            staying[[row, following]] = True
+            self._make_room(len(missing) * int(self._sizes[following]), row, staying)
+            self._start_reading(layers[following], missing)
+
+    def _make_room(self, num_bytes: int, current: int, staying: NDArray[np.bool_]) -> None:
+        """Let experts leave until so many bytes are free, but none of `staying`; `current`: the row that computes."""
+        num_bytes -= self._room - int(self._present.sum(1) @ self._sizes)
+        if num_bytes <= 0:
+            return
+        rows, experts = np.nonzero(self._present & ~staying)
+        steps = ((rows - current - 1) % len(self._layers) + 1) / len(self._layers)
+        steps += 1 / np.maximum(self._needed[rows, experts], 1e-6)
+        order = np.argsort(-steps, kind="stable")
+        count = int(np.searchsorted(np.cumsum(self._sizes[rows[order]]), num_bytes)) + 1
+        layers = list(self._layers.values())
+        for index in order[:count].tolist():
+            row, expert = int(rows[index]), int(experts[index])
+            self._await(row, expert)
+            self._present[row, expert] = False
+            self._drop(layers[row].region, layers[row].pages[expert])
+
+    def _start_reading(self, layer: int, experts: NDArray[np.int64]) -> None:
+        own, what = self._layers[layer], f"the experts of layer {layer}"
+        for expert in experts.tolist():
+            reads = [self._pool.submit(self._file.read, extent, what) for extent in own.extents[expert]]
+            self._coming[own.row, expert] = reads
+        self._present[own.row, experts] = True
+        self._num_read += len(experts)
+        self._read_bytes += len(experts) * int(self._sizes[own.row])
+
+    def _drop(self, region: Region, pages: Sequence[tuple[int, int]]) -> None:
+        for start, length in pages:
+            region.memory.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def _begin_step(self) -> None:
+        if self._num_steps in _TOLD_STEPS:
+            _log.info(
+                "%d steps: each read %s of experts, %.0f%% of those that were chosen, and waited %.3f s for them",
+                self._num_steps,
+                format_bytes(self._read_bytes // self._num_steps),
+                100 * self._num_read / max(1, self._num_asked),
+                self._waited / self._num_steps,
+            )
+        self._num_steps += 1
+
+
+def _span(part: Tensor, base: int) -> tuple[int, int]:
+    """Where a tensor begins and ends in the memory at `base`."""
+    assert part.is_contiguous()
+    start = part.data_ptr() - base
+    return start, start + part.nbytes
