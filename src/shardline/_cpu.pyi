@@ -241,6 +241,22 @@ def mla_attention(
     out: Tensor,
     scale: float,
 ) -> None: ...
+def mla_partials(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    rope_cache: Tensor | None,
+    scales: Tensor | None,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    outputs: Tensor,
+    scale: float,
+    first_split: int,
+    split_step: int,
+) -> None: ...
 def copy_block_out(pages: Sequence[Tensor], block: int, slot: Tensor) -> int: ...
 def copy_block_in(slot: Tensor, pages: Sequence[Tensor], block: int) -> int: ...
 def checksum(memory: Tensor) -> int: ...

@@ -68,21 +68,15 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 
 void attention_partials(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
                         nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
-                        nb::handle maxima_object, nb::handle sums_object, nb::handle outputs_object, float scale,
+                        nb::handle maxima, nb::handle sums, nb::handle outputs, float scale,
                         std::optional<int64_t> window, std::optional<float> softcap, nb::handle key_scales,
                         nb::handle value_scales, bool chunked, int64_t first_split, int64_t split_step) {
-  const Tensor query(query_object, "query"), maxima(maxima_object, "maxima"), sums(sums_object, "sums");
-  const Tensor outputs(outputs_object, "outputs");
+  const Tensor query(query_object, "query");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
   AttentionArgs args =
       paged_args(query, key_cache, value_cache, sequences, scale, window, softcap, key_scales, value_scales, chunked);
-  const int64_t num_tokens = query.size(0), num_heads = query.size(1);
-  maxima.is(DType::kFloat32).has_shape({-1, num_tokens, num_heads}).is_contiguous();
-  sums.is(DType::kFloat32).has_shape({maxima.size(0), num_tokens, num_heads}).is_contiguous();
-  outputs.is(DType::kFloat32).has_shape({maxima.size(0), num_tokens, num_heads, args.value_dim}).is_contiguous();
-  if (first_split < 0 || split_step < 1) raise_value_error("splits are counted from 0 on, in steps of at least 1");
-  args.partials = {maxima.as<float>(), sums.as<float>(), outputs.as<float>(), maxima.size(0), first_split, split_step};
+  args.partials = partials_of(args, query.size(0), maxima, sums, outputs, first_split, split_step);
   perform_attention(args, query, sequences, key_cache);
 }
 

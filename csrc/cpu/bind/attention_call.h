@@ -38,6 +38,18 @@ inline AttentionArgs attention_args(const Tensor& query, const SequenceTensors& 
   return args;
 }
 
+// Where the results of some splits of `num_tokens` tokens go, in place of `out`.
+inline AttentionPartials partials_of(const AttentionArgs& args, int64_t num_tokens, nb::handle maxima_object,
+                                     nb::handle sums_object, nb::handle outputs_object, int64_t first_split,
+                                     int64_t split_step) {
+  const Tensor maxima(maxima_object, "maxima"), sums(sums_object, "sums"), outputs(outputs_object, "outputs");
+  maxima.is(DType::kFloat32).has_shape({-1, num_tokens, args.num_heads}).is_contiguous();
+  sums.is(DType::kFloat32).has_shape({maxima.size(0), num_tokens, args.num_heads}).is_contiguous();
+  outputs.is(DType::kFloat32).has_shape({maxima.size(0), num_tokens, args.num_heads, args.value_dim}).is_contiguous();
+  if (first_split < 0 || split_step < 1) raise_value_error("splits are counted from 0 on, in steps of at least 1");
+  return {maxima.as<float>(), sums.as<float>(), outputs.as<float>(), maxima.size(0), first_split, split_step};
+}
+
 inline void perform_attention(const AttentionArgs& args, const Tensor& query, const SequenceTensors& sequences,
                               const Tensor& cache) {
   perform([args, num_tokens = query.size(0), max_blocks = sequences.block_tables.size(1), num_blocks = cache.size(0)] {

@@ -61,18 +61,13 @@ void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::hand
   });
 }
 
-void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
-                   nb::handle rope_cache, nb::handle scales, nb::handle block_tables_object,
-                   nb::handle query_starts_object, nb::handle context_lens_object, nb::handle out_object, float scale) {
-  const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
-  const Tensor cache(cache_object, "cache"), out(out_object, "out");
-  const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
+// The arguments of attention over latents, without where the result goes.
+AttentionArgs latent_args(const Tensor& latent, const Tensor& rope, const Tensor& cache, nb::handle rope_cache,
+                          nb::handle scales, const SequenceTensors& sequences, float scale) {
   latent.is_floating().has_shape({-1, -1, -1}).has_rows();
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
   check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(2), rope.size(2));
-  out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
   AttentionArgs args = attention_args(latent, sequences, scale);
-  args.out = out.data();
   args.query_rope = rope.data();
   args.query_rope_stride = rope.row_stride();
   args.query_rope_head_stride = rope.head_stride();
@@ -86,6 +81,30 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   args.key_dim = latent.size(2) + rope.size(2);
   args.value_dim = latent.size(2);
   args.block_size = cache.size(1);
+  return args;
+}
+
+void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
+                   nb::handle rope_cache, nb::handle scales, nb::handle block_tables_object,
+                   nb::handle query_starts_object, nb::handle context_lens_object, nb::handle out_object, float scale) {
+  const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
+  const Tensor cache(cache_object, "cache"), out(out_object, "out");
+  const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
+  AttentionArgs args = latent_args(latent, rope, cache, rope_cache, scales, sequences, scale);
+  out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
+  args.out = out.data();
+  perform_attention(args, latent, sequences, cache);
+}
+
+void mla_partials(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
+                  nb::handle rope_cache, nb::handle scales, nb::handle block_tables_object,
+                  nb::handle query_starts_object, nb::handle context_lens_object, nb::handle maxima, nb::handle sums,
+                  nb::handle outputs, float scale, int64_t first_split, int64_t split_step) {
+  const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
+  const Tensor cache(cache_object, "cache");
+  const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
+  AttentionArgs args = latent_args(latent, rope, cache, rope_cache, scales, sequences, scale);
+  args.partials = partials_of(args, latent.size(0), maxima, sums, outputs, first_split, split_step);
   perform_attention(args, latent, sequences, cache);
 }
 
@@ -99,6 +118,9 @@ void bind_mla(nb::module_& m) {
         "rope_cache"_a.none(), "scales"_a.none(), "slots"_a);
   m.def("mla_attention", &mla_attention, "query_latent"_a, "query_rope"_a, "cache"_a, "rope_cache"_a.none(),
         "scales"_a.none(), "block_tables"_a, "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a);
+  m.def("mla_partials", &mla_partials, "query_latent"_a, "query_rope"_a, "cache"_a, "rope_cache"_a.none(),
+        "scales"_a.none(), "block_tables"_a, "query_starts"_a, "context_lens"_a, "maxima"_a, "sums"_a, "outputs"_a,
+        "scale"_a, "first_split"_a, "split_step"_a);
 }
 
 }  // namespace shardline

@@ -72,6 +72,24 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
         scale: float,
         /,
     ) -> None: ...
+    def mla_partials(
+        self,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: LatentCache,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+        outputs: Tensor,
+        scale: float,
+        first_split: int,
+        split_step: int,
+        /,
+    ) -> None:
+        """What `mla_attention` computes for each of some splits, before it merges them."""
+
     def route_experts(
         self,
         logits: Tensor,

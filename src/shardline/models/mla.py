@@ -105,6 +105,11 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         linears = self.projections
         return linears.q_lora_rank or 0, linears.kv_lora_rank, linears.rope_head_dim
 
+    @property
+    def partial_size(self) -> int:
+        """See `Attention.partial_size`. Outputs have the dims of the latents."""
+        return self.num_heads * (2 + self.projections.kv_lora_rank)
+
     def absorbed_size(self, ranks: int) -> int:
         """See `Attention.absorbed_size`."""
         return -(-self.num_heads // ranks) * self.projections.up_head_dim * self.projections.kv_lora_rank

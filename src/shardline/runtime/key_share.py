@@ -129,8 +129,9 @@ def share_keys(deployment: Deployment, rank: int, num_ranks: int) -> KeyShare:
     for kv_group in cache.groups:
         attention = layers[kv_group.layers[0]].attention
         keys = SPLIT_TOKENS * cached_token_bytes(attention, 1, cache.dtype)
-        # Latents always travel: there is no kernel for parts of them.
-        most = 0 if attention.shares_cache else int(keys / (4 * attention.partial_size))
+        if attention.shares_cache:  # each rank would get all of them, for its own heads
+            keys *= deployment.grid.sharing
+        most = int(keys / (4 * attention.partial_size))
         kinds.append(SharedGroup(kv_group.window, most))
     return KeyShare(rank, num_ranks, cache.block_size, tuple(kinds))
 

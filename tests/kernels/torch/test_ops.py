@@ -63,7 +63,12 @@ TESTS: dict[Any, tuple[str, ...]] = {
         "a_shard_of_the_heads_has_the_bits_of_the_whole",
         "write_latent",
     ),
-    test_partials: ("merged_parts_are_the_attention_of_one_rank", "parts_match_their_reference"),
+    test_partials: (
+        "merged_parts_are_the_attention_of_one_rank",
+        "merged_parts_of_latents_are_the_attention_of_one_rank",
+        "parts_match_their_reference",
+        "parts_of_latents_match_their_reference",
+    ),
     test_experts: (
         "up_matches_reference",
         "down_matches_reference",

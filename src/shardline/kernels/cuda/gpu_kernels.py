@@ -124,5 +124,9 @@ class CudaKernels(RowKernels):
             attention.quantized_mla_attention(query_latent, query_rope, *cache, *index, out, scale)
 
     @staticmethod
+    def mla_partials(*arguments: object) -> None:
+        raise AssertionError("deployment.context_parallel refuses it")
+
+    @staticmethod
     def count_exchanged(ids: Tensor, token_bounds: list[int], expert_bounds: Tensor) -> tuple[Tensor, Tensor]:
         return HostKernels.count_exchanged(ids.cpu(), token_bounds, expert_bounds)

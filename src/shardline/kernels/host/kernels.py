@@ -86,6 +86,10 @@ class HostKernels(Fp8PanelKernels):
         _cpu.mla_attention(query_latent, query_rope, *parts, block_tables, query_starts, context_lens, out, scale)
 
     @staticmethod
+    def mla_partials(query_latent: Tensor, query_rope: Tensor, cache: LatentCache, *arguments: Any) -> None:
+        _cpu.mla_partials(query_latent, query_rope, *_latent_parts(cache), *arguments)
+
+    @staticmethod
     def route_experts(*arguments: Any) -> None:
         """Drops the last argument, since host steps have no padding."""
         _cpu.route_experts(*arguments[:-1])

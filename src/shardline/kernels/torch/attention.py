@@ -112,18 +112,33 @@ class AttentionKernels(CacheKernels):
         out: Tensor,
         scale: float,
     ) -> None:
-        pages = cache if isinstance(cache, Tensor) else cache.values
-        latent_dim = query_latent.shape[2]
-        query = torch.cat([query_latent, query_rope], -1)
-        shape = _shape_of(query, pages[:, None], None, False)
+        query, shape = _latent_query(query_latent, query_rope, cache)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
-            if isinstance(cache, Tensor):
-                keys = _read_rows(cache, None, batch.keys)
-            else:
-                latents = _read_rows(cache.values, cache.scales, batch.keys)
-                keys = torch.cat([latents, _read_rows(cache.rope_keys, None, batch.keys)], -1)
-            sums = _attend(_rows_of(query, batch, shape), keys, keys[..., :latent_dim], batch, scale, None)
+            keys, values = _read_latents(cache, query_latent.shape[2], batch.keys)
+            sums = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, None)
             _put_rows(_merge(sums, None, batch, shape), out, batch)
+
+    def mla_partials(
+        self,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: LatentCache,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+        outputs: Tensor,
+        scale: float,
+        first_split: int,
+        split_step: int,
+    ) -> None:
+        query, shape = _latent_query(query_latent, query_rope, cache)
+        to = _clear(maxima, sums, outputs)
+        for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
+            keys, values = _read_latents(cache, query_latent.shape[2], batch.keys)
+            found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, None)
+            _put_partials(found, to, batch, shape, first_split, split_step)
 
     def attention_partials(
         self,
@@ -146,18 +161,12 @@ class AttentionKernels(CacheKernels):
         split_step: int,
     ) -> None:
         shape = _shape_of(query, key_cache, window, chunked)
-        maxima.fill_(-torch.inf)
-        sums.zero_()
-        outputs.zero_()
+        to = _clear(maxima, sums, outputs)
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
             keys = _read_rows(key_cache, key_scales, batch.keys)
             values = _read_rows(value_cache, value_scales, batch.keys)
             found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
-            for own, split in enumerate(batch.splits):
-                to = (split - first_split) // split_step
-                if to < len(maxima):
-                    for part, out in zip(found, (maxima, sums, outputs), strict=True):
-                        _put_rows(_of_tokens(part[own], batch, shape), out[to], batch)
+            _put_partials(found, to, batch, shape, first_split, split_step)
 
     @staticmethod
     def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -180,6 +189,35 @@ class AttentionKernels(CacheKernels):
 def _shape_of(query: Tensor, key_cache: Tensor, window: int | None, chunked: bool) -> _Shape:
     _, num_kv_heads, block_size, dim = key_cache.shape
     return _Shape(window, chunked, query.shape[1] // num_kv_heads, num_kv_heads, block_size, dim)
+
+
+def _latent_query(query_latent: Tensor, query_rope: Tensor, cache: LatentCache) -> tuple[Tensor, _Shape]:
+    pages = cache if isinstance(cache, Tensor) else cache.values
+    query = torch.cat([query_latent, query_rope], -1)
+    return query, _shape_of(query, pages[:, None], None, False)
+
+
+def _read_latents(cache: LatentCache, latent_dim: int, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, 1, num_keys, ..] float32"""
+    if isinstance(cache, Tensor):
+        keys = _read_rows(cache, None, places)
+    else:
+        latents = _read_rows(cache.values, cache.scales, places)
+        keys = torch.cat([latents, _read_rows(cache.rope_keys, None, places)], -1)
+    return keys, keys[..., :latent_dim]
+
+
+def _clear(maxima: Tensor, sums: Tensor, outputs: Tensor) -> _Sums:
+    """Partials of rows that see no key."""
+    return _Sums(maxima.fill_(-torch.inf), sums.zero_(), outputs.zero_())
+
+
+def _put_partials(found: _Sums, to: _Sums, batch: _Batch, shape: _Shape, first_split: int, split_step: int) -> None:
+    for own, split in enumerate(batch.splits):
+        place = (split - first_split) // split_step
+        if place < len(to.maxima):
+            for part, out in zip(found, to, strict=True):
+                _put_rows(_of_tokens(part[own], batch, shape), out[place], batch)
 
 
 class _Sequence(NamedTuple):

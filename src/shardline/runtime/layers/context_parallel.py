@@ -226,7 +226,12 @@ class SharedLatentLayer(LatentAttentionLayer):
 
     def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables, kv_group: int) -> None:
         super().__init__(loader, name, spec, tables, kv_group)
-        self._keys = SharedKeys(loader.stage, kv_group)
+        stage, linears = loader.stage, spec.projections
+        self._keys = keys = SharedKeys(stage, kv_group)
+        spans = stage.spans(f"{name}.{'q' if linears.q_norm is None else 'q_up'}.weight")
+        self._heads = [spans[peer].size // linears.query_head_dim for peer in keys.peers]
+        """Of each peer."""
+        self._one = torch.ones(1, device=stage.device)
 
     def attend_latents(self, query_latent: Tensor, query_rope: Tensor, rows: Rows) -> Tensor:
         """See `LatentAttentionLayer.attend_latents`."""
@@ -234,6 +239,9 @@ class SharedLatentLayer(LatentAttentionLayer):
         assert cache is not None
         out = self._kernels.activation_empty(query_latent.dtype, *query_latent.shape)
         for run, tables in keys.runs(rows):
+            if not run.brings_keys:
+                self._attend_in_parts(run, tables, query_latent, query_rope, out)
+                continue
             parts = (cache,) if isinstance(cache, Tensor) else tuple(cache)
             places = keys.find_places(run, tables, parts[0].shape[1])
             # A block is one row, which all peers need.
@@ -244,6 +252,28 @@ class SharedLatentLayer(LatentAttentionLayer):
                 query_latent[part], query_rope[part], arrived, *places.tables, out[part], self._spec.score.scale
             )
         return out
+
+    def _attend_in_parts(
+        self, run: SharedRun, tables: Tables, query_latent: Tensor, query_rope: Tensor, out: Tensor
+    ) -> None:
+        """Attend with the heads of all peers to own latents, and merge what all have of own heads into `out`."""
+        keys, cache, part = self._keys, self._cache, slice(run.first_row, run.end_row)
+        assert cache is not None
+        latents, ropes = (self._gather_heads(query[part]) for query in (query_latent, query_rope))
+
+        def compute(peer: int, to: Partials, first: int, step: int) -> None:
+            scale = self._spec.score.scale
+            self._kernels.mla_partials(latents[peer], ropes[peer], cache, *tables, *to, scale, first, step)
+
+        keys.attend_in_parts(run, self._heads, compute, out[part])
+
+    def _gather_heads(self, query: Tensor) -> list[Tensor]:
+        """[R, heads, dim] of each peer."""
+        dim = query.shape[2]
+        widths = [count * dim for count in self._heads]
+        dense = scale_rows(self._kernels, query.flatten(1), self._one)  # a gather needs dense rows
+        columns = torch.split(self._keys.group.all_gather_columns(dense, widths), widths, dim=1)
+        return [of_peer.view(len(query), -1, dim) for of_peer in columns]
 
 
 def _partials(pieces: Sequence[Tensor], shape: tuple[int, ...], dim: int) -> Partials:

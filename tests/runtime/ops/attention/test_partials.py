@@ -11,8 +11,11 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.kernels.contract import Kernels
+from shardline.kernels.tensors import LatentCache
+from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.paged import paged_attention_reference
 from shardline.runtime.ops.attention.partials import Partials, merge_partials_reference
+from tests.runtime.ops.attention import test_latent
 from tests.runtime.ops.attention.test_paged import E4M3, attend, random_sequence
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits
 
@@ -175,6 +178,68 @@ def test_parts_match_their_reference(rng, options):
     expected = attend(sequences, poison=False, op=paged_attention_reference, **options)
     for ours, theirs in zip(attend(sequences, op=partial(merged_in_fp64, KERNELS), **options), expected, strict=True):
         assert_close(ours, theirs, scale=2.0)
+
+
+def latents_on_ranks(
+    kernels: Kernels,
+    num_ranks: int,
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: LatentCache,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Partials:
+    """As `on_ranks`, over latents."""
+    num_splits = -(-int(context_lens.max()) // 512)
+    pages = cache if isinstance(cache, Tensor) else cache.values
+    split_of_block = torch.arange(block_tables.shape[1]) * pages.shape[1] // 512
+    ranks = []
+    for rank in range(num_ranks):
+        shape = -(-num_splits // num_ranks), *query_latent.shape[:2]
+        parts = Partials(torch.empty(shape), torch.empty(shape), torch.empty(*shape, query_latent.shape[2]))
+        own_tables = torch.where(split_of_block % num_ranks == rank, block_tables, 0)
+        tables = own_tables, query_starts, context_lens
+        kernels.mla_partials(query_latent, query_rope, cache, *tables, *parts, scale, rank, num_ranks)
+        ranks.append(parts)
+    return Partials(*(torch.stack(parts) for parts in zip(*ranks, strict=True)))
+
+
+def merged_latents(kernels: Kernels, num_ranks: int, query_latent: Tensor, *tensors: Any) -> Tensor:
+    return merge_partials(kernels, latents_on_ranks(kernels, num_ranks, query_latent, *tensors), query_latent.dtype)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_merged_parts_of_latents_are_the_attention_of_one_rank(isa, dtype, rng, num_ranks, stored):
+    sequences = [(test_latent.random_sequence(rng, end, dtype), begin, end) for begin, end in LENGTHS]
+
+    def in_parts(kernels: Kernels, *tensors: Any) -> Tensor:
+        return merged_latents(kernels, num_ranks, *tensors)
+
+    attend_latents = partial(test_latent.attend, sequences, stored=stored, shuffle=1)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = attend_latents()
+        patch.setattr(test_latent, "host_attention", parts := partial(in_parts, KERNELS))
+        for ours, expected in zip(attend_latents(op=parts), whole, strict=True):
+            assert_same_bits(ours, expected)
+
+
+def test_parts_of_latents_match_their_reference(rng):
+    def merged_in_fp64(query_latent: Tensor, *tensors: Any) -> Tensor:
+        parts = latents_on_ranks(KERNELS, 2, query_latent, *tensors)
+        unseen = parts.sums == 0
+        assert bool((parts.maxima[unseen] == -torch.inf).all())
+        assert not parts.outputs[unseen].any()
+        return merge_partials_reference(parts, query_latent.dtype)
+
+    sequences = [(test_latent.random_sequence(rng, end, torch.float32), begin, end) for begin, end in LENGTHS]
+    expected = test_latent.attend(sequences, poison=False, op=mla_attention_reference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_latent, "host_attention", merged_in_fp64)
+        for ours, theirs in zip(test_latent.attend(sequences, op=merged_in_fp64), expected, strict=True):
+            assert_close(ours, theirs, scale=2.0)
 
 
 def test_what_does_not_fit_is_refused(rng):
