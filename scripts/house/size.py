@@ -23,9 +23,9 @@ def line_counts(source: Path = SOURCE) -> dict[str, int]:
 
 def short_files(fewest: int, source: Path = SOURCE) -> list[str]:
     """Files with fewer lines than `fewest`. Families of models and formats of answers state only what is peculiar to
-    one, and do not count."""
-    counts = line_counts(source).items()
-    return [name for name, count in counts if count < fewest and not name.startswith(_PECULIAR)]
+    one, and do not count, and neither does what only makes a folder a package."""
+    found = {_name(path, source): path for path in _files(source) if len(path.read_text().splitlines()) < fewest}
+    return [name for name, path in found.items() if not name.startswith(_PECULIAR) and not _is_marker(path)]
 
 
 def long_files(most: int, source: Path = SOURCE) -> dict[str, int]:
@@ -43,6 +43,10 @@ def wide_classes(most: int, source: Path = SOURCE) -> dict[str, int]:
                 if count > most:
                     found[f"{_name(path, source)}:{node.name}"] = count
     return found
+
+
+def _is_marker(path: Path) -> bool:
+    return path.name == "__init__.py" and all(isinstance(node, ast.Expr) for node in parse_file(path).body)
 
 
 def _files(source: Path) -> list[Path]:
