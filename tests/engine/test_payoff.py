@@ -63,7 +63,7 @@ def run(num_sequences: int, row: float, text: Text, num_batches: int = 2) -> flo
     return num_batches * NUM_TOKENS * 1.025 / seconds
 
 
-@pytest.mark.parametrize(("num_sequences", "rows"), [(1, (0.02, 0.4)), (8, (0.02, 0.05, 0.12)), (32, (0.01, 0.03))])
+@pytest.mark.parametrize(("num_sequences", "rows"), [(1, (0.02, 0.4)), (8, (0.02, 0.12, 0.4)), (32, (0.01, 0.1))])
 def test_drafts_never_make_a_batch_slower(num_sequences: int, rows: tuple[float, ...]) -> None:
     for row in rows:
         for found, right in ((1.0, 0.0), (0.3, 0.3), (0.5, 0.5), (0.3, 0.8), (1.0, 0.8)):

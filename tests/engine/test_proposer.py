@@ -30,6 +30,13 @@ def ngram_proposer(seconds_of_row: float = 0.1) -> Proposer:
     return proposer
 
 
+def step_with(proposer: Proposer, sequence: LiveSequence, num_accepted: int) -> int:
+    """As `draft_of`, in a step whose time is noted."""
+    length = draft_of(proposer, sequence, num_accepted)
+    proposer.note_decode(1, 1 + length, 1 + min(num_accepted, length), 1.0 + 0.1 * length)
+    return length
+
+
 def draft_of(proposer: Proposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
     """Tokens of a draft, of which so many are accepted."""
     guesses = proposer.propose(sequence, most)
@@ -53,15 +60,16 @@ def test_drafts_grow_while_they_are_right_and_shrink() -> None:
 
 def test_drafts_that_do_not_pay_become_rare() -> None:
     proposer, sequence = ngram_proposer(), sequence_of(make_request("r", PROMPT))
-    lengths = [draft_of(proposer, sequence, 0) for _ in range(400)]
+    lengths = [step_with(proposer, sequence, 0) for _ in range(400)]
     tried = [step for step, length in enumerate(lengths) if length]
     assert sum(lengths[:10]) < 20
-    assert [after - before for before, after in pairwise(tried)][-3:] == [16] * 3
+    assert all(after - before >= 16 for before, after in list(pairwise(tried))[-3:])
+    assert len(tried) > 12, "it never gives up"
     assert set(lengths[tried[-4] :]) == {0, 1}
     # Others of the server begin with what is known of guesses, and a text that can be guessed again is noticed.
     other = sequence_of(make_request("other", PROMPT))
-    assert [draft_of(proposer, other, 9) for _ in range(20)].count(1) == 1
-    assert max(draft_of(proposer, other, 9) for _ in range(300)) == 6
+    assert [step_with(proposer, other, 9) for _ in range(20)].count(1) <= 1
+    assert max(step_with(proposer, other, 9) for _ in range(300)) == 6
 
 
 def test_drafts_are_shorter_where_rows_cost_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardline.messages.stats import DraftStats
@@ -112,12 +113,21 @@ class RowCost:
             self._extra = _KEPT * self._extra + seconds - usual
             self._guesses = _KEPT * self._guesses + num_rows - num_sequences
 
-    def of_row(self, num_sequences: int) -> float:
-        """What a row for a guess costs a step of so many sequences, in tokens that the step would sample meanwhile."""
+    @property
+    def is_known(self) -> bool:
+        """Whether a step with guesses has been measured."""
+        return self._guesses > 0.0
+
+    def share_of_row(self, num_sequences: int) -> float:
+        """What a row for a guess costs a step of so many sequences, as a part of its time."""
         usual = self.plain_seconds(num_sequences)
-        if not usual or not self._guesses:
-            return _FIRST_COST
-        return min(1.0, max(_LEAST_COST, num_sequences * self._extra / self._guesses / usual))
+        if not usual or not self.is_known:
+            return _FIRST_COST / num_sequences
+        return max(0.0, self._extra / self._guesses / usual)
+
+    def of_row(self, num_sequences: int) -> float:
+        """The same in tokens that the step would sample meanwhile."""
+        return min(1.0, max(_LEAST_COST, num_sequences * self.share_of_row(num_sequences)))
 
     def plain_seconds(self, num_sequences: int) -> float:
         """Seconds of a step without guesses, of the nearest number of sequences that has been seen; 0: none has."""
@@ -161,6 +171,8 @@ class Acceptance:
         return _MOST_GUESSES
 
 
+_TRIED_SHARE = 0.05
+"""Part of the time that guesses may take which are not expected to pay."""
 _KEPT_OF_SEQUENCE, _KEPT_OF_ALL = 0.5, 0.99
 _OWN_SHARE = 0.5
 """What a row costs of a sequence whose draft is made with those of others, as a part of the mean."""
@@ -182,6 +194,8 @@ class Payoff:
         self._num_sequences = 1
         self._cost = self._row_cost.of_row(1)
         self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
+        self._allowed = _FIRST_COST
+        """Parts of a step that guesses may take which are not expected to pay."""
 
     @property
     def is_open(self) -> bool:
@@ -191,6 +205,20 @@ class Payoff:
     def usual_acceptance(self) -> Acceptance:
         """That of all sequences, with which a new one begins."""
         return Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
+
+    @property
+    def knows_cost(self) -> bool:
+        """Whether a step with guesses has been measured."""
+        return self._row_cost.is_known
+
+    def steps_until_try(self) -> int:
+        """After how many steps a guess may be made that is not expected to pay; 0: at once."""
+        missing = self._row_cost.share_of_row(self._num_sequences) - self._allowed
+        return max(0, math.ceil(missing / _TRIED_SHARE))
+
+    def note_try(self) -> None:
+        """Note such a guess."""
+        self._allowed -= self._row_cost.share_of_row(self._num_sequences)
 
     def best_length(self, acceptance: Acceptance) -> int:
         """How long a draft of a sequence with this acceptance should be, in batches like the last one."""
@@ -224,6 +252,7 @@ class Payoff:
         if is_plain or num_rows > num_sequences:
             self._row_cost.note(num_sequences, num_rows, seconds)
         self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
+        self._allowed = min(1.0, self._allowed + _TRIED_SHARE)
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""

@@ -86,15 +86,21 @@ class TextProposer:
         if limit <= 0 or (sequence.num_pending and not new_tokens):
             return []
         length = self._payoff.best_length(guesser.acceptance)
-        draft = guesser.lookup.find_continuation(tokens, min(limit, max(1, length)))
+        is_try = length == 0 or not self._payoff.knows_cost
+        if is_try and (steps := self._payoff.steps_until_try()):
+            guesser.pause = min(steps - 1, _LONGEST_PAUSE)
+            return []
+        draft = guesser.lookup.find_continuation(tokens, 1 if is_try else min(limit, length))
         if not draft:
             guesser.unmatched += 1
             guesser.pause = min(guesser.unmatched // 2, _LONGEST_SEARCH_PAUSE)
         elif length == 0:
-            # One guess, now and then, shows whether the text can be guessed again.
             guesser.note_miss(1)
         else:
             guesser.unmatched = guesser.misses = 0
+        if draft and is_try:
+            # One guess, now and then, shows whether the text can be guessed again, and what a guess costs.
+            self._payoff.note_try()
         return draft
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
