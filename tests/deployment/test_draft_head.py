@@ -40,8 +40,14 @@ def test_it_has_the_embedding_and_the_lm_head_of_the_model(tmp_path: Path) -> No
     split = resolved(model, head, dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2).draft
     assert split is not None
     assert [rank.num_bytes for rank in split.weights[:2]] == [0, 0]
-    replicated = _HIDDEN * 4  # one norm
-    assert sum(rank.num_bytes for rank in split.weights[2:]) == own + replicated + _VOCAB * _HIDDEN * 4
+    replicated, embedding = _HIDDEN * 4, _VOCAB * _HIDDEN * 4  # one norm
+    assert sum(rank.num_bytes for rank in split.weights[2:]) == own + replicated + embedding
+    # Each rank may have its layers whole, and shares the model's embedding.
+    size = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft": {"draft_tensor_parallel_size": 1}}
+    whole = resolved(model, head, dtype="float32", **size).draft
+    assert whole is not None
+    assert sum(rank.num_bytes for rank in whole.weights[2:]) == 2 * own + embedding
+    assert whole.block_bytes == (0, 0, draft.block_bytes[0], draft.block_bytes[0])
 
 
 def test_layers_for_multi_token_prediction_have_the_format_of_the_model(tmp_path: Path) -> None:
