@@ -15,10 +15,10 @@ from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
 from shardline.checkpoints.gguf.tokenizer import has_vocabulary
+from shardline.checkpoints.heads import check_whole
 from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.checkpoints.lookup import decoder_spec, family, known_families, language_model_type, predictor
 from shardline.checkpoints.quantization import read_stored
-from shardline.checkpoints.speculators import check_whole
 from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import EngineConfig, ModelConfig

@@ -14,10 +14,10 @@ from msgspec.structs import replace as replace_struct
 from shardline.checkpoints.checkpoint import read_header
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.names import is_gguf, split_quant
+from shardline.checkpoints.heads import check_whole, flatten_head
 from shardline.checkpoints.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import read_stored, usual_rules, with_quantization
-from shardline.checkpoints.speculators import check_whole, flatten_head
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import StoredRules
 from shardline.planner.planned_model import PlannedModel, read_planned, read_planned_gguf
@@ -47,9 +47,9 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     if (file := _find_gguf(name, folder, revision)) is not None:
         return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():
-        config, weights = _read(folder / _CONFIG), folder / _WEIGHTS
-        might_be_head = config.get("num_hidden_layers") == 1 and weights.is_file()
-        return _read_whole(name, with_quantization(config, folder), read_header(weights) if might_be_head else ())
+        own, weights = with_quantization(_read(folder / _CONFIG), folder), folder / _WEIGHTS
+        might_be_head = own.get("num_hidden_layers") == 1 and weights.is_file()
+        return _read_whole(name, own, read_header(weights) if might_be_head else ())
     if folder.is_dir():
         raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
     if revision not in (None, "main"):
