@@ -57,6 +57,25 @@ def test_it_is_whole_on_the_ranks_of_the_last_stage(models: tuple[Path, Path]) -
     assert both.cache.block_bytes == of_model.cache.block_bytes
 
 
+def test_it_may_be_whole_on_the_rank_that_reports_tokens(models: tuple[Path, Path]) -> None:
+    alone = resolve_on(machine(), model=str(models[1]), dtype="float32")
+    layouts: list[dict[str, Any]] = [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 4},
+    ]
+    for layout in layouts:
+        split = resolved(models, dtype="float32", **layout)
+        both = resolved(models, draft={"draft_tensor_parallel_size": 1}, dtype="float32", **layout)
+        draft, driver = both.draft, both.grid.drivers[0]
+        assert draft is not None
+        for rank in range(4):
+            has_it = rank == driver
+            assert draft.weights[rank].num_bytes == has_it * alone.weights[0].num_bytes
+            assert draft.block_bytes[rank] == has_it * alone.cache.block_bytes[0]
+        # A pass over all of it takes longer than over a part, for which the last stage has fewer layers.
+        assert both.stages[-1].size <= split.stages[-1].size
+
+
 def test_memory_counts_its_weights_and_keys(models: tuple[Path, Path]) -> None:
     room: dict[str, Any] = {"kv_cache_memory": "1MiB", "max_model_len": 64, "max_num_seqs": 16}
     plain, both = resolve_on(machine(), model=str(models[0]), **room), resolved(models, **room)
@@ -85,10 +104,21 @@ def test_it_does_not_change_the_fingerprint(models: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "options", "message"),
     [
-        ("qwen3", {}, {"draft": {"draft_tensor_parallel_size": 1}, "tensor_parallel_size": 2}, "only its .* 2 works"),
+        (
+            "qwen3",
+            {},
+            {"draft": {"draft_tensor_parallel_size": 2}, "tensor_parallel_size": 4},
+            "draft_tensor_parallel_size 2 of .*: 1 or the tensor_parallel_size 4 of the model works",
+        ),
         ("qwen3", {"max_position_embeddings": 128}, {}, "has 128 positions; use --max-model-len 128"),
         ("qwen3", {"vocab_size": 512}, {}, "has 512 tokens, and that of the model 256"),
         ("qwen3", {}, {"tensor_parallel_size": 64}, "tensor_parallel_size 64"),
+        (
+            "llama",
+            {"num_attention_heads": 2, "num_key_value_heads": 1},
+            {"tensor_parallel_size": 4},
+            "use 2; or draft_tensor_parallel_size 1 in speculative_config",
+        ),
         ("qwen3_moe", {}, {"enable_expert_parallel": True}, "use a dense draft model"),
     ],
 )

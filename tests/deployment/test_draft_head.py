@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from shardline.deployment.deployment import Deployment
+from shardline.planner.catalog import find_model
 from tests.deployment.machines import machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
 from tests.models.heads import as_library, make_eagle, make_eagle3, make_predicting
@@ -40,8 +41,14 @@ def test_it_has_the_embedding_and_the_lm_head_of_the_model(tmp_path: Path) -> No
     split = resolved(model, head, dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2).draft
     assert split is not None
     assert [rank.num_bytes for rank in split.weights[:2]] == [0, 0]
-    replicated = _HIDDEN * 4  # one norm
-    assert sum(rank.num_bytes for rank in split.weights[2:]) == own + replicated + _VOCAB * _HIDDEN * 4
+    replicated, embedding = _HIDDEN * 4, _VOCAB * _HIDDEN * 4  # one norm
+    assert sum(rank.num_bytes for rank in split.weights[2:]) == own + replicated + embedding
+    # Each rank may have its layers whole, and shares the model's embedding.
+    size = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft": {"draft_tensor_parallel_size": 1}}
+    whole = resolved(model, head, dtype="float32", **size).draft
+    assert whole is not None
+    assert sum(rank.num_bytes for rank in whole.weights[2:]) == 2 * own + embedding
+    assert whole.block_bytes == (0, 0, draft.block_bytes[0], draft.block_bytes[0])
 
 
 def test_layers_for_multi_token_prediction_have_the_format_of_the_model(tmp_path: Path) -> None:
@@ -134,13 +141,35 @@ def test_heads_of_the_library_speculators_that_do_not_fit_are_refused(tmp_path: 
     for found, method, message in (
         (head, "eagle", 'it is an EAGLE 3 head; use the method "eagle3"'),
         (older, "eagle3", 'an older head needs the method "eagle"'),
-        (head, "draft_model", r'it is a head \(speculators_model_type .* with the method "eagle3"$'),
+        (head, "draft_model", r'it is a head \(speculators_model_type .* beside .*"method": "eagle3"'),
     ):
         for options in ({}, {"load_format": "dummy"}):
             with pytest.raises(ValueError, match=message):
                 resolved(model, found, draft={"method": method}, **options)
-    with pytest.raises(ValueError, match=r"it is a head .* name it as the model of --speculative-config"):
-        resolve_on(machine(), model=str(head))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sign"),
+    [
+        ("eagle", "fc.weight of its checkpoint"),
+        ("eagle3", "architectures LlamaForCausalLMEagle3 of its config.json"),
+        ("library", "speculators_model_type of its config.json"),
+        ("unnamed", "fc.weight of its checkpoint"),
+    ],
+)
+def test_a_head_alone_is_refused_with_what_to_do(kind: str, sign: str, tmp_path: Path) -> None:
+    head = make_eagle(tmp_path / "head") if kind == "eagle" else make_eagle3(tmp_path / "head")
+    if kind == "library":
+        head = as_library(head, tmp_path / "library", "eagle3")
+    elif kind == "unnamed":
+        config = json.loads((head / "config.json").read_text())
+        (head / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    method = "eagle" if kind == "eagle" else "eagle3"
+    message = rf"it is a head \({sign}\) .*: MODEL --speculative-config '\{{\"method\": \"{method}\", "
+    for read in (lambda: resolve_on(machine(), model=str(head)), lambda: find_model(str(head))):
+        with pytest.raises(ValueError, match=message) as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,16 +15,17 @@ from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
 from shardline.checkpoints.gguf.tokenizer import has_vocabulary
+from shardline.checkpoints.heads import check_whole
 from shardline.checkpoints.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.checkpoints.lookup import decoder_spec, family, known_families, language_model_type, predictor
 from shardline.checkpoints.quantization import read_stored
-from shardline.checkpoints.speculators import check_whole
 from shardline.checkpoints.vocabulary import check_same_vocabulary
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.models.heads import HEADS, LIBRARY_KIND, eagle3_config, eagle_config, mtp_config
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec
+from shardline.models.stored_layout import TensorEntry
 from shardline.models.stored_weights import StoredRules
 
 Found = TypeVar("Found")
@@ -78,9 +79,14 @@ class ModelDescription:
             self._kept[key] = find()
         return cast(Found, self._kept[key])
 
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors in the headers of safetensors files; none if there are no such files."""
+        return self.checkpoint.tensors if isinstance(self.checkpoint, Checkpoint) else {}
+
     def type_of(self, tensor: str) -> str | None:
-        """The type of a tensor in the headers of safetensors files, as they name it; None: there is none."""
-        entry = self.checkpoint.tensors.get(tensor) if isinstance(self.checkpoint, Checkpoint) else None
+        """The type of one of `tensors`, as the files name it; None: there is none."""
+        entry = self.tensors.get(tensor)
         return None if entry is None else entry.dtype
 
 
@@ -107,7 +113,7 @@ def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
 def read_models(config: EngineConfig) -> ModelDescription:
     """As `read_model`, with the model that drafts for it; raises the same errors as `with_draft`, too."""
     model = read_model(config.model)
-    check_whole(model.files.config)
+    check_whole(model.files.config, model.tensors)
     return with_draft(model, config)
 
 
@@ -134,7 +140,7 @@ def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescriptio
         draft = model.keep(own, lambda: read_model(own))
         vocab_size = draft.spec().vocab_size
         if asked.method == "draft_model":
-            check_whole(draft.files.config)
+            check_whole(draft.files.config, draft.tensors)
         else:
             drafts, read = draft, _read_eagle if asked.method == "eagle" else _read_eagle3
             draft = model.keep((asked.method, own), lambda: read(drafts, model.spec()))
@@ -201,8 +207,7 @@ def _tensors_of_head(head: ModelDescription) -> Collection[str]:
     Raises:
         ValueError: it is a whole model.
     """
-    keys = head.checkpoint.tensors if isinstance(head.checkpoint, Checkpoint) else {}
-    tensors = {*keys, *(usual for usual, name in _LIBRARY_KEYS.items() if name in keys)}
+    tensors = {*head.tensors, *(usual for usual, name in _LIBRARY_KEYS.items() if name in head.tensors)}
     if head.checkpoint is not None and "fc.weight" not in tensors:
         raise ValueError('it is no EAGLE head (fc.weight is missing); a whole model needs the method "draft_model"')
     return tensors

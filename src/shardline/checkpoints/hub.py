@@ -15,10 +15,10 @@ from shardline.checkpoints.folder_files import read_json, read_token_ids, requir
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.config import read_config
 from shardline.checkpoints.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
+from shardline.checkpoints.heads import flatten_head
 from shardline.checkpoints.lookup import family, language_model_type
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import BESIDE, with_quantization
-from shardline.checkpoints.speculators import flatten_head
 from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import USUAL_ACCESS, HubAccess
 

@@ -181,8 +181,8 @@ NO_ADAPTERS = AdapterPlan()
 
 
 class DraftPlan(msgspec.Struct, frozen=True):
-    """A second model, or a head, whose guesses are drafts. It runs whole on the ranks of the last stage, in the dtypes
-    of the first one."""
+    """A second model, or a head, whose guesses are drafts. It runs whole in the last stage, in the dtypes of the first
+    one."""
 
     model: ModelSource
     spec: DecoderSpec
@@ -191,8 +191,10 @@ class DraftPlan(msgspec.Struct, frozen=True):
     """Which of the first model's KV groups has the block table that its layers use."""
     num_spare_blocks: int
     """Further blocks of its own, for guesses behind the blocks that a sequence has."""
+    num_sharing: int
+    """Ranks that share each of its layers: all of the stage, or 1."""
     weights: tuple[RankWeights, ...]
-    """Of each rank of an engine; `Deployment.weights` counts them, too."""
+    """Of each rank of an engine, none if it does not run there; `Deployment.weights` counts them, too."""
     block_bytes: tuple[int, ...]
     """Bytes of its part of a block on each rank of an engine; `CachePlan.block_bytes` does not count it."""
 

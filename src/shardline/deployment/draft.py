@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from msgspec.structs import replace as replace_struct
-
 from shardline.config.engine import EngineConfig
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import DraftPlan, ModelSource, RankWeights
@@ -32,6 +30,14 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     )
 
 
+def grid_of_draft(config: EngineConfig, grid: RankGrid) -> RankGrid:
+    """The ranks that share each layer of the draft model: all of the last stage of `grid`, or one. Ranks that share the
+    keys of a request divide its heads, too, since it has few keys."""
+    asked = config.scheduler.speculation.draft
+    assert asked is not None
+    return RankGrid(1 if asked.tensor_parallel_size == 1 else grid.sharing, 1)
+
+
 def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, drafting: DecoderSpec) -> None:
     """Refuse a draft model of the spec `drafting` that cannot run on the ranks of the model.
 
@@ -41,10 +47,10 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
     asked, grid = config.scheduler.speculation.draft, layout.grid
     assert asked is not None
     name = f"the draft model {asked.model!r}" if asked.model else 'the head of the method "mtp"'
-    if asked.tensor_parallel_size not in (None, grid.tensor):
+    if asked.tensor_parallel_size not in (None, 1, grid.tensor):
         raise ValueError(
-            f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: the draft model runs on "
-            f"the ranks of the model, so only its tensor_parallel_size {grid.tensor} works; leave it out"
+            f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: 1 or the "
+            f"tensor_parallel_size {grid.tensor} of the model works"
         )
     if drafting.num_labels is not None:
         raise ValueError(
@@ -65,10 +71,11 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             "a draft model uses the block table of layers without a window, and the model has none; use the method "
             '"ngram" or "suffix" of speculative_config'
         )
-    try:
-        check_tensor_parallel(drafting, grid.tensor, grid.context)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    if grid_of_draft(config, grid).tensor > 1:
+        try:
+            check_tensor_parallel(drafting, grid.tensor, grid.context)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; or draft_tensor_parallel_size 1 in speculative_config") from None
 
 
 def check_draft_length(config: EngineConfig, drafting: DecoderSpec, length: int) -> None:
@@ -97,42 +104,42 @@ def plan_draft(
     dtype: DType,
     kv_dtype: KVDType,
 ) -> DraftPlan:
-    """The draft model `model`, of the spec `drafting`, beside a model of `spec`. `weights`: of each rank of an engine,
-    as if each stage had the whole draft model.
+    """The draft model `model`, of the spec `drafting`, beside a model of `spec`. `weights`: of each of the ranks of
+    `grid_of_draft`.
 
-    A head has rows of hidden states beside its keys, of which ranks share the columns. If its stage is not the first
-    one, it needs an embedding there, unless the lm_head is one.
+    A model that is not split runs on the rank that reports tokens only: others would read the same weights from the
+    same memory to find the same guesses. A head needs all ranks of its stage, which share the model's embedding and
+    lm_head. It has rows of hidden states beside its keys, of which ranks share the columns. If its stage is not the
+    first one, it needs an embedding there, unless the lm_head is one.
     """
     limits, block_size, grid = config.scheduler, config.cache.block_size, layout.grid
     assert block_size is not None, "it is chosen before"
-    # Ranks that share the keys of a request divide the heads of the draft model, which has few keys.
-    apart = RankGrid(grid.sharing, grid.pipeline, data=grid.data)
-    places = [apart.place(rank) for rank in range(grid.world_size)]
-    stages = whole_stages(drafting, grid.pipeline)
-    has_it = [place.pp_rank == grid.pipeline - 1 for place in places]
+    whole = (Span(0, len(drafting.layers)),)
+    of_model = [grid.place(rank) for rank in range(grid.world_size)]
+    apart = grid_of_draft(config, grid)
+    places = [apart.place(place.share % apart.tensor) for place in of_model]
+    has_it = [place.pp_rank == grid.pipeline - 1 for place in of_model]
     kept, embedding = [0] * grid.world_size, [0] * grid.world_size
     if drafting.head_input is not None:
-        columns, rows = (split_dim(size, grid.sharing) for size in (spec.hidden_size, spec.vocab_size))
+        columns, rows = split_dim(spec.hidden_size, apart.tensor), split_dim(spec.vocab_size, grid.sharing)
         kept = [columns[place.share].size * DTYPE_BYTES[dtype] for place in places]
         if grid.pipeline > 1 and not spec.tied_embeddings:
-            embedding = [rows[place.share].size * spec.hidden_size * DTYPE_BYTES[dtype] for place in places]
+            embedding = [rows[place.share].size * spec.hidden_size * DTYPE_BYTES[dtype] for place in of_model]
+    elif apart.tensor == 1:
+        has_it = [place.rank in grid.drivers for place in of_model]
     return DraftPlan(
         model=model,
         spec=drafting,
         weight_format=held,
         group=next(index for index, group in enumerate(kv_groups(spec)) if group.window is None),
         num_spare_blocks=limits.max_num_seqs * -(-limits.speculation.num_speculative_tokens // block_size),
+        num_sharing=apart.tensor,
         weights=tuple(
-            replace_struct(rank, num_bytes=rank.num_bytes + more) if has else RankWeights(0, 0)
-            for rank, has, more in zip(weights, has_it, embedding, strict=True)
+            weights[place.rank] + RankWeights(more, 0) if has else RankWeights(0, 0)
+            for place, has, more in zip(places, has_it, embedding, strict=True)
         ),
         block_bytes=tuple(
-            has * block_size * (kv_bytes_per_token(drafting, place, stages, kv_dtype, latents_shared=False) + row)
+            has * block_size * (kv_bytes_per_token(drafting, place, whole, kv_dtype, latents_shared=False) + row)
             for place, has, row in zip(places, has_it, kept, strict=True)
         ),
     )
-
-
-def whole_stages(spec: DecoderSpec, num_stages: int) -> tuple[Span, ...]:
-    """All layers in each stage: only ranks of the last one load them."""
-    return (Span(0, len(spec.layers)),) * num_stages

@@ -19,7 +19,7 @@ from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.context_parallel import check_context_parallel, check_splits
 from shardline.deployment.deployment import Deployment, DraftPlan, ModelSource, RankWeights, StepLimits
-from shardline.deployment.draft import check_draft, check_draft_length, config_of_draft, plan_draft, whole_stages
+from shardline.deployment.draft import check_draft, check_draft_length, config_of_draft, grid_of_draft, plan_draft
 from shardline.deployment.formats import (
     check_numerics,
     choose_dtype,
@@ -84,9 +84,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_balancing(parallel, layout)
     check_numerics(config, held, devices)
     draft = _plan_draft(sized, layout, model, spec, dtype, kv_dtype, devices)
-    drafted = (
-        0.0 if draft is None else config.scheduler.speculation.num_speculative_tokens * decode_elements(draft.spec)
-    )
+    drafted = 0.0
+    if draft is not None:
+        passes = config.scheduler.speculation.num_speculative_tokens * layout.grid.sharing / draft.num_sharing
+        drafted = passes * decode_elements(draft.spec)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages, drafted)
     own_weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     own_formats = _own_formats(model, spec, layout.device, held)
@@ -168,8 +169,8 @@ def _plan_draft(
         drafts.checkpoint.check(drafting, drafts.stored)
     held = choose_weight_format(own, drafts.stored, devices, layout.kernels)
     check_numerics(own, held, devices)
-    stages = whole_stages(drafting, layout.grid.pipeline)
-    weights = _rank_weights(own, layout, drafts, drafting, stages, dtype, held)
+    apart = replace(layout, grid=grid_of_draft(config, layout.grid))
+    weights = _rank_weights(own, apart, drafts, drafting, (Span(0, len(drafting.layers)),), dtype, held)
     return plan_draft(config, layout, model_source(own, drafts), spec, drafting, held, weights, dtype, kv_dtype)
 
 

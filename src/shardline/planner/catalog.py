@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
+from shardline.checkpoints.checkpoint import read_header
 from shardline.checkpoints.description import ModelDescription
 from shardline.checkpoints.gguf.names import is_gguf, split_quant
+from shardline.checkpoints.heads import check_whole, flatten_head
 from shardline.checkpoints.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
 from shardline.checkpoints.package import package_folder
 from shardline.checkpoints.quantization import read_stored, usual_rules, with_quantization
@@ -19,7 +22,7 @@ from shardline.models.hf_config import HFConfig
 from shardline.models.stored_weights import StoredRules
 from shardline.planner.planned_model import PlannedModel, read_planned, read_planned_gguf
 
-_CONFIG = "config.json"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's answer."""
 
@@ -44,22 +47,33 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     if (file := _find_gguf(name, folder, revision)) is not None:
         return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():
-        return read_planned(name, with_quantization(_read(folder / _CONFIG), folder))
+        own, weights = with_quantization(_read(folder / _CONFIG), folder), folder / _WEIGHTS
+        might_be_head = own.get("num_hidden_layers") == 1 and weights.is_file()
+        return _read_whole(name, own, read_header(weights) if might_be_head else ())
     if folder.is_dir():
         raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
     if revision not in (None, "main"):
-        return read_planned(name, _download(name, revision))
+        return _read_whole(name, _download(name, revision))
     facts = shipped_facts()
     aliases = {key.lower(): value for key, value in facts["aliases"].items()}
     alias = aliases.get(name.lower(), {"of": name})
     known = {key.lower(): value["config"] for key, value in facts["models"].items()}
     config = known.get(alias["of"].lower())
     if config is None:
-        return read_planned(name, _download(name, revision))
+        return _read_whole(name, _download(name, revision))
     model = read_planned(name, config)
     if "stored" in alias:
         return stored_as(model, usual_rules()[alias["stored"]])
     return model
+
+
+def _read_whole(name: str, config: dict[str, Any], tensors: Collection[str] = ()) -> PlannedModel:
+    """As `read_planned`; refuses heads. `tensors`: the keys of its checkpoint, if they are known."""
+    try:
+        check_whole(flatten_head(config), tensors)
+    except ValueError as error:
+        raise ValueError(f"model {name!r}: {error}") from None
+    return read_planned(name, config)
 
 
 def own_folder(name: str) -> Path | None:

@@ -32,7 +32,7 @@ from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.machines.base import Backend, Counters, Replay, Share, StepSizes
-from shardline.runtime.parallel.collectives import SingleRank
+from shardline.runtime.parallel.collectives import Collectives, SingleRank
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
 from shardline.runtime.sequences import SequenceTable
@@ -169,7 +169,8 @@ class Worker:
     def _load_stages(self) -> int:
         """Load the weights of this rank's layers, and of the draft model if this rank has it; returns their bytes."""
         deployment, place, backend = self._deployment, self._groups.place, self._backend
-        drafting = deployment.of_draft if place.pp_rank == deployment.grid.pipeline - 1 else None
+        has_draft = deployment.draft is not None and deployment.draft.weights[place.rank].num_bytes
+        drafting = deployment.of_draft if has_draft else None
         expected = deployment.weights[place.rank].loaded_bytes
         if (load := self._groups.expert_load).size:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
@@ -220,12 +221,15 @@ class Worker:
             place = self._groups.place
             stage, weights = deployment.stages[place.pp_rank], deployment.weights[place.rank]
             streams = backend.stream_weights(deployment.offload, stage, weights)
+        group, expert_group = self._groups["tensor"], self._groups["expert"]
+        if is_draft:
+            group = expert_group = self._draft_group
         context = StageContext(
             spec=deployment.spec,
             kv_groups=(KVGroup(tuple(storing), None),) if is_draft else deployment.cache.groups,
             backend=backend,
-            group=self._groups["tensor"],
-            expert_group=self._groups["expert"],
+            group=group,
+            expert_group=expert_group,
             numerics=deployment.numerics,
             dtype=self._sizes.dtype,
             max_model_len=deployment.max_model_len,
@@ -255,11 +259,18 @@ class Worker:
         can_capture = self._groups["tensor"].is_capturable and not waits and self._finite_checker is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
+    @property
+    def _draft_group(self) -> Collectives:
+        """The ranks that share each layer of the draft model."""
+        draft = self._deployment.draft
+        assert draft is not None
+        return SingleRank() if draft.num_sharing == 1 else self._groups["tensor"]
+
     def _make_draft(self, sequences: SequenceTable) -> Feature:
         """The draft model or head, once the pool is allocated, or what sends it hidden states."""
         deployment, backend, stage = self._deployment, self._backend, self._draft_stage
         num_blocks = self.kv_store.num_blocks * deployment.cache.context
-        group, kept, previous = self._groups["tensor"], self.stage.kept, self._groups.from_previous
+        group, kept, previous = self._draft_group, self.stage.kept, self._groups.from_previous
         if stage is None:
             assert kept is not None
             assert self._groups.to_next is not None
@@ -270,7 +281,7 @@ class Worker:
             )
         else:
             assert stage.lm_head is not None
-            self._draft = DraftModel(deployment, backend, stage, stage.lm_head, group, num_blocks, sequences)
+            self._draft = DraftModel(deployment, backend, stage, stage.lm_head, num_blocks, sequences)
         return self._draft
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:

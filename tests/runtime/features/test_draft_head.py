@@ -37,6 +37,7 @@ def check_guesses(
     pipeline: int = 1,
     most: int = 3,
     context: int = 1,
+    size: int | None = None,
     **options: Any,
 ) -> None:
     """Run requests with drafts of the head, compare the answers with those without, and all guesses with those of plain
@@ -44,6 +45,8 @@ def check_guesses(
     asked: dict[str, object] = {"method": "mtp", "num_speculative_tokens": most}
     if head is not None:
         asked |= {"method": "eagle3" if isinstance(reference, Eagle3Reference) else "eagle", "model": str(head)}
+    if size is not None:
+        asked["draft_tensor_parallel_size"] = size
     requests, noted = [*make_requests(256, 3), *greedy_requests(output=12)], Noted()
     replays: set[Any] = set()
 
@@ -82,6 +85,7 @@ def check_guesses(
     [
         (1, 1, {}, {}),
         (2, 2, {"bias": True}, {}),
+        (2, 2, {"bias": True}, {"size": 1}),
         (1, 2, {"norms": True}, {"max_num_batched_tokens": 13}),
     ],
 )
@@ -103,6 +107,7 @@ def test_guesses_where_ranks_share_keys(tmp_path: Path) -> None:
     [
         (1, 1, None, None, {}),
         (2, 2, [3, 0, 2], range(1, 256, 3), {"max_num_batched_tokens": 13}),
+        (3, 1, [3, 0, 2], range(1, 256, 3), {"size": 1}),
         (1, 4, [1, 0, 1], None, {"max_num_batched_tokens": 13}),  # the second stage reads, and the third does not
     ],
 )

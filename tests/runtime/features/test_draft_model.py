@@ -21,7 +21,7 @@ from shardline.messages.stats import DraftStats
 from shardline.runtime.features.draft_model import DraftModel
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
-from tests.exactness.harness import BLOCK_SIZE, make_requests, run, start_engine
+from tests.exactness.harness import BLOCK_SIZE, make_long_requests, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 LENGTH = 40
@@ -76,6 +76,38 @@ def test_the_model_itself_guesses_every_token(tensor: int, pipeline: int, llama:
     assert drafts.num_accepted == drafts.num_tokens == LENGTH - stats.num_steps
     # The prefill, a step without a draft, and as many as have 5 tokens each.
     assert stats.num_steps == 2 + -(-(LENGTH - 2) // (1 + MOST))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "context"), [(2, 2, 1), (2, 1, 2)])
+def test_one_rank_guesses_what_all_would(tensor: int, pipeline: int, context: int, tmp_path: Path) -> None:
+    """The answers are those without drafts, and as many guesses are right as if the ranks shared the draft model."""
+    llama = make_checkpoint("llama", tmp_path, max_position_embeddings=1024)
+    requests = [*make_requests(256, 4), *greedy_requests((9,), 12)]
+    if context > 1:  # keys of two splits
+        requests += [msgspec.structs.replace(one, request_id="long") for one in make_long_requests(256, (520,))]
+    engine, executor = start_engine(llama)
+    expected = run(engine, requests, "together")
+    executor.close()
+    counts = []
+    for size in (1, None):
+        drafting: set[int] = set()
+        guess = DraftModel._guess
+
+        def note(model: DraftModel, asked: Any, drafting: set[int] = drafting, guess: Any = guess) -> None:
+            drafting.add(id(model))
+            guess(model, asked)
+
+        asked = {**draft_with(llama), "draft_tensor_parallel_size": size}
+        with drafting_always(MOST), patch.object(DraftModel, "_guess", note):
+            layout: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
+            engine, executor = start_engine(llama, **layout, speculative_config=asked)
+            assert run(engine, requests, "together") == expected
+            counts.append(engine.stats().drafts)
+            executor.close()
+        assert len(drafting) == (1 if size else tensor * context)
+    assert counts[0] == counts[1]
+    assert counts[0] is not None
+    assert 0 < counts[0].num_accepted < counts[0].num_tokens
 
 
 class Noted:

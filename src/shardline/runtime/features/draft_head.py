@@ -63,10 +63,10 @@ class DraftHead(DraftModel):
         sequences: SequenceTable,
         previous: StageLink | None,
     ) -> None:
-        """`kept`: the hidden states of the model that the head reads; `previous`: where those of other stages come
-        from."""
-        super().__init__(deployment, backend, stage, head.lm_head, group, num_blocks, sequences)
-        self._head, self._kept, self._previous = head, kept, previous
+        """`kept`: the hidden states of the model that the head reads; `group`: the ranks that share its layers;
+        `previous`: where those of other stages come from."""
+        super().__init__(deployment, backend, stage, head.lm_head, num_blocks, sequences)
+        self._head, self._kept, self._previous, self._collectives = head, kept, previous, group
         columns = split_dim(deployment.spec.hidden_size, group.size)
         self._widths = [span.size for span in columns]
         assert deployment.draft is not None

@@ -25,7 +25,6 @@ from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.layers.vocabulary import LMHead
 from shardline.runtime.machines.base import Backend, StepSizes
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.step import StepInput
@@ -109,7 +108,8 @@ class _BlockTables:
 class DraftModel(Feature):
     """Guesses what follows the tokens that a step has sampled, where its plan asks for it.
 
-    It runs in Python after each step, on all ranks of the last stage alike: all know the same tokens and blocks.
+    It runs in Python after each step, on all ranks of the last stage alike, since all know the same tokens and blocks,
+    or on one of them. The scheduler takes the guesses of the rank that reports tokens, and every rank verifies these.
     """
 
     next_token = 0
@@ -121,11 +121,10 @@ class DraftModel(Feature):
         backend: Backend,
         stage: DecoderStage,
         lm_head: LMHead,
-        group: Collectives,
         num_blocks: int,
         sequences: SequenceTable,
     ) -> None:
-        """`stage`: all layers of the draft model; `group`: the ranks that share them; `num_blocks`: of the pool."""
+        """`stage`: all layers of the draft model; `num_blocks`: of the pool."""
         draft, sizes = deployment.draft, draft_sizes(deployment)
         assert draft is not None
         self._stage, self._kernels, self._sequences = stage, backend.kernels, sequences
@@ -140,8 +139,8 @@ class DraftModel(Feature):
         self._tables = _BlockTables(sizes.max_blocks)
         self._inputs = backend.make_step_inputs(self._tables, sizes)
         self._forward = backend.make_replay(stage.forward, sizes, can_capture=False)
-        self._sampler = Sampler(backend.kernels, lm_head.spans, group, backend.device)
-        self._fuses_argmax, self._collectives = lm_head.fuses_argmax, group
+        self._sampler = Sampler(backend.kernels, lm_head.spans, lm_head.group, backend.device)
+        self._fuses_argmax = lm_head.fuses_argmax
         self._cursors: dict[int, _Cursor] = {}
         """By the rows of sequences."""
         self._content: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)

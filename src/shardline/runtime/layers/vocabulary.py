@@ -66,8 +66,8 @@ class LMHead:
     def __init__(self, loader: LayerLoader) -> None:
         stage = loader.stage
         name = "embed.weight" if stage.spec.tied_embeddings else "lm_head.weight"
-        self.spans = stage.spans(name)
-        """Vocabulary range of each rank."""
+        self.group, self.spans = stage.group, stage.spans(name)
+        """The ranks that share the vocabulary, and the range of each."""
         self._kernels = stage.kernels
         self._dtype = stage.dtype
         self._packed = loader.pack_lm_head(name)

@@ -1,8 +1,11 @@
-"""Heads as the library `speculators` saves them: the configuration of their layers is a section of config.json."""
+"""Heads as the library `speculators` saves them: the configuration of their layers is a section of config.json. And the
+signs of any head, which is no model alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardline.models.heads import LIBRARY_KIND as KIND
@@ -10,6 +13,10 @@ from shardline.models.hf_config import HFConfig
 
 _LAYERS = "transformer_layer_config"
 _KINDS = ("eagle", "eagle3")
+_ARCHITECTURES = re.compile(r"\w+ForCausalLMEagle3?|Eagle\w*ForCausalLM")
+"""Those that only heads have; some have that of a whole model."""
+_PROJECTION, _LAYER_OF_EAGLE3 = "fc.weight", "midlayer."
+"""Keys of tensors, or their beginnings, in heads that the library has not saved."""
 _OUTSIDE = ("quantization_config", "dtype", "torch_dtype")
 """Keys that the whole configuration may have in place of the section."""
 _UNSUPPORTED: Mapping[str, str] = {
@@ -52,14 +59,23 @@ def flatten_head(config: dict[str, Any]) -> dict[str, Any]:
     return {**own, **section, "model_type": model_type}
 
 
-def check_whole(config: Mapping[str, Any]) -> None:
-    """Refuse a head in the place of a model.
+def check_whole(config: Mapping[str, Any], tensors: Collection[str] = ()) -> None:
+    """Refuse a head in the place of a model. `tensors`: the keys of its checkpoint, if they are known.
 
     Raises:
         ValueError: it is one.
     """
-    if kind := config.get(KIND):
+    kind, sign = config.get(KIND), f"{KIND} of its config.json"
+    names = config.get("architectures")
+    named = next(filter(_ARCHITECTURES.fullmatch, map(str, names)), "") if isinstance(names, list) else ""
+    if not kind and named:
+        kind, sign = "eagle3" if "Eagle3" in named else "eagle", f"architectures {named} of its config.json"
+    elif not kind and _PROJECTION in tensors:
+        kind = "eagle3" if any(key.startswith(_LAYER_OF_EAGLE3) for key in tensors) else "eagle"
+        sign = f"{_PROJECTION} of its checkpoint"
+    if kind:
+        asked = json.dumps({"method": kind, "model": "HEAD", "num_speculative_tokens": 4})
         raise ValueError(
-            f"it is a head ({KIND} of its config.json) and no model alone; name it as the model of "
-            f'--speculative-config, with the method "{kind}"'
+            f"it is a head ({sign}) and no model alone; name it beside the model that it was trained for: "
+            f"MODEL --speculative-config '{asked}'"
         )
