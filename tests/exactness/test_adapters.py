@@ -38,8 +38,8 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 class Setup:
     """A model, requests with three adapters and without one, and their answers, each computed alone."""
 
-    def __init__(self, folder: Path, dtype: str, quantization: str) -> None:
-        self.model = make_checkpoint("llama", folder / "model", dtype=dtype, max_position_embeddings=1024)
+    def __init__(self, folder: Path, dtype: str, quantization: str, family: str = "llama") -> None:
+        self.model = make_checkpoint(family, folder / "model", dtype=dtype, max_position_embeddings=1024)
         self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
@@ -89,6 +89,25 @@ def test_adapters_change_the_answers(setup: Setup) -> None:
 )
 def test_layouts_and_batches(setup: Setup, layout: dict[str, Any], batch: str) -> None:
     assert setup.answers(setup.requests, batch, **layout) == setup.expected
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("experts"), "bfloat16", "int8", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        ({}, "together"),
+        ({"tensor": 2}, "staggered"),
+        ({"tensor": 2, "enable_expert_parallel": True}, "together"),
+        ({"tensor": 2, "pipeline": 2, "enable_expert_parallel": True, "max_num_batched_tokens": 13}, "staggered"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
+)
+def test_adapters_of_experts(experts: Setup, layout: dict[str, Any], batch: str) -> None:
+    assert experts.answers(experts.requests, batch, **layout) == experts.expected
 
 
 def test_receipts_name_the_adapter(setup: Setup) -> None:

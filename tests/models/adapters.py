@@ -28,6 +28,21 @@ def load_oracle(model: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
+def expert_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Views [out, in] of the experts' weights, by the names of the linears that checkpoints and adapters have."""
+    found: dict[str, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        if not module_name.endswith(".experts"):
+            continue
+        gate, up, down = "gate_proj", "up_proj", "down_proj"
+        if model.config.model_type == "mixtral":
+            module_name, gate, up, down = module_name.replace(".mlp.", ".block_sparse_moe."), "w1", "w3", "w2"
+        for expert, (both, last) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+            own = zip((gate, up, down), (*both.detach().chunk(2), last.detach()), strict=True)
+            found |= {f"{module_name}.{expert}.{name}": weight for name, weight in own}
+    return found
+
+
 def make_adapter(
     model: Path,
     folder: Path,
@@ -46,7 +61,12 @@ def make_adapter(
     keys."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in load_oracle(model).named_modules():
+    oracle = load_oracle(model)
+    experts: dict[str, nn.Module] = {}
+    for name, weight in expert_weights(oracle).items():
+        experts[name] = linear = nn.Linear(1, 1)
+        linear.weight = nn.Parameter(weight)
+    for name, module in (*oracle.named_modules(), *experts.items()):
         if whole and name.endswith(tuple(whole)):
             weight = module.weight.detach()
             tensors[f"{prefix}{name}.weight"] = weight + torch.randn(weight.shape, generator=generator) * weight.std()
@@ -82,7 +102,7 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add an adapter to the weights of transformers' model."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    modules = dict(model.named_modules())
+    modules, experts = dict(model.named_modules()), expert_weights(model)
     head = model.get_output_embeddings()
     if head is not None:  # an adapter changes it, or the embedding, and not both
         head.weight = nn.Parameter(head.weight.detach().clone())
@@ -91,22 +111,22 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             continue
         name = re.sub(r"^base_model\.model\.|\.lora_A\.weight$|\.lora_embedding_A$|\.weight$", "", key)
         name = name.removesuffix(".lora_A")
-        module = modules[name]
+        module = modules.get(name)
+        weight = experts[name] if module is None else module.weight
         with torch.no_grad():
             if "lora_" not in key:
-                module.weight.copy_(down)
+                weight.copy_(down)
                 continue
             up, rank = tensors[key.replace("_A", "_B")].float(), len(down)
             alphas = config.get("alpha_pattern") or {}
             alpha = next((value for end, value in alphas.items() if name.endswith(end)), config["lora_alpha"])
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             change = scale * up @ down.float()
-            module.weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
+            weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
             if config.get("use_dora"):
                 magnitude = tensors[key.replace("lora_A.weight", "lora_magnitude_vector")].float()
-                dim = int(isinstance(module, nn.Linear))
-                norms = module.weight.norm(dim=dim, keepdim=True)
-                module.weight *= (magnitude[:, None] if dim else magnitude) / norms
+                dim = int(not isinstance(module, Conv1D))
+                weight *= (magnitude[:, None] if dim else magnitude) / weight.norm(dim=dim, keepdim=True)
     return model
 
 

@@ -50,6 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora, fused": ("phi3", {"targets": ("qkv_proj", "gate_up_proj"), "use_dora": True}),
     "dora of a tied head": ("gemma2", {"targets": ("lm_head",), "use_dora": True}),
     "dora, transposed": ("gpt2", {"targets": ("c_attn", "c_proj", "c_fc"), "use_dora": True}),
+    "experts": ("qwen3_moe", {"targets": ("q_proj", *LINEARS[4:])}),
+    "experts of some layers in bf16, with patterns": (
+        "mixtral",
+        {"targets": ("layers.1.block_sparse_moe.experts.3.w1", "w2"), "ranks": {"w1": 9}, "dtype": torch.bfloat16},
+    ),
+    "dora of experts": ("qwen3_moe", {"targets": ("up_proj", "down_proj"), "use_dora": True}),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
 
@@ -90,7 +96,7 @@ def test_gguf_adapters_are_those_that_were_converted(
 
 
 def test_loads_run_beside_steps_one_after_another() -> None:
-    loader, done, go = AdapterLoader([Mock()], Mock(), 1), list[int](), threading.Event()
+    loader, done, go = AdapterLoader([Mock()], Mock(), Mock()), list[int](), threading.Event()
 
     def load(command: LoadAdapter) -> None:
         assert go.wait(60)

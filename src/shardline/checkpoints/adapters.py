@@ -27,6 +27,7 @@ from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.config.engine import HubAccess
 from shardline.models.adapters import EMBEDDING, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
+from shardline.models.parameters import expert_of, parse_name
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
@@ -115,15 +116,15 @@ def find_adapter(name: str, hub: HubAccess) -> Path:
     return fetch_files(name, (CONFIG_FILE, WEIGHTS_FILE), hub)
 
 
-def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int, *, experts: bool = True) -> Adapter:
     """Read and check an adapter for the model `spec`: a folder that PEFT has written, or a GGUF file. Only headers are
-    read.
+    read. `experts`: whether the deployment lets adapters change experts.
 
     Raises:
         ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
     """
     try:
-        return _read_adapter(folder, spec, max_rank)
+        return _checked(_read_adapter(folder, spec), spec, max_rank, experts)
     except ValueError as error:
         raise ValueError(f"the adapter in {folder} cannot be used: {error}") from None
     except OSError as error:
@@ -150,9 +151,9 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return folder / CONFIG_FILE, folder / WEIGHTS_FILE
 
 
-def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     if folder.suffix == GGUF_SUFFIX:
-        return _checked(Adapter(folder, read_changes(folder, spec)), spec, max_rank)
+        return Adapter(folder, read_changes(folder, spec))
     config = _read_config(folder)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
@@ -185,17 +186,23 @@ def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
             raise ValueError(
                 f"{module} has {up.shape[0]} outputs, and {rows_of_module} in this model; it is of another model"
             )
-    return _checked(Adapter(folder, tuple(linears), tuple(wholes)), spec, max_rank)
+    return Adapter(folder, tuple(linears), tuple(wholes))
 
 
-def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int) -> Adapter:
+def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) -> Adapter:
     """The adapter.
 
     Raises:
-        ValueError: it changes nothing, or does not fit into a slot.
+        ValueError: it changes nothing, or what the deployment does not let it, or does not fit into a slot.
     """
     if not adapter.linears and not adapter.wholes:
         raise ValueError("it changes no linear of this model")
+    changed = (one.name for one in adapter.linears if expert_of(parse_name(one.name).part) is not None)
+    if not experts and (expert := next(changed, None)) is not None:
+        raise ValueError(
+            f"it changes the expert {expert.removesuffix('.weight')}, which adapters cannot where experts move "
+            "(--enable-eplb), or where replicas share them (--enable-expert-parallel with --data-parallel-size)"
+        )
     if adapter.rank > max_rank:
         raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
     if adapter.wholes:
@@ -339,5 +346,5 @@ def _check_leftovers(modules: Iterable[str], used: Collection[str]) -> None:
     if left := next((module for module in modules if module not in used), None):
         raise ValueError(
             f"it changes {left[:200]}, which this model does not have, or where adapters are not supported yet "
-            "(experts, norms, routers, latent up-projections)"
+            "(norms, routers, latent up-projections)"
         )

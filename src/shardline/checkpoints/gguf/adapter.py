@@ -44,7 +44,7 @@ def read_changes(file: Path, spec: DecoderSpec) -> tuple[LinearChange, ...]:
     if left:
         raise ValueError(
             f"it changes {next(iter(left))[:200]}, which this model does not have, or where adapters are not supported "
-            "yet (experts, norms, routers, latent up-projections)"
+            "yet (norms, routers, latent up-projections)"
         )
     return tuple(changes)
 

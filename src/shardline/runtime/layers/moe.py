@@ -25,6 +25,7 @@ from shardline.models.parameters import parse_name
 from shardline.models.partition import split_dim
 from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.expert_adapters import AdaptedSlots, ExpertAdapters, make_expert_adapters
 from shardline.runtime.layers.expert_places import ExpertPlaces
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.norm import NormLayer
@@ -137,16 +138,26 @@ def load_experts(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[
 class Experts:
     """The experts, or parts of all experts, that this rank holds."""
 
-    def __init__(self, kernels: Kernels, spec: Dense, weights: ExpertWeights, first: int) -> None:
-        """`first`: the place of the first of them, among those of all ranks."""
+    def __init__(
+        self, kernels: Kernels, spec: Dense, weights: ExpertWeights, first: int, adapters: ExpertAdapters | None
+    ) -> None:
+        """`first`: the place of the first of them, among those of all ranks. `adapters`: None if they have none."""
         self._kernels = kernels
         self._activation = spec.activation
         self._gated = spec.gated
         self.weights = weights
         self.first = first
+        self._adapters = adapters
 
-    def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
+    def adapted(self, ids: Tensor, rows: Rows, compact: bool = False) -> AdaptedSlots | None:
+        """See `ExpertAdapters.sort`."""
+        return None if self._adapters is None else self._adapters.sort(ids, rows, self.first, compact=compact)
+
+    def activate(self, x: Tensor, ids: Tensor, adapted: AdaptedSlots | None = None, compact: bool = False) -> Tensor:
         """The activations between the two products, see `expert_up`."""
+        bias = self.weights.up_bias
+        if adapted is not None and self._adapters is not None:
+            bias = self._adapters.up_bias(x, adapted, bias)
         return expert_up(
             self._kernels,
             x,
@@ -156,8 +167,15 @@ class Experts:
             gated=self._gated,
             first_expert=self.first,
             compact=compact,
-            bias=self.weights.up_bias,
+            bias=bias,
         )
+
+    def down_bias(self, inner: Tensor, adapted: AdaptedSlots | None) -> Tensor | None:
+        """What the second products of `inner` add, see `expert_down`."""
+        bias = self.weights.down_bias
+        if adapted is None or self._adapters is None:
+            return bias
+        return self._adapters.down_bias(inner, adapted, bias)
 
 
 class DenseBeside:
@@ -205,8 +223,10 @@ class MoEFeedForward:
         self._own_places = self.places.spans[stage.expert_group.rank]
         if self._whole_experts:
             held = range(self._own_places.start, self._own_places.stop)
-        weights = load_experts(loader, name, spec.expert, [self.places.experts[place] for place in held])
-        self._experts = Experts(stage.kernels, spec.expert, weights, held.start)
+        numbers = [self.places.experts[place] for place in held]
+        weights = load_experts(loader, name, spec.expert, numbers)
+        adapters = make_expert_adapters(loader, name, spec.expert, numbers)
+        self._experts = Experts(stage.kernels, spec.expert, weights, held.start, adapters)
         self._read_experts: Callable[[Sequence[int]], ExpertWeights] | None = None
         if stage.moves_experts:
             later = dataclasses.replace(loader, on_loaded=lambda num_bytes: None)
@@ -261,7 +281,8 @@ class MoEFeedForward:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
         routed, experts = self._router(router_input, rows.padding), self._experts
-        inner = experts.activate(self._expert_input(x, routed), routed.ids)
+        adapted = experts.adapted(routed.ids, rows)
+        inner = experts.activate(self._expert_input(x, routed), routed.ids, adapted)
         inner = self._group.all_gather_columns(inner, self._inner_widths)
         shared = self._shared.compute_columns(x, rows) if self._shared is not None else None
         local = expert_down(
@@ -272,7 +293,7 @@ class MoEFeedForward:
             experts.weights.down,
             shared=shared,
             shared_scale=routed.shared_scale,
-            bias=experts.weights.down_bias,
+            bias=experts.down_bias(inner, adapted),
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
@@ -297,10 +318,10 @@ class MoEFeedForward:
         exchanged = count_exchanged(kernels, ids, token_bounds, self.places.bounds)
         sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
         tokens = group.all_to_all_rows(sent, exchanged.tokens, sum(counts))
-        inner = experts.activate(tokens, ids, compact=True)
-        slots = expert_slots(
-            kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=experts.weights.down_bias
-        )
+        adapted = experts.adapted(ids, rows, compact=True)
+        inner = experts.activate(tokens, ids, adapted, compact=True)
+        bias = experts.down_bias(inner, adapted)
+        slots = expert_slots(kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=bias)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             kernels, products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale
