@@ -54,11 +54,12 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     prefix: str = "base_model.model.",
     whole: Sequence[str] = (),
+    stacked: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Save an adapter of the modules whose names end with one of `targets`, which changes the logits a lot; `ranks`:
-    those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `config`: further
-    keys."""
+    those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `stacked`: names of
+    experts' stacked parameters that are targets, as the module has them; `config`: further keys."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     oracle = load_oracle(model)
@@ -88,10 +89,20 @@ def make_adapter(
             magnitude = module.weight.detach().norm(dim=int(isinstance(module, nn.Linear)))
             magnitude = magnitude * (0.5 + torch.rand(outputs, generator=generator))
             tensors[f"{prefix}{name}.lora_magnitude_vector"] = magnitude.to(dtype)
+    for name, module in oracle.named_modules() if stacked else ():
+        for parameter in stacked if name.endswith(".experts") else ():
+            count, outputs, inputs = getattr(module, parameter).shape
+            if getattr(module, "is_transposed", False):
+                outputs, inputs = inputs, outputs
+            key = f"{prefix}{name}" + (".base_layer" if parameter != stacked[-1] else "")
+            tensors[f"{key}.lora_A.weight"] = torch.randn(count * rank, inputs, generator=generator) * inputs**-0.5
+            tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, rank * count, generator=generator) * rank**-0.5
     assert tensors, "no module has such a name"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    if stacked:
+        values["target_parameters"] = [f"experts.{name}" for name in stacked]
     if ranks:
         values["rank_pattern"] = dict(ranks)
     (folder / "adapter_config.json").write_text(json.dumps({**values, **config}))
@@ -111,6 +122,9 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             continue
         name = re.sub(r"^base_model\.model\.|\.lora_A\.weight$|\.lora_embedding_A$|\.weight$", "", key)
         name = name.removesuffix(".lora_A")
+        if name.removesuffix(".base_layer").endswith(".experts"):
+            _merge_stacked(modules, name, config, down, tensors[key.replace("_A", "_B")])
+            continue
         module = modules.get(name)
         weight = experts[name] if module is None else module.weight
         with torch.no_grad():
@@ -130,6 +144,19 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
+def _merge_stacked(
+    modules: Mapping[str, Any], name: str, config: Mapping[str, Any], down: torch.Tensor, up: torch.Tensor
+) -> None:
+    """Add the change of experts' stacked weights as PEFT does: down [experts, rank, in], up [out, rank, experts]."""
+    own = [key for key in ("gate_up_proj", "down_proj") if f"experts.{key}" in config["target_parameters"]]
+    module = modules[name.removesuffix(".base_layer")]
+    weight = getattr(module, own[-1] if name.endswith(".experts") else own[0])
+    a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight)))
+    to = "eio" if getattr(module, "is_transposed", False) else "eoi"
+    with torch.no_grad():
+        weight += torch.einsum(f"ore,eri->{to}", b, a) * config["lora_alpha"] / config["r"]
+
+
 def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtype: str = "F32") -> Path:
     """Convert an adapter in PEFT's layout, as llama.cpp's converter does; `model`: the checkpoint it is for."""
     config = json.loads((model / "config.json").read_text())
@@ -141,7 +168,11 @@ def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtyp
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter["lora_alpha"]))
     (number,) = (n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+    tensors = dict(load_file(folder / "adapter_model.safetensors"))
+    for key in [key for key in tensors if ".experts.0." in key]:
+        each = [key.replace(".experts.0.", f".experts.{number}.") for number in range(9)]
+        tensors[key.replace(".experts.0.", ".experts.")] = torch.stack([tensors.pop(one) for one in each])
+    for key, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key)
         assert found is not None, key
         values, is_up = tensor.float().numpy(), found[2] == "B"

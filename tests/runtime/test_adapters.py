@@ -55,6 +55,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"targets": ("layers.1.block_sparse_moe.experts.3.w1", "w2"), "ranks": {"w1": 9}, "dtype": torch.bfloat16},
     ),
+    "stacked experts": ("qwen3_moe", {"targets": ("o_proj",), "stacked": ("gate_up_proj", "down_proj")}),
+    "transposed experts, with biases": ("gpt_oss", {"targets": ("q_proj",), "stacked": ("gate_up_proj",)}),
     "dora of experts": ("qwen3_moe", {"targets": ("up_proj", "down_proj"), "use_dora": True}),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
@@ -81,6 +83,7 @@ def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
         ("llama", "llama", (*LINEARS, "embed_tokens", "lm_head")),
         ("qwen2", "qwen2", LINEARS),
         ("phi3", "phi3", ("qkv_proj", "gate_up_proj")),
+        ("qwen3_moe", "qwen3moe", ("q_proj", *(f"experts.{n}.{part}" for n in range(9) for part in LINEARS[4:]))),
     ],
 )
 def test_gguf_adapters_are_those_that_were_converted(

@@ -32,9 +32,10 @@ class LinearChange:
 
     name: str
     down: TensorEntry
-    """[rank, in]"""
+    """[rank, in], perhaps with more rows"""
     up: TensorEntry
-    """[rows of the checkpoint's tensor, rank]"""
+    """[rows of the checkpoint's tensor, rank], perhaps with more columns. Dims before the last two are flattened, those
+    of `down` too."""
     rows: slice
     """The rows of `up` that belong to this linear."""
     rank: int
@@ -43,6 +44,11 @@ class LinearChange:
     """Whether `down` is [in, rank]."""
     interleaved_heads: int = 0
     """Rows of a head of `up`, if they are in GGUF's order, see `gguf.checkpoint.FoundPlace`; 0: in the model's."""
+    expert: int = 0
+    num_experts: int = 1
+    """`down` stacks so many experts, and this linear belongs to `expert`."""
+    in_columns: bool = False
+    """Whether `up` has all of them side by side: the columns of an expert are `num_experts` apart."""
     magnitude: TensorEntry | None = None
     """[rows of the checkpoint's tensor]: the norms of the rows of the changed weight (DoRA); None: as they come."""
 

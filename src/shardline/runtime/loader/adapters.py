@@ -141,9 +141,11 @@ def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: they are not finite.
     """
-    down, up = mapped_tensor(linear.down).float(), mapped_tensor(linear.up)[linear.rows]
-    if linear.transposed:
-        down = down.T
+    first = linear.expert * linear.rank
+    down, up = mapped_tensor(linear.down).flatten(0, -2), mapped_tensor(linear.up).flatten(0, -2)[linear.rows]
+    down = down.T.float() if linear.transposed else down[first : first + linear.rank].float()
+    if linear.in_columns:
+        up = up[:, linear.expert :: linear.num_experts]
     rows = slice(span.start, span.stop)
     up = up[original_rows(span, linear.interleaved_heads) if linear.interleaved_heads else rows].float()
     for tensor in (down, up):
