@@ -110,6 +110,30 @@ def test_adapters_of_experts(experts: Setup, layout: dict[str, Any], batch: str)
     assert experts.answers(experts.requests, batch, **layout) == experts.expected
 
 
+def test_adapters_of_experts_that_replicas_share_are_refused(experts: Setup) -> None:
+    refs = experts.adapters
+    asked = [one for one in experts.requests if one.adapter in (refs[0], refs[2])][:4]
+    engine, executor = start_engine(
+        experts.model, tensor=1, lockstep=2, enable_expert_parallel=True, **{**experts.options, **LORA}
+    )
+    for request in asked:
+        engine.add_request(request)
+    errors: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in asked if one.adapter is None}
+    while engine.busy:
+        for output in engine.step():
+            if output.error:
+                assert output.refused
+                errors[output.request_id] = output.error
+            else:
+                tokens[output.request_id] += output.token_ids
+    assert tokens == {name: experts.expected[name].token_ids for name in tokens}
+    assert len(tokens) == len(errors) == 2
+    assert all("which adapters cannot where experts move (--enable-eplb)" in error for error in errors.values())
+    engine.close()
+    executor.close()
+
+
 def test_receipts_name_the_adapter(setup: Setup) -> None:
     engine, executor = start_engine(setup.model, **{**setup.options, **LORA})
     asked = [msgspec.structs.replace(one, prompt_token_ids=[5, 7, 9]) for one in setup.requests[:4]]
