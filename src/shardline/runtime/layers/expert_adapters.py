@@ -68,7 +68,7 @@ class ExpertAdapters:
 
     def up_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
         """What the first products of x add, see `expert_up`; `bias`: that of the experts."""
-        return self._bias(self._up, x[chosen.tokens], chosen, bias)
+        return self._bias(self._up, torch.index_select(x, 0, chosen.tokens), chosen, bias)
 
     def down_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
         """What the second products add, whose inputs x `expert_up` has returned."""
