@@ -114,7 +114,7 @@ def test_whole_modules_fit_into_a_slot(model: Path, spec: DecoderSpec, tmp_path:
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias 'all' changes biases"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": 5}, "malformed"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
@@ -210,6 +210,46 @@ def test_embeddings_have_no_magnitude(model: Path, spec: DecoderSpec, tmp_path: 
     change_tensors(folder, lambda old: {**old, f"{EMBED.removesuffix('weight')}lora_magnitude_vector": torch.ones(64)})
     with pytest.raises(ValueError, match="DoRA of an embedding is not supported"):
         read_adapter(folder, spec, 64)
+
+
+def test_experts(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    spec = read_model(ModelConfig(model=str(model))).spec()
+    folder = make_adapter(model, tmp_path / "each", targets=["experts.8.up_proj"], rank=4)
+    found = [one.name for one in read_adapter(folder, spec, 4).linears]
+    assert found == [f"layers.{layer}.feed_forward.experts.8.up.weight" for layer in (0, 2, 3)]
+    with pytest.raises(ValueError, match=r"changes the expert layers\.0\.feed_forward\.experts\.8\.up, which"):
+        read_adapter(folder, spec, 4, experts=False)
+    change_tensors(folder, lambda old: renamed(old, "layers.2.mlp.experts.8.", "layers.2.mlp.experts.9."))
+    with pytest.raises(ValueError, match=r"it changes model\.layers\.2\.mlp\.experts\.9\.up_proj, which this model"):
+        read_adapter(folder, spec, 4)
+    change_tensors(folder, lambda old: renamed(old, "layers.2.mlp.experts.9.up_proj", "layers.2.mlp.gate"))
+    with pytest.raises(ValueError, match=r"it changes model\.layers\.2\.mlp\.gate, which .* routers"):
+        read_adapter(folder, spec, 4)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    spec = read_model(ModelConfig(model=str(model))).spec()
+    make: dict[str, Any] = {"targets": (), "rank": 4, "stacked": ("gate_up_proj", "down_proj")}
+    folder = make_adapter(model, tmp_path / "stacked", **make)
+    linears = read_adapter(folder, spec, 4).linears
+    assert len(linears) == 3 * 9 * 3
+    assert {(one.rank, one.num_experts) for one in linears} == {(4, 9)}
+    change_config(folder, rank_pattern={"down_proj": 3})
+    with pytest.raises(ValueError, match=r"experts has rank 3 for each of 9 experts in adapter_config\.json"):
+        read_adapter(folder, spec, 4)
+    change_config(folder, rank_pattern={}, target_parameters=["experts.down_proj"])
+    with pytest.raises(ValueError, match=r"it changes model\.layers\.0\.mlp\.experts\.base_layer, which this model"):
+        read_adapter(folder, spec, 4)
+    change_config(folder, target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(ValueError, match=r"\[40, 64\] of this model needs \[rank, in\]"):
+        read_adapter(folder, spec, 4)
+    key = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_magnitude_vector"
+    change_config(folder, target_parameters=["experts.gate_up_proj", "experts.down_proj"], use_dora=True)
+    change_tensors(folder, lambda old: {**old, key: torch.ones(80)})
+    with pytest.raises(ValueError, match="DoRA of stacked experts"):
+        read_adapter(folder, spec, 4)
 
 
 def test_broken_folders(spec: DecoderSpec, adapter: Path, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 class Setup:
     """A model, requests with three adapters and without one, and their answers, each computed alone."""
 
-    def __init__(self, folder: Path, dtype: str, quantization: str) -> None:
-        self.model = make_checkpoint("llama", folder / "model", dtype=dtype, max_position_embeddings=1024)
+    def __init__(self, folder: Path, dtype: str, quantization: str, family: str = "llama") -> None:
+        self.model = make_checkpoint(family, folder / "model", dtype=dtype, max_position_embeddings=1024)
         self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
@@ -89,6 +89,49 @@ def test_adapters_change_the_answers(setup: Setup) -> None:
 )
 def test_layouts_and_batches(setup: Setup, layout: dict[str, Any], batch: str) -> None:
     assert setup.answers(setup.requests, batch, **layout) == setup.expected
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("experts"), "bfloat16", "int8", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        ({}, "together"),
+        ({"tensor": 2}, "staggered"),
+        ({"tensor": 2, "enable_expert_parallel": True}, "together"),
+        ({"tensor": 2, "pipeline": 2, "enable_expert_parallel": True, "max_num_batched_tokens": 13}, "staggered"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
+)
+def test_adapters_of_experts(experts: Setup, layout: dict[str, Any], batch: str) -> None:
+    assert experts.answers(experts.requests, batch, **layout) == experts.expected
+
+
+def test_adapters_of_experts_that_replicas_share_are_refused(experts: Setup) -> None:
+    refs = experts.adapters
+    asked = [one for one in experts.requests if one.adapter in (refs[0], refs[2])][:4]
+    engine, executor = start_engine(
+        experts.model, tensor=1, lockstep=2, enable_expert_parallel=True, **{**experts.options, **LORA}
+    )
+    for request in asked:
+        engine.add_request(request)
+    errors: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in asked if one.adapter is None}
+    while engine.busy:
+        for output in engine.step():
+            if output.error:
+                assert output.refused
+                errors[output.request_id] = output.error
+            else:
+                tokens[output.request_id] += output.token_ids
+    assert tokens == {name: experts.expected[name].token_ids for name in tokens}
+    assert len(tokens) == len(errors) == 2
+    assert all("which adapters cannot where experts move (--enable-eplb)" in error for error in errors.values())
+    engine.close()
+    executor.close()
 
 
 def test_receipts_name_the_adapter(setup: Setup) -> None:

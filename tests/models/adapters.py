@@ -28,6 +28,21 @@ def load_oracle(model: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
+def expert_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Views [out, in] of the experts' weights, by the names of the linears that checkpoints and adapters have."""
+    found: dict[str, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        if not module_name.endswith(".experts"):
+            continue
+        gate, up, down = "gate_proj", "up_proj", "down_proj"
+        if model.config.model_type == "mixtral":
+            module_name, gate, up, down = module_name.replace(".mlp.", ".block_sparse_moe."), "w1", "w3", "w2"
+        for expert, (both, last) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+            own = zip((gate, up, down), (*both.detach().chunk(2), last.detach()), strict=True)
+            found |= {f"{module_name}.{expert}.{name}": weight for name, weight in own}
+    return found
+
+
 def make_adapter(
     model: Path,
     folder: Path,
@@ -39,14 +54,20 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     prefix: str = "base_model.model.",
     whole: Sequence[str] = (),
+    stacked: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Save an adapter of the modules whose names end with one of `targets`, which changes the logits a lot; `ranks`:
-    those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `config`: further
-    keys."""
+    those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `stacked`: names of
+    experts' stacked parameters that are targets, as the module has them; `config`: further keys."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in load_oracle(model).named_modules():
+    oracle = load_oracle(model)
+    experts: dict[str, nn.Module] = {}
+    for name, weight in expert_weights(oracle).items():
+        experts[name] = linear = nn.Linear(1, 1)
+        linear.weight = nn.Parameter(weight)
+    for name, module in (*oracle.named_modules(), *experts.items()):
         if whole and name.endswith(tuple(whole)):
             weight = module.weight.detach()
             tensors[f"{prefix}{name}.weight"] = weight + torch.randn(weight.shape, generator=generator) * weight.std()
@@ -68,10 +89,20 @@ def make_adapter(
             magnitude = module.weight.detach().norm(dim=int(isinstance(module, nn.Linear)))
             magnitude = magnitude * (0.5 + torch.rand(outputs, generator=generator))
             tensors[f"{prefix}{name}.lora_magnitude_vector"] = magnitude.to(dtype)
+    for name, module in oracle.named_modules() if stacked else ():
+        for parameter in stacked if name.endswith(".experts") else ():
+            count, outputs, inputs = getattr(module, parameter).shape
+            if getattr(module, "is_transposed", False):
+                outputs, inputs = inputs, outputs
+            key = f"{prefix}{name}" + (".base_layer" if parameter != stacked[-1] else "")
+            tensors[f"{key}.lora_A.weight"] = torch.randn(count * rank, inputs, generator=generator) * inputs**-0.5
+            tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, rank * count, generator=generator) * rank**-0.5
     assert tensors, "no module has such a name"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    if stacked:
+        values["target_parameters"] = [f"experts.{name}" for name in stacked]
     if ranks:
         values["rank_pattern"] = dict(ranks)
     (folder / "adapter_config.json").write_text(json.dumps({**values, **config}))
@@ -82,7 +113,7 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add an adapter to the weights of transformers' model."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    modules = dict(model.named_modules())
+    modules, experts = dict(model.named_modules()), expert_weights(model)
     head = model.get_output_embeddings()
     if head is not None:  # an adapter changes it, or the embedding, and not both
         head.weight = nn.Parameter(head.weight.detach().clone())
@@ -91,23 +122,39 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             continue
         name = re.sub(r"^base_model\.model\.|\.lora_A\.weight$|\.lora_embedding_A$|\.weight$", "", key)
         name = name.removesuffix(".lora_A")
-        module = modules[name]
+        if name.removesuffix(".base_layer").endswith(".experts"):
+            _merge_stacked(modules, name, config, down, tensors[key.replace("_A", "_B")])
+            continue
+        module = modules.get(name)
+        weight = experts[name] if module is None else module.weight
         with torch.no_grad():
             if "lora_" not in key:
-                module.weight.copy_(down)
+                weight.copy_(down)
                 continue
             up, rank = tensors[key.replace("_A", "_B")].float(), len(down)
             alphas = config.get("alpha_pattern") or {}
             alpha = next((value for end, value in alphas.items() if name.endswith(end)), config["lora_alpha"])
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             change = scale * up @ down.float()
-            module.weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
+            weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
             if config.get("use_dora"):
                 magnitude = tensors[key.replace("lora_A.weight", "lora_magnitude_vector")].float()
-                dim = int(isinstance(module, nn.Linear))
-                norms = module.weight.norm(dim=dim, keepdim=True)
-                module.weight *= (magnitude[:, None] if dim else magnitude) / norms
+                dim = int(not isinstance(module, Conv1D))
+                weight *= (magnitude[:, None] if dim else magnitude) / weight.norm(dim=dim, keepdim=True)
     return model
+
+
+def _merge_stacked(
+    modules: Mapping[str, Any], name: str, config: Mapping[str, Any], down: torch.Tensor, up: torch.Tensor
+) -> None:
+    """Add the change of experts' stacked weights as PEFT does: down [experts, rank, in], up [out, rank, experts]."""
+    own = [key for key in ("gate_up_proj", "down_proj") if f"experts.{key}" in config["target_parameters"]]
+    module = modules[name.removesuffix(".base_layer")]
+    weight = getattr(module, own[-1] if name.endswith(".experts") else own[0])
+    a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight)))
+    to = "eio" if getattr(module, "is_transposed", False) else "eoi"
+    with torch.no_grad():
+        weight += torch.einsum(f"ore,eri->{to}", b, a) * config["lora_alpha"] / config["r"]
 
 
 def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtype: str = "F32") -> Path:
@@ -121,7 +168,11 @@ def write_gguf_adapter(folder: Path, file: Path, arch: str, *, model: Path, dtyp
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter["lora_alpha"]))
     (number,) = (n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+    tensors = dict(load_file(folder / "adapter_model.safetensors"))
+    for key in [key for key in tensors if ".experts.0." in key]:
+        each = [key.replace(".experts.0.", f".experts.{number}.") for number in range(9)]
+        tensors[key.replace(".experts.0.", ".experts.")] = torch.stack([tensors.pop(one) for one in each])
+    for key, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key)
         assert found is not None, key
         values, is_up = tensor.float().numpy(), found[2] == "B"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.topology import RankGrid
+from shardline.models.adapters import EMBEDDING, ExpertChanges, adaptable_parameters, adapter_bytes
 from shardline.models.attention import GQA
 from shardline.models.kv_groups import kv_groups
 from shardline.models.mla import MLA
@@ -125,6 +128,25 @@ def test_weight_bytes_count_what_each_rank_holds(
         held_bytes = sum(array.nbytes for array in arrays)
         assert weight_bytes(spec, place, stages, "bfloat16", numerics, PLAIN, expert_parallel) == held_bytes
     assert not everything
+
+
+@settings(deadline=None, max_examples=50)
+@given(spec=decoder_specs(), size=st.integers(1, 5), experts=st.sampled_from(get_args(ExpertChanges)))
+def test_adapter_bytes_count_what_each_rank_holds(spec: DecoderSpec, size: int, experts: ExpertChanges) -> None:
+    if not _fits(spec, size):
+        return
+    grid, stages = RankGrid(size, 1), stage_spans(spec, 1)
+    for rank in range(size):
+        share, held = ExpertShare(rank, size) if experts == "whole" else None, 0
+        for name, (outputs, inputs) in adaptable_parameters(spec):
+            is_expert = ".experts." in name
+            if name == EMBEDDING:
+                held += 2 * 7 * (inputs + outputs)
+            elif not (is_expert and experts == "none"):
+                span = shard(name, spec, rank, size, "exact", share)[0] or Span(0, outputs)
+                is_absent = is_expert and experts == "whole" and not span.size
+                held += 0 if is_absent else 2 * 7 * (inputs + span.size) + 4 * span.size
+        assert adapter_bytes(spec, grid.place(rank), stages, "bfloat16", 7, experts) == held
 
 
 def test_weight_bytes_of_a_known_model() -> None:

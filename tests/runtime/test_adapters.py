@@ -50,6 +50,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora, fused": ("phi3", {"targets": ("qkv_proj", "gate_up_proj"), "use_dora": True}),
     "dora of a tied head": ("gemma2", {"targets": ("lm_head",), "use_dora": True}),
     "dora, transposed": ("gpt2", {"targets": ("c_attn", "c_proj", "c_fc"), "use_dora": True}),
+    "experts": ("qwen3_moe", {"targets": ("q_proj", *LINEARS[4:])}),
+    "experts of some layers in bf16, with patterns": (
+        "mixtral",
+        {"targets": ("layers.1.block_sparse_moe.experts.3.w1", "w2"), "ranks": {"w1": 9}, "dtype": torch.bfloat16},
+    ),
+    "stacked experts": ("qwen3_moe", {"targets": ("o_proj",), "stacked": ("gate_up_proj", "down_proj")}),
+    "transposed experts, with biases": ("gpt_oss", {"targets": ("q_proj",), "stacked": ("gate_up_proj",)}),
+    "dora of experts": ("qwen3_moe", {"targets": ("up_proj", "down_proj"), "use_dora": True}),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
 
@@ -75,6 +83,7 @@ def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
         ("llama", "llama", (*LINEARS, "embed_tokens", "lm_head")),
         ("qwen2", "qwen2", LINEARS),
         ("phi3", "phi3", ("qkv_proj", "gate_up_proj")),
+        ("qwen3_moe", "qwen3moe", ("q_proj", *(f"experts.{n}.{part}" for n in range(9) for part in LINEARS[4:]))),
     ],
 )
 def test_gguf_adapters_are_those_that_were_converted(
@@ -90,7 +99,7 @@ def test_gguf_adapters_are_those_that_were_converted(
 
 
 def test_loads_run_beside_steps_one_after_another() -> None:
-    loader, done, go = AdapterLoader([Mock()], Mock(), 1), list[int](), threading.Event()
+    loader, done, go = AdapterLoader([Mock()], Mock(), Mock()), list[int](), threading.Event()
 
     def load(command: LoadAdapter) -> None:
         assert go.wait(60)

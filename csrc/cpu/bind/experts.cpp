@@ -144,12 +144,23 @@ void check_rows(int64_t rows, int64_t needed, const char* name) {
   }
 }
 
-// Checks the biases of all experts of a stack.
-const void* biases_of(nb::handle bias_object, DType dtype, int64_t num_experts, int64_t columns) {
-  if (bias_object.is_none()) return nullptr;
+// Checks the biases of all experts of a stack, [num_experts, columns], or those of rows, [rows, 1, columns], or
+// with factors [rows, 2, columns].
+ExpertBias bias_of(nb::handle bias_object, DType dtype, int64_t num_experts, int64_t columns) {
+  if (bias_object.is_none()) return {};
   const Tensor bias(bias_object, "bias");
+  if (bias.rank() == 3) {
+    bias.is(DType::kFloat32).has_shape({-1, -1, columns}).is_contiguous();
+    if (bias.size(1) != 1 && bias.size(1) != 2) raise_value_error("rows have a bias, and perhaps a factor");
+    return {bias.data(), bias.dtype(), bias.size(1) * columns, bias.size(1) == 2 ? columns : 0, bias.size(0)};
+  }
   if (bias.dtype() != dtype) raise_value_error("bias must have the dtype of x");
-  return bias.has_shape({num_experts, columns}).is_contiguous().data();
+  return {bias.has_shape({num_experts, columns}).is_contiguous().data(), dtype, 0, 0, 0};
+}
+
+// Checks that rows with biases of their own have one each.
+void check_bias(const ExpertBias& bias, const SortedSlots& slots) {
+  if (bias.row_stride != 0) check_rows(bias.num_rows, slots.num_rows(), "bias");
 }
 
 void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool compact, nb::handle panels,
@@ -164,7 +175,7 @@ void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool c
   args.depth = x.size(1);
   args.width = out.size(1);
   args.weight = stack_of(panels, scales, x.dtype(), gated ? 2 * out.size(1) : out.size(1), x.size(1));
-  args.bias = biases_of(bias, x.dtype(), args.weight.num_experts, gated ? 2 * out.size(1) : out.size(1));
+  args.bias = bias_of(bias, x.dtype(), args.weight.num_experts, gated ? 2 * out.size(1) : out.size(1));
   args.activation = activation_named(activation);
   args.gated = gated;
   args.out = out.data();
@@ -174,6 +185,7 @@ void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool c
     const SortedSlots& slots = sort_slots(args.range, args.compact);
     check_rows(x_rows, slots.num_tokens, "x");
     check_rows(out_rows, slots.num_rows(), "out");
+    check_bias(args.bias, slots);
     expert_up(args, slots);
   });
 }
@@ -188,7 +200,7 @@ ExpertDownArgs down_args(const Tensor& x, nb::handle panels, nb::handle scales, 
   args.depth = x.size(1);
   args.width = out.size(1);
   args.weight = stack_of(panels, scales, x.dtype(), out.size(1), x.size(1));
-  args.bias = biases_of(bias, x.dtype(), args.weight.num_experts, out.size(1));
+  args.bias = bias_of(bias, x.dtype(), args.weight.num_experts, out.size(1));
   return args;
 }
 
@@ -227,6 +239,7 @@ void expert_down(nb::handle x_object, nb::handle ids_object, nb::handle weights_
   perform([down, args, range = range_of(ids, first, down.weight.num_experts), x_rows = x.size(0)]() mutable {
     const SortedSlots& slots = sort_slots(range, false);
     check_rows(x_rows, slots.num_rows(), "x");
+    check_bias(down.bias, slots);
     args.rows = expert_down(down, slots);
     args.places = slots.places.data();
     kernels().combine(args);
@@ -242,6 +255,7 @@ void expert_slots(nb::handle x_object, nb::handle ids_object, int64_t first, nb:
     const SortedSlots& slots = sort_slots(range, false);
     check_rows(x_rows, slots.num_rows(), "x");
     check_rows(out_rows, slots.num_rows(), "out");
+    check_bias(down.bias, slots);
     const void* rows = expert_down(down, slots);
     unsort_rows(slots, rows, down.width * static_cast<int64_t>(element_size(down.out_dtype)), to);
   });

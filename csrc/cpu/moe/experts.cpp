@@ -154,8 +154,8 @@ ExpertRows with_rounded_rows(ExpertRows rows, const ExpertStack& weight, int64_t
 struct GroupedLinear {
   ExpertRows rows;
   ExpertStack weight;
-  const char* bias;  // [num_experts, width] of bias_dtype; null for none
-  DType bias_dtype, out_dtype;
+  ExpertBias bias;
+  DType out_dtype;
   char* out;
   int64_t depth, width;
 };
@@ -167,8 +167,14 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   const int64_t columns = std::min(job.width - column, num_panels * kPanelColumns);
   const char* panels = job.weight.panels + (expert * job.weight.num_panels + panel) * job.weight.panel_bytes;
   char* out = job.out + (begin * job.width + column) * bytes_of(job.out_dtype);
-  const char* bias = nullptr;
-  if (job.bias != nullptr) bias = job.bias + (expert * job.width + column) * bytes_of(job.bias_dtype);
+  const auto set_bias = [&](auto& args) {
+    if (job.bias.data == nullptr) return;
+    const int64_t first = job.bias.row_stride != 0 ? begin * job.bias.row_stride : expert * job.width;
+    args.bias = static_cast<const char*>(job.bias.data) + (first + column) * bytes_of(job.bias.dtype);
+    args.bias_dtype = job.bias.dtype;
+    args.bias_stride = job.bias.row_stride;
+    args.factors = job.bias.factors;
+  };
   const char* x = static_cast<const char*>(job.rows.x) + begin * job.rows.stride * bytes_of(job.rows.dtype);
   if (job.weight.kind == WeightKind::kFloating) {
     LinearArgs args = {};
@@ -177,8 +183,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = panels;
-    args.bias = bias;
-    args.bias_dtype = job.bias_dtype;
+    set_bias(args);
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -201,8 +206,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = reinterpret_cast<const uint8_t*>(panels);
-    args.bias = bias;
-    args.bias_dtype = job.bias_dtype;
+    set_bias(args);
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -216,8 +220,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.row_scales = job.rows.scales + begin;
   args.row_sums = job.rows.sums + begin * (num_groups(job.depth) + 1);
   args.panels = reinterpret_cast<const uint8_t*>(panels);
-  args.bias = bias;
-  args.bias_dtype = job.bias_dtype;
+  set_bias(args);
   args.out = out;
   args.out_stride = job.width;
   args.num_rows = count;
@@ -290,10 +293,8 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   rows = with_ordered_columns(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, slots);
   rows = with_group_sums(rows, args.weight, args.depth, count);
   rows = with_rounded_rows(rows, args.weight, args.depth, slots);
-  const GroupedLinear job = {rows,       args.weight, static_cast<const char*>(args.bias),
-                             args.dtype, args.dtype,  static_cast<char*>(products),
-                             args.depth, columns};
-  grouped_linear(job, slots.begins);
+  grouped_linear({rows, args.weight, args.bias, args.dtype, static_cast<char*>(products), args.depth, columns},
+                 slots.begins);
   kernels().activation({args.dtype, args.activation, products, columns, args.out, count, args.width, args.gated});
 }
 
@@ -308,8 +309,7 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   rows = with_ordered_columns(rows, args.weight, args.depth, slots);
   rows = with_group_sums(rows, args.weight, args.depth, count);
   rows = with_rounded_rows(rows, args.weight, args.depth, slots);
-  grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,
-                  static_cast<char*>(products), args.depth, args.width},
+  grouped_linear({rows, args.weight, args.bias, args.out_dtype, static_cast<char*>(products), args.depth, args.width},
                  slots.begins);
   return products;
 }

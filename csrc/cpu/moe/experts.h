@@ -59,6 +59,16 @@ struct SortedSlots {
   int64_t num_rows() const { return begins.back(); }
 };
 
+// What is added to products before they are rounded: a bias of each expert, or of each row, perhaps with a factor of
+// its sum.
+struct ExpertBias {
+  const void* data;  // [num_experts, columns] of `dtype`; or [rows sorted by expert, columns] of floats; or null
+  DType dtype;
+  int64_t row_stride;  // 0: biases are of experts
+  int64_t factors;     // with biases of rows: how far behind a bias its factor is; 0: there are none
+  int64_t num_rows;    // that have a bias
+};
+
 // `compact`: tokens without a row are not counted, because x holds only the other tokens.
 const SortedSlots& sort_slots(const ExpertRange& range, bool compact);
 
@@ -69,7 +79,7 @@ struct ExpertUpArgs {
   const void* x;  // [num_tokens, depth]
   int64_t x_stride, depth, width;
   ExpertStack weight;  // [2 * width if gated else width, depth]
-  const void* bias;    // [num_experts, columns of weight] of dtype; null for none
+  ExpertBias bias;
   Activation activation;
   bool gated;
   void* out;  // [rows sorted by expert, width]
@@ -82,7 +92,7 @@ struct ExpertDownArgs {
   const void* x;  // [rows sorted by expert, depth]
   int64_t depth, width;
   ExpertStack weight;  // [width, depth]
-  const void* bias;    // [num_experts, width] of dtype; null for none
+  ExpertBias bias;
 };
 
 // Returns [rows sorted by expert, width] of out_dtype, valid until the next call from the same thread.

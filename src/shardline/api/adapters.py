@@ -38,8 +38,10 @@ class NamedAdapter:
 class Adapters:
     """Adapters by name. Any thread may read files with it; names are changed by one thread."""
 
-    def __init__(self, config: LoRAConfig, spec: DecoderSpec | None, hub: HubAccess = USUAL_ACCESS) -> None:
-        """`spec`: that of the base model. `hub`: where adapters are that are no folders.
+    def __init__(
+        self, config: LoRAConfig, spec: DecoderSpec | None, hub: HubAccess = USUAL_ACCESS, *, experts: bool = True
+    ) -> None:
+        """`spec`: that of the base model. `hub`: where adapters are that are no folders. `experts`: see `read_adapter`.
 
         Raises:
             ValueError: one of the configured adapters cannot be used.
@@ -47,6 +49,7 @@ class Adapters:
         self._config = config
         self._spec = spec
         self._hub = hub
+        self._experts = experts
         self._named: dict[str, NamedAdapter] = {}
         self._known: dict[str, tuple[object, AdapterRef]] = {}
         """By folder: what the files looked like when they were read, and what they hold."""
@@ -80,7 +83,7 @@ class Adapters:
             known = self._known.get(str(path))
             if known is not None and known[0] == state:
                 return known[1]
-            adapter = read_adapter(path, self._spec, self._config.max_lora_rank)
+            adapter = read_adapter(path, self._spec, self._config.max_lora_rank, experts=self._experts)
             ref = AdapterRef(adapter.digest(), str(path))
             self._known[str(path)] = state, ref
             return ref

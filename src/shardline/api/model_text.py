@@ -113,5 +113,5 @@ def load_model_text(config: EngineConfig) -> ModelText:
         embeds_size=0 if spec.token_input is not None else spec.hidden_size,
         sampling_defaults=read_sampling_defaults(model, files.generation_config),
         pooler=Pooler(spec.hidden_size, labels) if config.embeds or labels is not None else None,
-        adapters=Adapters(config.lora, spec, model.hub_access),
+        adapters=Adapters(config.lora, spec, model.hub_access, experts=config.parallel.keeps_experts),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.config.engine import HubAccess
 from shardline.models.adapters import EMBEDDING, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
+from shardline.models.llama_like import StackedExperts
+from shardline.models.parameters import expert_of, parse_name
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
@@ -40,7 +42,6 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _UNSUPPORTED: Mapping[str, str] = {
     "lora_bias": "biases of adapters (lora_bias) are not supported yet",
     "ensure_weight_tying": "one change of a tied embedding and lm_head (ensure_weight_tying) is not supported",
-    "target_parameters": "adapters of expert tensors (target_parameters) are not supported yet",
     "trainable_token_indices": "new token embeddings (trainable_token_indices) are not supported yet",
     "layer_replication": "layer_replication is not supported",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) is not supported",
@@ -63,7 +64,7 @@ class _Config(msgspec.Struct):
     use_dora: bool | None = False
     lora_bias: Any = None
     ensure_weight_tying: Any = None
-    target_parameters: Any = None
+    target_parameters: list[str] | None = None
     trainable_token_indices: Any = None
     layer_replication: Any = None
     alora_invocation_tokens: Any = None
@@ -115,15 +116,15 @@ def find_adapter(name: str, hub: HubAccess) -> Path:
     return fetch_files(name, (CONFIG_FILE, WEIGHTS_FILE), hub)
 
 
-def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int, *, experts: bool = True) -> Adapter:
     """Read and check an adapter for the model `spec`: a folder that PEFT has written, or a GGUF file. Only headers are
-    read.
+    read. `experts`: whether the deployment lets adapters change experts.
 
     Raises:
         ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
     """
     try:
-        return _read_adapter(folder, spec, max_rank)
+        return _checked(_read_adapter(folder, spec), spec, max_rank, experts)
     except ValueError as error:
         raise ValueError(f"the adapter in {folder} cannot be used: {error}") from None
     except OSError as error:
@@ -150,9 +151,9 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return folder / CONFIG_FILE, folder / WEIGHTS_FILE
 
 
-def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
+def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     if folder.suffix == GGUF_SUFFIX:
-        return _checked(Adapter(folder, read_changes(folder, spec)), spec, max_rank)
+        return Adapter(folder, read_changes(folder, spec))
     config = _read_config(folder)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
@@ -167,8 +168,11 @@ def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
     for name, shape in adaptable_parameters(spec):
         source = family(spec.model_type).tensor_source(name, spec)
         keys = [key.removesuffix(".weight") for key in (source.key, *source.aliases)]
-        module = next((key for key in keys if key in modules), None)
-        if module is None or source.columns is not None or source.index is not None:
+        module = pattern = next((key for key in keys if key in modules), None)
+        if module is None and (stacked := source if source.index else StackedExperts("mlp.experts").find(name, spec)):
+            source, pattern = stacked, stacked.key
+            module = _module_of_parameter(pattern, config.target_parameters or ())
+        if module is None or pattern is None or module not in modules or source.columns is not None:
             continue
         tensors = modules[module]
         first, count = source.rows or (0, shape[0])
@@ -177,7 +181,7 @@ def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
         if name in (EMBEDDING, LM_HEAD) and (whole := _whole(module, tensors, spec)) is not None:
             wholes.append(WholeWeight(name, whole))
         else:
-            linears.append(_adapted(name, module, tensors, shape, rows, config))
+            linears.append(_adapted(name, module, pattern, tensors, shape, rows, source.index or (0, 1), config))
     _check_leftovers(modules, outputs)
     for module, rows_of_module in outputs.items():
         up = modules[module].get("up")
@@ -185,17 +189,23 @@ def _read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
             raise ValueError(
                 f"{module} has {up.shape[0]} outputs, and {rows_of_module} in this model; it is of another model"
             )
-    return _checked(Adapter(folder, tuple(linears), tuple(wholes)), spec, max_rank)
+    return Adapter(folder, tuple(linears), tuple(wholes))
 
 
-def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int) -> Adapter:
+def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) -> Adapter:
     """The adapter.
 
     Raises:
-        ValueError: it changes nothing, or does not fit into a slot.
+        ValueError: it changes nothing, or what the deployment does not let it, or does not fit into a slot.
     """
     if not adapter.linears and not adapter.wholes:
         raise ValueError("it changes no linear of this model")
+    changed = (one.name for one in adapter.linears if expert_of(parse_name(one.name).part) is not None)
+    if not experts and (expert := next(changed, None)) is not None:
+        raise ValueError(
+            f"it changes the expert {expert.removesuffix('.weight')}, which adapters cannot where experts move "
+            "(--enable-eplb), or where replicas share them (--enable-expert-parallel with --data-parallel-size)"
+        )
     if adapter.rank > max_rank:
         raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
     if adapter.wholes:
@@ -277,14 +287,37 @@ def _whole(module: str, tensors: Mapping[str, TensorEntry], spec: DecoderSpec) -
     return tensors.get("whole")
 
 
+def _module_of_parameter(key: str, targets: Collection[str]) -> str | None:
+    """The name of the module by which an adapter changes the stacked weights `key` of experts; None: it does not.
+
+    PEFT wraps a module once for each of its parameters that is a target, the first one innermost.
+    """
+    experts = key.rpartition(".")[0]
+    own = [one for name in ("gate_up_proj", "down_proj") if _is_named(one := f"{experts}.{name}", targets)]
+    return experts + ".base_layer" * (len(own) - 1 - own.index(key)) if key in own else None
+
+
+def _is_named(key: str, targets: Collection[str]) -> bool:
+    return any(key == target or key.endswith(f".{target}") for target in targets)
+
+
 def _check_type(module: str, entry: TensorEntry) -> None:
     if entry.dtype not in _DTYPES:
         raise ValueError(f"{module} has type {entry.dtype}; supported: {', '.join(_DTYPES)}")
 
 
 def _adapted(
-    name: str, module: str, tensors: Mapping[str, TensorEntry], shape: Shape, rows: slice, config: _Config
+    name: str,
+    module: str,
+    pattern: str,
+    tensors: Mapping[str, TensorEntry],
+    shape: Shape,
+    rows: slice,
+    expert: tuple[int, int],
+    config: _Config,
 ) -> LinearChange:
+    """The change of the linear `name` of `shape`. `pattern`: how patterns name it. `expert`: which one, of how many,
+    the tensors stack."""
     down, up, magnitude = tensors.get("down"), tensors.get("up"), tensors.get("magnitude")
     if "whole" in tensors:
         raise ValueError(
@@ -292,20 +325,24 @@ def _adapted(
         )
     if down is None or up is None:
         raise ValueError(f"{module} has only one of lora_A and lora_B")
-    rank = _pattern_value(config.rank_pattern, module, config.r)
-    alpha = _pattern_value(config.alpha_pattern, module, config.lora_alpha)
+    rank = _pattern_value(config.rank_pattern, pattern, config.r)
+    alpha = _pattern_value(config.alpha_pattern, pattern, config.lora_alpha)
     if len(down.shape) != 2 or down.shape[1] != shape[1] or len(up.shape) != 2:
         raise ValueError(
             f"{module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, and a linear {list(shape)} of this "
             "model needs [rank, in] and [out, rank]; the adapter is of another model"
         )
-    if not 1 <= rank == down.shape[0] == up.shape[1]:
+    if not (rank >= 1 and rank * expert[1] == down.shape[0] == up.shape[1]):
+        experts = f" for each of {expert[1]} experts" if expert[1] > 1 else ""
         raise ValueError(
-            f"{module} has rank {rank} in {CONFIG_FILE}, but lora_A {list(down.shape)} and lora_B {list(up.shape)}"
+            f"{module} has rank {rank}{experts} in {CONFIG_FILE}, but lora_A {list(down.shape)} and lora_B "
+            f"{list(up.shape)}"
         )
     if (magnitude is not None) != bool(config.use_dora):
         named = "has no lora_magnitude_vector, and" if magnitude is None else "has a lora_magnitude_vector, but"
         raise ValueError(f"{module} {named} use_dora is {str(bool(config.use_dora)).lower()} in {CONFIG_FILE}")
+    if magnitude is not None and expert[1] > 1:
+        raise ValueError(f"DoRA of stacked experts ({module}) is not supported, nor does PEFT make it")
     if magnitude is not None and name == EMBEDDING:
         raise ValueError("DoRA of an embedding is not supported; leave embed_tokens out of the targets")
     if magnitude is not None and magnitude.shape != up.shape[:1]:
@@ -315,7 +352,9 @@ def _adapted(
     for entry in (down, up, *([] if magnitude is None else [magnitude])):
         _check_type(module, entry)
     scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return LinearChange(name, down, up, rows, rank, scale, magnitude=magnitude)
+    number, count = expert
+    change = LinearChange(name, down, up, rows, rank, scale, magnitude=magnitude)
+    return replace(change, expert=number, num_experts=count, in_columns=count > 1)
 
 
 def _pattern_value(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
@@ -339,5 +378,5 @@ def _check_leftovers(modules: Iterable[str], used: Collection[str]) -> None:
     if left := next((module for module in modules if module not in used), None):
         raise ValueError(
             f"it changes {left[:200]}, which this model does not have, or where adapters are not supported yet "
-            "(experts, norms, routers, latent up-projections)"
+            "(norms, routers, latent up-projections)"
         )

@@ -113,6 +113,11 @@ class ParallelConfig:
         """Whether no other placement of experts does what is asked."""
         return self.enable_eplb
 
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether a rank has the same experts all the time, and computes them for its own replica only."""
+        return not self.enable_eplb and not (self.enable_expert_parallel and self.data_parallel_size > 1)
+
     def divided(self, sizes: Mapping[str, int], *, whole_experts: bool) -> ParallelConfig:
         """The same with these sizes, by the names of the options. Only whole experts move."""
         moving = {} if whole_experts else {"enable_eplb": False, "eplb_config": None}

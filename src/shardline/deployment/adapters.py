@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import NO_ADAPTERS, AdapterPlan
 from shardline.deployment.layout import Layout
-from shardline.models.adapters import adapter_bytes
+from shardline.models.adapters import ExpertChanges, adapter_bytes
 from shardline.models.partition import Span
 from shardline.models.parts import DType
 from shardline.models.spec import DecoderSpec
@@ -32,10 +32,13 @@ def plan_adapters(
             "enable_lora needs --numerics exact where ranks share layers: then each output has one owner, which adds "
             "the adapter's part"
         )
+    experts: ExpertChanges = "split" if layout.grid.expert == 1 else "whole"
+    if not config.parallel.keeps_experts:
+        experts = "none"  # a rank would need the adapters of other replicas' tokens, or of experts that come later
     num_bytes = tuple(
-        lora.num_slots * adapter_bytes(spec, place, stages, dtype, lora.max_lora_rank)
+        lora.num_slots * adapter_bytes(spec, place, stages, dtype, lora.max_lora_rank, experts)
         for place in map(layout.grid.place, range(layout.grid.world_size))
     )
     if not any(num_bytes):
         raise ValueError(f"enable_lora: {spec.model_type} has no linear that adapters can change here")
-    return AdapterPlan(lora.num_slots, lora.max_lora_rank, num_bytes)
+    return AdapterPlan(lora.num_slots, lora.max_lora_rank, num_bytes, experts != "none")

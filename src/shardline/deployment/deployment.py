@@ -175,6 +175,8 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     max_rank: int = 0
     num_bytes: tuple[int, ...] = ()
     """Bytes on each rank of an engine, if every slot has an adapter of this rank that changes all that it can."""
+    experts: bool = False
+    """Whether they may change experts."""
 
 
 NO_ADAPTERS = AdapterPlan()

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from shardline.config.topology import RankPlace
 from shardline.models.parameters import (
     counted_parameters,
     embeds_tokens,
-    expert_of,
     is_linear,
     parameters,
     parse_name,
 )
-from shardline.models.partition import Span
+from shardline.models.partition import Span, split_dim
 from shardline.models.parts import DTYPE_BYTES, DType, Parameters
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
 
 EMBEDDING, LM_HEAD = "embed.weight", "lm_head.weight"
+ExpertChanges = Literal["split", "whole", "none"]
+"""How a rank holds what adapters change of experts: its outputs of each, or its own experts whole; or nothing, where
+they cannot be changed."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,10 @@ class LinearChange:
 
     name: str
     down: TensorEntry
-    """[rank, in]"""
+    """[rank, in], perhaps with more rows"""
     up: TensorEntry
-    """[rows of the checkpoint's tensor, rank]"""
+    """[rows of the checkpoint's tensor, rank], perhaps with more columns. Dims before the last two are flattened, those
+    of `down` too."""
     rows: slice
     """The rows of `up` that belong to this linear."""
     rank: int
@@ -40,6 +44,11 @@ class LinearChange:
     """Whether `down` is [in, rank]."""
     interleaved_heads: int = 0
     """Rows of a head of `up`, if they are in GGUF's order, see `gguf.checkpoint.FoundPlace`; 0: in the model's."""
+    expert: int = 0
+    num_experts: int = 1
+    """`down` stacks so many experts, and this linear belongs to `expert`."""
+    in_columns: bool = False
+    """Whether `up` has all of them side by side: the columns of an expert are `num_experts` apart."""
     magnitude: TensorEntry | None = None
     """[rows of the checkpoint's tensor]: the norms of the rows of the changed weight (DoRA); None: as they come."""
 
@@ -66,18 +75,20 @@ def adaptable_parameters(spec: DecoderSpec) -> Parameters:
 
 
 def is_adaptable(name: str) -> bool:
-    """Whether an adapter may change the linear weight `name` of a layer: a projection of its attention or of its dense
-    feed-forward block, or of the shared expert beside others."""
+    """Whether an adapter may change the linear weight `name` of a layer: a projection of its attention, of its dense
+    feed-forward block, or of an expert."""
     layer, part, _ = parse_name(name)
-    return layer is not None and is_linear(name) and expert_of(part) is None and not part.startswith("token_input.")
+    return layer is not None and is_linear(name) and not part.startswith("token_input.")
 
 
 @functools.lru_cache(maxsize=512)
-def adapter_bytes(spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...], dtype: DType, max_rank: int) -> int:
+def adapter_bytes(
+    spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...], dtype: DType, max_rank: int, experts: ExpertChanges
+) -> int:
     """Bytes of an adapter of rank `max_rank` that changes all it can, on the rank at `place`.
 
     The rank holds the inner part, [rank, in], of each linear whole, and its own rows of the outer part, [out, rank],
-    with a factor of each (DoRA). That of the embedding it holds whole.
+    with a factor of each (DoRA). That of the embedding it holds whole, and those of whole experts.
     """
     stage, size = stages[place.pp_rank], len(place.peers("tensor"))
     total = factors = 0
@@ -92,7 +103,12 @@ def adapter_bytes(spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...],
         if one.name.endswith(".weight") and is_adaptable(one.name):
             outputs, inputs = one.shape
             span = shard(one.name, spec, place.share, size)[0]
-            local = outputs if span is None else span.size
-            total += one.num_layers * max_rank * (inputs + local)
-            factors += one.num_layers * local
+            local, copies = outputs if span is None else span.size, one.num_layers
+            if one.num_experts and experts == "whole":
+                peers = place.peers("expert")
+                local, copies = outputs, copies * split_dim(one.num_experts, len(peers))[peers.index(place.rank)].size
+            elif one.num_experts:
+                copies *= one.num_experts if experts == "split" else 0
+            total += copies * max_rank * (inputs + local)
+            factors += copies * local
     return total * DTYPE_BYTES[dtype] + factors * DTYPE_BYTES["float32"]

@@ -175,7 +175,7 @@ class DecoderStage:
         self.embeds_prompts = last and stage.embeds
         self.adapted = tuple(loader.adapted)
         """The linears that adapters can change; none if the deployment takes no adapters."""
-        self.scaling_slots = loader.scaling_slots
+        self.scaling_slots, self.expert_slots = loader.scaling_slots, loader.expert_slots
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""

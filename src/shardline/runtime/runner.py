@@ -100,7 +100,7 @@ class Runner:
         # The first ones read the results of rows, those after the drafts the results of sequences.
         self._features: list[Feature] = []
         if stage.adapted:
-            self._features.append(RowAdapters(sizes.max_seqs, backend.device, stage.lm_head, stage.scaling_slots))
+            self._features.append(RowAdapters(sizes.max_seqs, backend.device, stage))
         if stage.is_first:
             self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:

@@ -67,6 +67,8 @@ class Rows:
     """[num_rows] int32: the slot of each row's adapter; negative: it has none. None: no row has any."""
     scaled: bool = False
     """Whether an adapter of a row has factors of outputs (DoRA)."""
+    adapts_experts: bool = False
+    """Whether an adapter of a row changes experts."""
     shared: tuple[SharedRows, ...] | None = None
     """One for each KV group, if ranks share the keys of a request; else None."""
 
@@ -93,12 +95,13 @@ class Rows:
             narrowed = replace(narrowed, token_inputs=narrowed.take(token_inputs))
         return replace(self, token_inputs=token_inputs, narrowed=narrowed)
 
-    def with_adapters(self, adapters: Tensor, *, scaled: bool) -> Rows:
+    def with_adapters(self, adapters: Tensor, *, scaled: bool, adapts_experts: bool) -> Rows:
         """The same with `adapters` of all rows."""
         narrowed = self.narrowed
         if narrowed is not None:
-            narrowed = replace(narrowed, adapters=narrowed.take(adapters), scaled=scaled)
-        return replace(self, adapters=adapters, scaled=scaled, narrowed=narrowed)
+            taken = narrowed.take(adapters)
+            narrowed = narrowed.with_adapters(taken, scaled=scaled, adapts_experts=adapts_experts)
+        return replace(self, adapters=adapters, scaled=scaled, adapts_experts=adapts_experts, narrowed=narrowed)
 
 
 def empty_rows(replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:

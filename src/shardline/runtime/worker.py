@@ -158,7 +158,7 @@ class Worker:
     @functools.cached_property
     def adapter_loader(self) -> AdapterLoader:
         """What brings adapters to this rank."""
-        return AdapterLoader(self.stage.adapted, self._deployment.spec, self._deployment.adapters.max_rank)
+        return AdapterLoader(self.stage.adapted, self._deployment.spec, self._deployment.adapters)
 
     @property
     def runner(self) -> Runner:

@@ -1,7 +1,8 @@
 """LoRA adapters in GGUF, as llama.cpp's converter writes them.
 
 Each weight that the adapter changes has two tensors beside its own name: `blk.0.attn_q.weight.lora_a` [rank, in] and
-`.lora_b` [out, rank]. The inner one of the embedding is transposed. The scale is `adapter.lora.alpha` / rank.
+`.lora_b` [out, rank]. Those of experts are stacked, as their weights are. The inner one of the embedding is transposed.
+The scale is `adapter.lora.alpha` / rank.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def read_changes(file: Path, spec: DecoderSpec) -> tuple[LinearChange, ...]:
     if left:
         raise ValueError(
             f"it changes {next(iter(left))[:200]}, which this model does not have, or where adapters are not supported "
-            "yet (experts, norms, routers, latent up-projections)"
+            "yet (norms, routers, latent up-projections)"
         )
     return tuple(changes)
 
@@ -65,13 +66,15 @@ def _change(name: str, shape: Shape, place: Place, header: GGUFHeader, alpha: fl
     down, up = (header.tensors.get(f"{key}{suffix}") for suffix in _SUFFIXES)
     if down is None or up is None:
         raise ValueError(f"{key} has only one of lora_a and lora_b")
-    outputs, inputs = shape[0] if transposed else place.shape[0], shape[1]
+    outputs, inputs = shape[0] if transposed else place.shape[-2], shape[1]
+    experts = () if transposed else place.shape[:-2]
     inner = down.shape[::-1] if transposed else down.shape
-    rank = inner[0]
-    if inner != (rank, inputs) or up.shape != (outputs, rank) or rank < 1:
+    rank = up.shape[-1]
+    if inner != (*experts, rank, inputs) or up.shape != (*experts, outputs, rank) or rank < 1:
+        each = f" for each of {experts[0]} experts" if experts else ""
         raise ValueError(
             f"{key} has lora_a {list(down.shape)} and lora_b {list(up.shape)}, and a linear {[outputs, inputs]} of "
-            "this model needs [rank, in] and [out, rank]; the adapter is of another model"
+            f"this model needs [rank, in] and [out, rank]{each}; the adapter is of another model"
         )
     for tensor in (down, up):
         if tensor.type.name not in PLAIN_TYPES:
@@ -86,6 +89,8 @@ def _change(name: str, shape: Shape, place: Place, header: GGUFHeader, alpha: fl
         alpha / rank if alpha else 1.0,
         transposed=transposed,
         interleaved_heads=interleaved_heads(name, spec, architecture),
+        expert=place.first_row // outputs if experts else 0,
+        num_experts=math.prod(experts),
     )
 
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.layers.adapted_vocabulary import AdaptedLMHead
-from shardline.runtime.layers.vocabulary import LMHead
 from shardline.runtime.step import StepInput
 
 
 class RowAdapters(Feature):
     """Fills the column of adapters of a step's rows, if any of its sequences has one."""
 
-    def __init__(self, max_rows: int, device: torch.device, head: LMHead | None, scaling_slots: Set[int]) -> None:
-        """`max_rows`: rows of the largest step that can be replayed. Such steps share memory. `scaling_slots`: see
-        `LayerLoader`."""
+    def __init__(self, max_rows: int, device: torch.device, stage: DecoderStage) -> None:
+        """`max_rows`: rows of the largest step that can be replayed. Such steps share memory."""
         self._memory = torch.empty(max_rows, dtype=torch.int32)
         self._device = device
-        self._scaling_slots = scaling_slots
-        self._head = head.adapters if isinstance(head, AdaptedLMHead) else None
+        self._scaling_slots: Set[int] = stage.scaling_slots
+        self._expert_slots: Set[int] = stage.expert_slots
+        self._head = stage.lm_head.adapters if isinstance(stage.lm_head, AdaptedLMHead) else None
 
     def begin(self, running: RunningStep) -> RowAdapters | None:
         slots = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
@@ -36,9 +36,9 @@ class RowAdapters(Feature):
         slots = np.repeat(np.array([sequence.adapter for sequence in running.stepped], dtype=np.int32), counts)
         column = torch.from_numpy(slots).to(self._device)
         own = {sequence.adapter for sequence in running.stepped if sequence.adapter >= 0}
+        scaled, experts = not own.isdisjoint(self._scaling_slots), not own.isdisjoint(self._expert_slots)
         if step.is_replayable:
             column = self._memory[: len(slots)].copy_(column)
-            if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
+            if experts or (self._head is not None and any(self._head.wholes[slot] is not None for slot in own)):
                 step = replace(step, is_replayable=False)
-        scaled = not own.isdisjoint(self._scaling_slots)
-        return replace(step, rows=step.rows.with_adapters(column, scaled=scaled))
+        return replace(step, rows=step.rows.with_adapters(column, scaled=scaled, adapts_experts=experts))

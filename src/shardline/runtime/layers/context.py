@@ -155,6 +155,8 @@ class LayerLoader:
     """The linears that adapters can change."""
     scaling_slots: set[int] = field(default_factory=set)
     """The slots whose adapters have factors of outputs (DoRA)."""
+    expert_slots: set[int] = field(default_factory=set)
+    """The slots whose adapters change experts."""
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""

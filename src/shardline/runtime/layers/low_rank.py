@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
 from shardline.models.adapters import is_adaptable
-from shardline.models.parameters import parse_name
+from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.loader.folded_norms import FoldedNorms
@@ -27,19 +27,28 @@ class LinearAdapters:
     multiplies both with a factor of each output.
     """
 
-    def __init__(self, loader: LayerLoader, names: Sequence[str], spans: Sequence[Span], in_features: int) -> None:
-        """`spans`: this rank's outputs of each weight."""
+    def __init__(
+        self,
+        loader: LayerLoader,
+        names: Sequence[str],
+        spans: Sequence[Span],
+        in_features: int,
+        num_experts: int = 1,
+    ) -> None:
+        """`spans`: this rank's outputs of each weight. `num_experts`: the weights are those of so many experts, one
+        after another, each with slots of its own."""
         stage = loader.stage
         self.names = tuple(names)
         """The linears, without `.weight`."""
         self.spans = tuple(spans)
         self.own_whole = spans[0]
         self._kernels = cast(LowRankKernels, stage.kernels)
+        self._num_experts, self._num_parts = num_experts, len(names) // num_experts
         self.weights = LowRankWeights.empty(
-            stage.adapters.num_slots,
+            stage.adapters.num_slots * num_experts,
             stage.adapters.max_rank,
             in_features,
-            tuple(span.size for span in spans),
+            tuple(span.size for span in spans[: self._num_parts]),
             stage.dtype,
         )
         source = loader.source
@@ -50,8 +59,10 @@ class LinearAdapters:
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
-        self.weights.clear(slot)
+        for expert in range(self._num_experts):
+            self.weights.clear(slot * self._num_experts + expert)
         self._loader.scaling_slots.discard(slot)
+        self._loader.expert_slots.discard(slot)
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
         """See `LowRankWeights.put`; `magnitude` [local outputs]: the norms of the rows of the changed weight.
@@ -66,7 +77,11 @@ class LinearAdapters:
             if not bool(torch.isfinite(factors).all()):
                 raise ValueError(f"the adapter makes {self.names[part]} zero somewhere, where DoRA divides by its norm")
             self._loader.scaling_slots.add(slot)
-        self.weights.put(slot, part, down if self._factors is None else down * self._factors, up, scale, factors)
+        if expert_of(parse_name(f"{self.names[part]}.weight").part) is not None:
+            self._loader.expert_slots.add(slot)
+        expert, part = divmod(part, self._num_parts)
+        down = down if self._factors is None else down * self._factors
+        self.weights.put(slot * self._num_experts + expert, part, down, up, scale, factors)
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """See `AdaptedLinear.put_whole`."""

@@ -25,6 +25,7 @@ from shardline.models.parameters import parse_name
 from shardline.models.partition import split_dim
 from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.expert_adapters import AdaptedSlots, ExpertAdapters, make_expert_adapters
 from shardline.runtime.layers.expert_places import ExpertPlaces
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.norm import NormLayer
@@ -134,6 +135,22 @@ def load_experts(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[
     )
 
 
+def _load_streamed(
+    loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]
+) -> tuple[ExpertWeights, Callable[[Tensor, int], None] | None]:
+    """The experts, and what has those in memory that tokens chose; None: all of them stay there."""
+    stream = loader.stage.expert_stream
+    if stream is None:
+        return load_experts(loader, name, spec, experts), None
+    index = parse_name(f"{name}.router.weight").layer
+    assert index is not None
+    with stream.loading():
+        weights = load_experts(loader, name, spec, experts)
+    panels = weights.up.panels, weights.down.panels
+    stream.keep(index, panels, weights.up.nbytes + weights.down.nbytes - sum(part.nbytes for part in panels))
+    return weights, partial(stream.acquire, index)
+
+
 class Experts:
     """The experts, or parts of all experts, that this rank holds."""
 
@@ -143,21 +160,30 @@ class Experts:
         spec: Dense,
         weights: ExpertWeights,
         first: int,
+        adapters: ExpertAdapters | None,
         acquire: Callable[[Tensor, int], None] | None,
     ) -> None:
-        """`first`: the place of the first of them, among those of all ranks. `acquire`: has those in memory that tokens
-        chose; None: all are."""
+        """`first`: the place of the first of them, among those of all ranks. `adapters`: None if they have none.
+        `acquire`: has those in memory that tokens chose; None: all are."""
         self._kernels = kernels
         self._acquire = acquire
         self._activation = spec.activation
         self._gated = spec.gated
         self.weights = weights
         self.first = first
+        self._adapters = adapters
 
-    def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
+    def adapted(self, ids: Tensor, rows: Rows, compact: bool = False) -> AdaptedSlots | None:
+        """See `ExpertAdapters.sort`."""
+        return None if self._adapters is None else self._adapters.sort(ids, rows, self.first, compact=compact)
+
+    def activate(self, x: Tensor, ids: Tensor, adapted: AdaptedSlots | None = None, compact: bool = False) -> Tensor:
         """The activations between the two products, see `expert_up`."""
         if self._acquire is not None:
             self._acquire(ids, self.first)
+        bias = self.weights.up_bias
+        if adapted is not None and self._adapters is not None:
+            bias = self._adapters.up_bias(x, adapted, bias)
         return expert_up(
             self._kernels,
             x,
@@ -167,8 +193,15 @@ class Experts:
             gated=self._gated,
             first_expert=self.first,
             compact=compact,
-            bias=self.weights.up_bias,
+            bias=bias,
         )
+
+    def down_bias(self, inner: Tensor, adapted: AdaptedSlots | None) -> Tensor | None:
+        """What the second products of `inner` add, see `expert_down`."""
+        bias = self.weights.down_bias
+        if adapted is None or self._adapters is None:
+            return bias
+        return self._adapters.down_bias(inner, adapted, bias)
 
 
 class DenseBeside:
@@ -216,20 +249,10 @@ class MoEFeedForward:
         self._own_places = self.places.spans[stage.expert_group.rank]
         if self._whole_experts:
             held = range(self._own_places.start, self._own_places.stop)
-        own = [self.places.experts[place] for place in held]
-        acquire: Callable[[Tensor, int], None] | None = None
-        if stage.expert_stream is None:
-            weights = load_experts(loader, name, spec.expert, own)
-        else:
-            index = parse_name(f"{name}.router.weight").layer
-            assert index is not None
-            with stage.expert_stream.loading():
-                weights = load_experts(loader, name, spec.expert, own)
-            panels = weights.up.panels, weights.down.panels
-            others = weights.up.nbytes + weights.down.nbytes - sum(part.nbytes for part in panels)
-            stage.expert_stream.keep(index, panels, others)
-            acquire = partial(stage.expert_stream.acquire, index)
-        self._experts = Experts(stage.kernels, spec.expert, weights, held.start, acquire)
+        numbers = [self.places.experts[place] for place in held]
+        weights, acquire = _load_streamed(loader, name, spec.expert, numbers)
+        adapters = make_expert_adapters(loader, name, spec.expert, numbers)
+        self._experts = Experts(stage.kernels, spec.expert, weights, held.start, adapters, acquire)
         self._read_experts: Callable[[Sequence[int]], ExpertWeights] | None = None
         if stage.moves_experts:
             later = dataclasses.replace(loader, on_loaded=lambda num_bytes: None)
@@ -284,7 +307,8 @@ class MoEFeedForward:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
         routed, experts = self._router(router_input, rows.padding), self._experts
-        inner = experts.activate(self._expert_input(x, routed), routed.ids)
+        adapted = experts.adapted(routed.ids, rows)
+        inner = experts.activate(self._expert_input(x, routed), routed.ids, adapted)
         inner = self._group.all_gather_columns(inner, self._inner_widths)
         shared = self._shared.compute_columns(x, rows) if self._shared is not None else None
         local = expert_down(
@@ -295,7 +319,7 @@ class MoEFeedForward:
             experts.weights.down,
             shared=shared,
             shared_scale=routed.shared_scale,
-            bias=experts.weights.down_bias,
+            bias=experts.down_bias(inner, adapted),
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
@@ -320,10 +344,10 @@ class MoEFeedForward:
         exchanged = count_exchanged(kernels, ids, token_bounds, self.places.bounds)
         sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
         tokens = group.all_to_all_rows(sent, exchanged.tokens, sum(counts))
-        inner = experts.activate(tokens, ids, compact=True)
-        slots = expert_slots(
-            kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=experts.weights.down_bias
-        )
+        adapted = experts.adapted(ids, rows, compact=True)
+        inner = experts.activate(tokens, ids, adapted, compact=True)
+        bias = experts.down_bias(inner, adapted)
+        slots = expert_slots(kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=bias)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             kernels, products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale

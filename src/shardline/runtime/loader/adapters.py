@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardline.checkpoints.adapters import read_adapter
+from shardline.deployment.deployment import AdapterPlan
 from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.models.adapters import LinearChange
 from shardline.models.partition import Span
@@ -48,10 +49,10 @@ class AdapterLoader:
     One adapter loads at a time, in the order of the commands, so that steps are slowed down little.
     """
 
-    def __init__(self, linears: Sequence[AdaptedLinear], spec: DecoderSpec, max_rank: int) -> None:
+    def __init__(self, linears: Sequence[AdaptedLinear], spec: DecoderSpec, plan: AdapterPlan) -> None:
         self._linears = linears
         self._spec = spec
-        self._max_rank = max_rank
+        self._plan = plan
         self._loads: dict[int, _Load] = {}
         """The last one of each slot."""
         self._last: _Load | None = None
@@ -63,7 +64,7 @@ class AdapterLoader:
             ValueError: it cannot be used, or is another one by now. The slot is empty.
         """
         folder, digest = Path(command.adapter.folder), command.adapter.digest
-        load_adapter(self._linears, command.slot, folder, digest, self._spec, self._max_rank)
+        load_adapter(self._linears, command.slot, folder, digest, self._spec, self._plan)
 
     def begin(self, command: LoadAdapter) -> None:
         """See `LoadAdapter`."""
@@ -105,7 +106,7 @@ class _Load(threading.Thread):
 
 
 def load_adapter(
-    linears: Iterable[AdaptedLinear], slot: int, folder: Path, digest: str, spec: DecoderSpec, max_rank: int
+    linears: Iterable[AdaptedLinear], slot: int, folder: Path, digest: str, spec: DecoderSpec, plan: AdapterPlan
 ) -> None:
     """Put the adapter in `folder` into a slot of `linears`.
 
@@ -114,7 +115,7 @@ def load_adapter(
     """
     for linear in linears:
         linear.clear(slot)
-    adapter = read_adapter(folder, spec, max_rank)
+    adapter = read_adapter(folder, spec, plan.max_rank, experts=plan.experts)
     if adapter.digest() != digest:
         raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}
@@ -140,9 +141,11 @@ def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: they are not finite.
     """
-    down, up = mapped_tensor(linear.down).float(), mapped_tensor(linear.up)[linear.rows]
-    if linear.transposed:
-        down = down.T
+    first = linear.expert * linear.rank
+    down, up = mapped_tensor(linear.down).flatten(0, -2), mapped_tensor(linear.up).flatten(0, -2)[linear.rows]
+    down = down.T.float() if linear.transposed else down[first : first + linear.rank].float()
+    if linear.in_columns:
+        up = up[:, linear.expert :: linear.num_experts]
     rows = slice(span.start, span.stop)
     up = up[original_rows(span, linear.interleaved_heads) if linear.interleaved_heads else rows].float()
     for tensor in (down, up):

@@ -26,6 +26,7 @@ from shardline.runtime.ops.moe.experts import (
     expert_up,
     expert_up_reference,
     slot_products_reference,
+    sort_slots,
 )
 from shardline.weights.base import PackedExperts, weight_format
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
@@ -107,6 +108,34 @@ def test_rows_have_the_bits_of_one_linear(dtype, rng, name):
             assert_same_bits(whole[begin + row], alone[0])
         begin += len(tokens)
     assert begin == num_tokens * k
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "fp8"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_rows_may_have_biases_of_their_own(dtype, rng, name, scaled):
+    """Perhaps with factors: rows have the bits of a linear with the same biases."""
+    num_tokens, num_experts, k, depth, width = 70, 3, 2, 48, 70
+    weights = randn(num_experts, 2 * width, depth, dtype=dtype, rng=rng)
+    stack, linears = packed(weights, name), [weight_format(name).pack_linear(KERNELS, weight) for weight in weights]
+    x, ids = randn(num_tokens, depth, dtype=dtype, rng=rng), choose(num_tokens, num_experts, k, rng)
+    ids[:60, 0], ids[:60, 1] = 2, 1  # one expert with many rows
+    tokens, experts = sort_slots(ids, 0, num_experts)
+    biases = randn(num_tokens * k, 1 + scaled, 2 * width, rng=rng)
+    up = expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=biases)
+    given = torch.index_select(x, 0, tokens)
+    down = expert_slots(KERNELS, given, ids, stack, bias=biases)
+    for row, (token, expert) in enumerate(zip(tokens.tolist(), experts.tolist(), strict=True)):
+        bias = biases[row : row + 1] if scaled else biases[row]
+        alone = linears[expert](x[token : token + 1], bias)
+        assert_same_bits(up[row], gated_activation(KERNELS, alone, "silu")[0])
+        assert_same_bits(down[token * k + ids[token].tolist().index(expert)], alone[0])
+    for call in (
+        lambda few: expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=few),
+        lambda few: expert_slots(KERNELS, given, ids, stack, bias=few),
+    ):
+        with pytest.raises(ValueError, match="bias has 139 rows, the routing needs 140"):
+            call(biases[:-1])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -34,7 +34,8 @@ def expert_up(
     CPU, the slots' rows come first, sorted by expert, and the rows after them are undefined. On a GPU, rows are in the
     order of slots (with `compact`, the slots of those tokens come first), and the rows of other experts' slots are
     undefined. The product, with the expert's row of `bias` [E, outputs of `weights`], is rounded once. Then the result
-    is rounded as in `gated_activation`.
+    is rounded as in `gated_activation`. On the CPU, `bias` may also be one of each row: [rows, 1, outputs] float32, or
+    [rows, 2, outputs], where factors of the sums come behind.
     """
     width = weights.out_features // 2 if gated else weights.out_features
     out = kernels.activation_empty(x.dtype, ids.numel(), width)
@@ -57,14 +58,22 @@ def expert_down(
 ) -> Tensor:
     """For each token, the sum over its slots of slot_weights [T, k] times the slot's product, in slot order: [T, N].
 
-    x: rows as `expert_up` returns them. A slot's product, with the expert's row of `bias` [E, N], is rounded to
-    `out_dtype` (default: x's dtype). The sum is computed in fp32, shared_scale [T] * shared [T, N] is added last, and
-    the total is rounded once.
+    x: rows as `expert_up` returns them. A slot's product, with the expert's row of `bias` [E, N], or as in `expert_up`,
+    is rounded to `out_dtype` (default: x's dtype). The sum is computed in fp32, shared_scale [T] * shared [T, N] is
+    added last, and the total is rounded once.
     """
     out = kernels.activation_empty(out_dtype or x.dtype, ids.shape[0], weights.out_features)
     packed = weights.panels, weights.scales
     kernels.expert_down(x, ids, slot_weights, first_expert, *packed, shared, shared_scale, out, bias)
     return out
+
+
+def sort_slots(ids: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The tokens [R] of the rows of `expert_up` on a CPU, and the experts [R], counted from the first; int64."""
+    experts = ids.view(-1).long() - first_expert
+    held = ((experts >= 0) & (experts < num_experts)).nonzero()[:, 0]
+    held = held[torch.argsort(experts[held], stable=True)]
+    return held // ids.shape[1], experts[held]
 
 
 def expert_up_reference(

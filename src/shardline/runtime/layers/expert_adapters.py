@@ -1,0 +1,89 @@
+"""The adapters (LoRA) of experts: what they add to the products of rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from shardline.models.feed_forward import Dense
+from shardline.models.parameters import parse_name
+from shardline.models.partition import Span
+from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.low_rank import LinearAdapters
+from shardline.runtime.ops.adapters.low_rank import LowRankKernels, low_rank
+from shardline.runtime.ops.moe.experts import sort_slots
+from shardline.runtime.step import Rows
+
+
+class AdaptedSlots(NamedTuple):
+    """What the rows of the experts' products need to know in a step whose adapters change experts."""
+
+    tokens: Tensor
+    """[R] int64: the row of x of each row."""
+    experts: Tensor
+    """[R] int64: which of this rank's experts."""
+    slots: Tensor
+    """[R] int32: adapter * experts + expert; negative: no adapter."""
+    scaled: bool
+    """Whether an adapter has factors of outputs (DoRA)."""
+
+
+class ExpertAdapters:
+    """The adapters of the experts that this rank holds, or of its outputs of all experts.
+
+    The weights of an adapter are one set for each expert. A row of a product, one expert that a token chose, reads the
+    set of its adapter and expert. As in `LinearAdapters`, what is added is a bias of the row.
+    """
+
+    def __init__(self, loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]) -> None:
+        stage, (layer, part, _) = loader.stage, parse_name(f"{name}.weight")
+        assert layer is not None
+        shapes = dict(stage.spec.layers[layer].parameters(stage.spec.hidden_size, num_experts=1))
+
+        def adapters(parts: tuple[str, ...]) -> LinearAdapters:
+            outputs, inputs = shapes[f"{part}.experts.0.{parts[0]}.weight"]
+            names = [f"{name}.experts.{expert}.{own}" for expert in experts for own in parts]
+            span = stage.shard(f"{names[0]}.weight", stage.group.rank)[0] or Span(0, outputs)
+            return LinearAdapters(loader, names, [span] * len(names), inputs, len(experts))
+
+        self._kernels = cast(LowRankKernels, stage.kernels)
+        self._num_experts = len(experts)
+        self._up = adapters(("gate", "up") if spec.gated else ("up",))
+        self._down = adapters(("down",))
+
+    def sort(self, ids: Tensor, rows: Rows, first: int, *, compact: bool) -> AdaptedSlots | None:
+        """The rows of `expert_up` for the tokens of `rows`, which chose `ids` [T, k]; None: no adapter changes experts
+        in this step. `first`, `compact`: see `expert_up`."""
+        if rows.adapters is None or not rows.adapts_experts:
+            return None
+        tokens, experts = sort_slots(ids, first, self._num_experts)
+        adapters = rows.adapters[tokens]
+        slots = torch.where(adapters < 0, -1, adapters * self._num_experts + experts).int()
+        if compact:
+            tokens = torch.unique(tokens, return_inverse=True)[1]
+        return AdaptedSlots(tokens, experts, slots, rows.scaled)
+
+    def up_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
+        """What the first products of x add, see `expert_up`; `bias`: that of the experts."""
+        return self._bias(self._up, torch.index_select(x, 0, chosen.tokens), chosen, bias)
+
+    def down_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
+        """What the second products add, whose inputs x `expert_up` has returned."""
+        return self._bias(self._down, x[: len(chosen.slots)], chosen, bias)
+
+    def _bias(self, own: LinearAdapters, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
+        if not len(x):
+            return bias
+        added = low_rank(self._kernels, x, chosen.slots, own.weights, scaled=chosen.scaled)
+        added = added if chosen.scaled else added[:, None]
+        if bias is not None:
+            added[:, 0] += bias[chosen.experts].float()
+        return added
+
+
+def make_expert_adapters(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]) -> ExpertAdapters | None:
+    """The adapters of a layer's experts with these numbers; None: the deployment takes none of experts."""
+    return ExpertAdapters(loader, name, spec, experts) if loader.stage.adapters.experts else None
