@@ -142,7 +142,7 @@ def test_counts_and_renders_what_it_would_run(shared: Running, http: httpx.Clien
             "'messages[0].content[0].tool_use_id'",
         ),
         ({"messages": [{"role": "user", "content": [{}]}]}, 400, "invalid_request_error", "Missing required parameter"),
-        ({"messages": [*HI, {"role": "user", "content": [{"type": "text"}]}]}, 400, "invalid_request_error", "[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "invalid_request_error", "[0].text"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "'tool_choice.name'"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "client runs"),
     ],
