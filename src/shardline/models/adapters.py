@@ -21,6 +21,8 @@ from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
 
 EMBEDDING, LM_HEAD = "embed.weight", "lm_head.weight"
+LARGEST_ALPHA = (2 - 2**-23) * 2.0**127
+"""The largest number of fp32, in which scales are held; a scale is never larger than its alpha."""
 
 
 @dataclass(frozen=True)
