@@ -122,6 +122,8 @@ def test_whole_modules_fit_into_a_slot(model: Path, spec: DecoderSpec, tmp_path:
         ({"r": 5}, "has rank 5 in adapter_config.json, but lora_A"),
         ({"r": 2**70}, "has rank 1180591620717411303424 in adapter_config.json"),
         ({"lora_alpha": "large"}, "malformed"),
+        ({"lora_alpha": 1e39}, "alpha is 1e+39"),
+        ({"alpha_pattern": {"q_proj": -1e39}}, "alpha is -1e+39"),
         ({"rank_pattern": {"(a+)+$": 3}}, "is a regular expression"),
         ({"alpha_pattern": {"q_proj": None}}, "malformed"),
     ],

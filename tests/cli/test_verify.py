@@ -83,6 +83,7 @@ def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) 
         (replace(made[0], contract=other, contract_sha256=other.sha256), "weights"),
         (replace(made[0], output_token_ids=[10**6], digests=["0"]), "output_token_ids"),
         (replace(made[0], prompt_token_ids=[3] * 10**6), "max"),
+        (replace(made[0], sampling={"top_k": 2**40}), "top_k"),
         (replace(made[0], output_token_ids=[3] * 10**6), "--max-model-len"),
         (replace(made[3], constraints=constraints), "grammar"),
     ):

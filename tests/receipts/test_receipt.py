@@ -151,6 +151,7 @@ def test_numbers_may_be_written_as_javascript_does() -> None:
         ({"digests": ["00"]}, "4 tokens of output and 1 digests"),
         ({"seed": "x"}, "seed"),
         ({"seed": "99999999999999999999"}, "64 bits"),
+        ({"choice": 2**31}, "choice"),
         ({"output_token_ids": [-1] * 4}, "output_token_ids"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"sampling": {"temperature": -1}}, "temperature must be in"),

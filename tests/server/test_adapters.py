@@ -100,6 +100,7 @@ def test_adapters_come_and_go(running: Running) -> None:
         ("new", "..", "must be a folder in"),
         ("new", "/etc", "must be a folder in"),
         ("new", "a\0b", "is no path"),
+        ("new", "a" * 5000, "is no path"),
         ("demo", "b", "is the name of the served model"),
         ("", "b", "must have 1 to 256 characters"),
     ],

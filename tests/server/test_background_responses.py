@@ -119,7 +119,8 @@ def test_input_items_can_be_listed(shared: Running, client: openai.OpenAI) -> No
     assert [item.id for item in paged] == [item.id for item in newest][::-1]
     assert [item.id for item in client.responses.input_items.list(first.id)] == [paged[0].id]
     with shared.http() as http:
-        assert http.get(f"/v1/responses/{first.id}/input_items?limit=0").status_code == 400
+        refused = http.get(f"/v1/responses/{first.id}/input_items?limit=0")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
         assert http.get("/v1/responses/resp_none/input_items").status_code == 404
 
 

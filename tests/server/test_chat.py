@@ -141,6 +141,8 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [*HI, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids"),

@@ -171,6 +171,8 @@ def test_documents_reach_the_template() -> None:
 def test_the_form_of_the_answer(shared: Running, http: httpx.Client, schema: dict[str, Any] | None) -> None:
     ask(http, max_tokens=9, response_format={"type": "json_object", "json_schema": schema})
     assert shared.engine.requests[-1].constraints is not None
+    ask(http, max_tokens=9, response_format={"type": "text", "json_schema": schema})
+    assert shared.engine.requests[-1].constraints is None
 
 
 def test_renders_what_it_would_run(shared: Running, http: httpx.Client) -> None:
@@ -186,7 +188,8 @@ def test_renders_what_it_would_run(shared: Running, http: httpx.Client) -> None:
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user"}]}, 400, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text only"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "'messages[0].content[0].text'"),
+        ({"messages": [{"role": "tool", "content": [{"type": "document"}]}]}, 400, "[0].document'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls"),
         ({"tool_choice": "auto"}, 400, "tool_choice"),
         ({"p": 7.0}, 400, "top_p"),

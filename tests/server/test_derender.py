@@ -176,6 +176,8 @@ def test_scores_may_be_missing(http: httpx.Client) -> None:
             "top_logprobs count (30) of choice 0 exceeds max_logprobs (20)",
         ),
         (CHAT, {"generate_response": answer_of(1), "model": "other"}, "The model `other` does not exist"),
+        (CHAT, {"generate_response": {**answer_of(1), "choices": []}}, "at least 1 item"),
+        (COMPLETION, {"generate_responses": [{**answer_of(1), "choices": []}]}, "at least 1 item"),
         (CHAT, {"stream": True}, "'stream' needs 'generate_chunk'"),
         (
             CHAT,

@@ -110,10 +110,11 @@ def test_effort_and_budget_of_thinking() -> None:
 
 
 def test_a_schema_constrains_the_answer(shared: Running, http: httpx.Client) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    body = {"max_tokens": 9, "messages": HI, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
-    assert http.post("/v1/messages", json=body).status_code == 200
-    assert shared.engine.requests[-1].constraints is not None
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form, "output_config": {"effort": "low"}}):
+        body = {"max_tokens": 9, "messages": HI, **fields}
+        assert http.post("/v1/messages", json=body).status_code == 200
+        assert shared.engine.requests[-1].constraints is not None
 
 
 def test_counts_and_renders_what_it_would_run(shared: Running, http: httpx.Client) -> None:
@@ -138,8 +139,12 @@ def test_counts_and_renders_what_it_would_run(shared: Running, http: httpx.Clien
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
             400,
             "invalid_request_error",
-            "tool_use_id",
+            "'messages[0].content[0].tool_use_id'",
         ),
+        ({"messages": [{"role": "user", "content": [{}]}]}, 400, "invalid_request_error", "Missing required parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "invalid_request_error", "[0].text"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "'tool_choice.name'"),
+        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "client runs"),
     ],
 )
 def test_errors_have_anthropics_shape(

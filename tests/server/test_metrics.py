@@ -31,6 +31,14 @@ def parse(text: str) -> Samples:
     }
 
 
+def test_a_request_may_ask_for_any_number_of_tokens() -> None:
+    with serve() as running, running.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 10**400})
+        assert answer.status_code == 200, answer.text
+        asked = scrape(http)["shardline:request_params_max_tokens_sum", frozenset([("model_name", "demo")])]
+        assert asked == MAX_MODEL_LEN
+
+
 def test_requests_are_measured() -> None:
     with serve() as running, running.http() as http:
         running.engine.cached_tokens = 1

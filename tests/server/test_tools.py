@@ -12,6 +12,7 @@ import pytest
 from shardline.config.server import ServerConfig
 from shardline.server.openai.chat.conversation import ChatMessage
 from shardline.server.openai.chat.tools import Tool, _warn_of_unknown_format
+from shardline.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, serve
 
 TEMPLATE = (
@@ -323,10 +324,16 @@ def test_hidden_reasoning_stands_before_no_required_form(shared: Running, client
     assert hidden.choices[0].message.content == "Hello."
 
 
-def test_a_budget_of_reasoning_is_checked(shared: Running, client: openai.OpenAI) -> None:
+def test_a_budget_of_reasoning_is_checked(
+    shared: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for budget in (-2, 0.5, True, "3"):
         with pytest.raises(openai.BadRequestError, match="non-negative integer, or -1"):
             client.chat.completions.create(model="demo", messages=HI, extra_body={"thinking_token_budget": budget})
+    with pytest.raises(openai.BadRequestError, match="'</think>' is one token"):
+        client.chat.completions.create(model="demo", messages=HI, extra_body={"thinking_token_budget": 5})
+    own = Tokenizer.token_id
+    monkeypatch.setattr(Tokenizer, "token_id", lambda self, text: 300 if text == "</think>" else own(self, text))
     for budget in (-1, 0, 5):
         answer = client.chat.completions.with_raw_response.create(
             model="demo", messages=HI, extra_body={"thinking_token_budget": budget}

@@ -522,6 +522,7 @@ def _build_from_receipt(
     own = request.constraints or Constraints()
     params = msgspec.structs.replace(request.sampling, allowed_token_ids=own.allowed_token_ids or None)
     builder.check_params(params)
+    check_vocabulary("top_k", [params.top_k] if params.top_k > 0 else (), builder.vocab_size)
     check_vocabulary("output_token_ids", output, builder.vocab_size)
     check_vocabulary("eos_token_ids", receipt.eos_token_ids, builder.vocab_size)
     check_vocabulary("bad_words", [token_id for word in own.bad_words for token_id in word], builder.vocab_size)

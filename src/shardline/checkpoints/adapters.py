@@ -26,7 +26,7 @@ from shardline.checkpoints.hub import fetch_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.config.engine import HubAccess
-from shardline.models.adapters import EMBEDDING, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
+from shardline.models.adapters import EMBEDDING, LARGEST_ALPHA, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
 from shardline.models.llama_like import StackedExperts
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.parts import Shape
@@ -245,8 +245,8 @@ def _read_config(folder: Path) -> _Config:
             "path_initial_model_for_weight_conversion, which makes an ordinary adapter of it"
         )
     for number in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
-        if not math.isfinite(number):
-            raise ValueError(f"alpha is {number}")
+        if not abs(number) <= LARGEST_ALPHA:
+            raise ValueError(f"alpha is {number}, and must be a number of 32 bits")
     return config
 
 

@@ -24,6 +24,8 @@ EMBEDDING, LM_HEAD = "embed.weight", "lm_head.weight"
 ExpertChanges = Literal["split", "whole", "none"]
 """How a rank holds what adapters change of experts: its outputs of each, or its own experts whole; or nothing, where
 they cannot be changed."""
+LARGEST_ALPHA = (2 - 2**-23) * 2.0**127
+"""The largest number of fp32, in which scales are held; a scale is never larger than its alpha."""
 
 
 @dataclass(frozen=True)

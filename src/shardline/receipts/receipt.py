@@ -53,7 +53,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The `SamplingParams` that choose tokens, those at their defaults left out."""
     seed: Annotated[str, Meta(pattern=r"^-?[0-9]{1,20}$")]
     """The seed that was given or drawn; a text, since JavaScript would round the number."""
-    choice: Annotated[int, Meta(ge=0)] = 0
+    choice: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     eos_token_ids: TokenIds = []
     constraints: TokenConstraints | None = None
     adapter: Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$")] = ""

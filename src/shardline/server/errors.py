@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -32,6 +32,7 @@ _EXPECTED = {
 _BOUNDS = ("greater_than_equal", "less_than_equal")
 _TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
 _PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
+T = TypeVar("T")
 Path = tuple[str | int, ...]
 
 
@@ -71,6 +72,22 @@ class ApiError(HTTPException):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400: the request is wrong and will never succeed."""
     return ApiError(400, message, param=param, code=code)
+
+
+def missing_parameter(name: str) -> ApiError:
+    """A 400: the request lacks a field."""
+    return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+
+
+def require_value(value: T | None, name: str) -> T:
+    """The value of a field, which only some requests may leave out.
+
+    Raises:
+        ApiError: 400, it is missing.
+    """
+    if value is None:
+        raise missing_parameter(name)
+    return value
 
 
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
@@ -142,13 +159,7 @@ def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
         if error["type"] == "value_error":
             return bad_request(error["msg"])
         return bad_request("The body must be a JSON object, sent with the header Content-Type: application/json.")
-    if error["type"] == "missing":
-        name = _format_path((*path, str(error["loc"][-1])))
-        return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-    if error["type"] == "extra_forbidden":
-        name = _format_path(path)
-        return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
-    if len(path) == len(error["loc"]) - 1:
+    if error["type"] in ("missing", "extra_forbidden") or len(path) == len(error["loc"]) - 1:
         return _wrong_value(path, error)
     return _wrong_union(errors, body)
 
@@ -167,14 +178,18 @@ def _wrong_union(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
+    if error["type"] == "missing":
+        return missing_parameter(_format_path((*path, str(error["loc"][-1]))))
     name, value = _format_path(path), error.get("input")
+    if error["type"] == "extra_forbidden":
+        return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
     expected = _EXPECTED.get(error["type"])
     if expected is not None:
         got = "null" if value is None else _TYPES.get(type(value), "something else")
         return bad_request(
             f"Invalid type for '{name}': expected {expected}, but got {got} instead.", name, "invalid_type"
         )
-    message = error["msg"]
+    message = error["msg"].replace(" after validation", "")
     # Clients of vLLM look for these names of bounds, also in the message.
     code, shown = (error["type"], f" ({error['type']})") if error["type"] in _BOUNDS else ("invalid_value", "")
     return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}{shown}.", name, code)
@@ -182,6 +197,8 @@ def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
 
 def _path(loc: Sequence[str | int], body: Any) -> Path:
     """The part of `loc` that leads into `body`, without the names of union branches."""
+    if loc[0] != "body":
+        return tuple(loc[1:])  # of the URL
     path: list[str | int] = []
     for part in loc[1:]:
         if _has_part(body, part):

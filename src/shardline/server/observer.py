@@ -32,26 +32,29 @@ class RequestObserver:
         self.tracer = tracer
         self.log = RequestLog()
 
-    def start(self, request_id: str, params: SamplingParams) -> ObservedRequest:
+    def start(self, request_id: str, params: SamplingParams, max_model_len: int) -> ObservedRequest:
         """An API request has come. Its time starts with each of its prompts."""
-        return ObservedRequest(self, request_id, params)
+        # A request may ask for any number of tokens, and no sum of such numbers says anything.
+        most = params.max_tokens if params.max_tokens is None else min(params.max_tokens, max_model_len)
+        return ObservedRequest(self, request_id, params.n, most)
 
 
 class ObservedRequest:
     """One API request. `timers` has one for each of its prompts."""
 
-    __slots__ = ("_headers", "_observer", "_params", "_request_id", "timers")
+    __slots__ = ("_choices", "_headers", "_max_tokens", "_observer", "_request_id", "timers")
 
-    def __init__(self, observer: RequestObserver, request_id: str, params: SamplingParams) -> None:
+    def __init__(self, observer: RequestObserver, request_id: str, choices: int, max_tokens: int | None) -> None:
         self._observer = observer
         self._request_id = request_id
-        self._params = params
+        self._choices = choices
+        self._max_tokens = max_tokens
         self._headers = trace_headers.get({})
         self.timers: list[RequestTimer] = []
 
     def add_prompt(self) -> None:
         """The next prompt is about to be admitted."""
-        self.timers.append(RequestTimer(self._observer.histograms, self._params.n, self._params.max_tokens))
+        self.timers.append(RequestTimer(self._observer.histograms, self._choices, self._max_tokens))
 
     def admit(self, streams: Sequence[RequestStream]) -> None:
         """All prompts have been admitted; `streams` are theirs."""

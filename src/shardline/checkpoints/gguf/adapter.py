@@ -7,12 +7,11 @@ The scale is `adapter.lora.alpha` / rank.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from shardline.checkpoints.gguf.checkpoint import Place, interleaved_heads, possible_places
 from shardline.checkpoints.gguf.header import PLAIN_TYPES, GGUFHeader, GGUFTensor, read_header
-from shardline.models.adapters import EMBEDDING, LinearChange, adaptable_parameters
+from shardline.models.adapters import EMBEDDING, LARGEST_ALPHA, LinearChange, adaptable_parameters
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
@@ -55,7 +54,7 @@ def _alpha(header: GGUFHeader) -> float:
     if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
         raise ValueError("general.type and adapter.type do not say that it is a LoRA adapter")
     alpha = metadata.get("adapter.lora.alpha")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST_ALPHA:
         raise ValueError(f"adapter.lora.alpha is {alpha!r:.40}")
     return float(alpha)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import require_value
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.conversation import (
     MAX_MESSAGES,
@@ -105,6 +105,9 @@ class PromptFields(_Lenient):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called at first."""
+    mcp_servers: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -114,9 +117,9 @@ class PromptFields(_Lenient):
         Raises:
             ApiError: 400, a tool is not one that clients run.
         """
+        refuse_if(bool(self.mcp_servers), "mcp_servers", "Only tools that the client runs are supported: use 'tools'.")
         choice = self.tool_choice
         kinds: dict[str, str | dict[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}
-        named = {"type": "function", "function": {"name": None if choice is None else choice.name}}
         variables = dict(self.chat_template_kwargs or {})
         if self.thinking is not None and self.thinking.type != "adaptive":
             enabled = self.thinking.type == "enabled"
@@ -124,7 +127,7 @@ class PromptFields(_Lenient):
         effort = None if self.output_config is None else self.output_config.effort
         return ConversationFields(
             tools=[_read_tool(tool, index) for index, tool in enumerate(self.tools or ())] or None,
-            tool_choice=None if choice is None else kinds.get(choice.type, named),
+            tool_choice=None if choice is None else kinds.get(choice.type) or _named_tool(choice.name),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             chat_template_kwargs=variables or None,
             reasoning_effort=read_effort(effort, "output_config.effort"),
@@ -203,7 +206,7 @@ class MessagesRequest(PromptFields):
     @property
     def response_format(self) -> ResponseFormat | None:
         """The form of the answer as chats have it."""
-        wanted = None if self.output_config is None else self.output_config.format
+        wanted = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         return None if wanted is None else ResponseFormat(type=wanted.type, json_schema={"schema": wanted.schema_})
 
 
@@ -218,6 +221,10 @@ def _read_tool(tool: ToolDefinition, index: int) -> Tool:
     return Tool(type="function", function=definition)
 
 
+def _named_tool(name: str | None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": require_value(name, "tool_choice.name")}}
+
+
 def _message(role: str, content: str, **fields: Any) -> ChatMessage:
     return ChatMessage(role=role, content=content, **fields)
 
@@ -226,7 +233,11 @@ def _system_texts(content: Content | None, place: str) -> Iterable[str]:
     """What the system says, without the blocks that say for whom a request is billed."""
     if content is None:
         return
-    for text in [content] if isinstance(content, str) else (_text(block, place) for block in content):
+    for text in (
+        [content]
+        if isinstance(content, str)
+        else (_text(block, f"{place}[{index}]") for index, block in enumerate(content))
+    ):
         if text and not text.startswith(_BILLING):
             yield text
 
@@ -236,16 +247,17 @@ def _read_answer(blocks: Sequence[Block], place: str) -> ChatMessage:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
         if block.type == "thinking":
             reasoning.append(block.thinking or "")
         elif block.type == "redacted_thinking":
             continue  # nobody but Anthropic can read it
         elif block.type == "tool_use":
-            function = {"name": _require(block.name, f"{place}.name"), "arguments": json.dumps(block.input or {})}
-            calls.append({"id": _require(block.id, f"{place}.id"), "type": "function", "function": function})
+            function = {"name": require_value(block.name, f"{at}.name"), "arguments": json.dumps(block.input or {})}
+            calls.append({"id": require_value(block.id, f"{at}.id"), "type": "function", "function": function})
         else:
-            texts.append(_text(block, place))
+            texts.append(_text(block, at))
     fields = {"tool_calls": calls or None, "reasoning": "".join(reasoning) or None}
     return _message("assistant", "".join(texts), **fields)
 
@@ -254,26 +266,22 @@ def _read_turn(blocks: Sequence[Block], place: str) -> list[ChatMessage]:
     """A message of the user: the results of tools, and what the user says."""
     results: list[ChatMessage] = []
     texts: list[str] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
         if block.type != "tool_result":
-            texts.append(_text(block, place))
+            texts.append(_text(block, at))
             continue
         content = block.content or ""
-        text = content if isinstance(content, str) else "".join(_text(part, f"{place}.content") for part in content)
-        results.append(_message("tool", text, tool_call_id=_require(block.tool_use_id, f"{place}.tool_use_id")))
+        if not isinstance(content, str):
+            content = "".join(_text(part, f"{at}.content[{number}]") for number, part in enumerate(content))
+        results.append(_message("tool", content, tool_call_id=require_value(block.tool_use_id, f"{at}.tool_use_id")))
     return [*results, _message("user", "\n".join(texts))] if texts or not results else results
 
 
 def _text(block: Block, place: str) -> str:
     refuse_if(
-        block.type != "text" or block.text is None,
+        block.type != "text",
         place,
-        f"'{place}' has a block of the type '{block.type}'; this model takes text only.",
+        f"'{place}' is a block of the type '{block.type}'; this model takes text only.",
     )
-    return block.text or ""
-
-
-def _require(value: str | None, name: str) -> str:
-    if value is None:
-        raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-    return value
+    return require_value(block.text, f"{place}.text")

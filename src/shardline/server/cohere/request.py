@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import require_value
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.conversation import (
     MAX_MESSAGES,
@@ -60,11 +60,11 @@ class Message(_Lenient):
         content: Any = self.content
         if isinstance(content, list):
             texts = []
-            for block in content:
+            for index, block in enumerate(content):
                 if block.type == "thinking" and self.role == "assistant":
                     reasoning.append(block.thinking or "")
                 else:
-                    texts.append(_text(block, self.role, place))
+                    texts.append(_text(block, self.role, f"{place}[{index}]"))
             # As in vLLM: results of tools stay apart, and all else is one text.
             content = "\n".join(texts) if self.role == "tool" else "".join(texts)
         if self.tool_plan:
@@ -165,7 +165,7 @@ class CohereChatRequest(_Lenient):
     def answer_form(self) -> ResponseFormat | None:
         """The form of the answer as chats have it."""
         form = self.response_format
-        if form is None or form.json_schema is None:
+        if form is None or form.type == "text" or form.json_schema is None:
             return None if form is None else ResponseFormat(type=form.type)
         return ResponseFormat(type="json_schema", json_schema={"schema": form.json_schema})
 
@@ -195,13 +195,12 @@ def _document(document: str | Document, index: int) -> dict[str, Any]:
 
 
 def _text(block: Block, role: str, place: str) -> str:
-    if block.type == "document" and role == "tool" and block.document is not None:
-        return json.dumps(block.document.model_dump(exclude_none=True), ensure_ascii=False)
+    if block.type == "document" and role == "tool":
+        document = require_value(block.document, f"{place}.document")
+        return json.dumps(document.model_dump(exclude_none=True), ensure_ascii=False)
     refuse_if(
         block.type != "text",
         place,
-        f"'{place}' has a block of the type '{block.type}'; this model takes text only.",
+        f"'{place}' is a block of the type '{block.type}'; this model takes text only.",
     )
-    if block.text is None:
-        raise bad_request(f"Missing required parameter: '{place}.text'.", place, "missing_required_parameter")
-    return block.text
+    return require_value(block.text, f"{place}.text")

@@ -93,6 +93,7 @@ def _folder(root: str | None, path: str) -> Path:
     home = Path(root or ".").resolve()
     try:
         folder = (home / path).resolve()
+        folder.exists()  # names may be too long
     except (OSError, ValueError, RuntimeError):
         raise bad_request("'lora_path' is no path.", "lora_path") from None
     if root is not None and not folder.is_relative_to(home):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shardline.sampling_params import StructuredOutputsParams
-from shardline.server.errors import ApiError, bad_request
+from shardline.server.errors import ApiError, bad_request, missing_parameter
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
@@ -67,7 +67,7 @@ def _requested_form(
         described = response_format.json_schema or {}
         if not isinstance(described.get("schema"), dict):
             name = "text.format.schema" if format_param == "text.format" else f"{format_param}.json_schema.schema"
-            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+            raise missing_parameter(name)
         form = StructuredOutputsParams(json=described["schema"])
     elif kind == "json_object":
         form = StructuredOutputsParams(json_object=True)

@@ -101,7 +101,7 @@ class Generation:
         so_far: Sequence[PromptSoFar | None] = [None] * len(prompts)
         if resume is not None:
             so_far = begin_resume(resume, request_id, service.llm.model.contract.sha256, len(prompts)) or so_far
-        observed = service.observer.start(request_id, first)
+        observed = service.observer.start(request_id, first, service.llm.model.max_model_len)
         generation = cls(service, observed, resume)
         try:
             for index, prompt in enumerate(prompts):

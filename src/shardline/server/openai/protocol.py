@@ -14,6 +14,8 @@ from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.resume import Resume, read_resume
+from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -186,8 +188,8 @@ class SamplingFields(IgnoredFields):
         """`watermark`, or its other name."""
         return self.watermarking if self.watermark is None else self.watermark
 
-    def max_reasoning_tokens(self, has_reasoning: bool) -> int | None:
-        """The budget of reasoning; None: there is none. `has_reasoning`: whether the server tells reasoning apart.
+    def max_reasoning_tokens(self, reasoning: type[ReasoningParser] | None, tokenizer: Tokenizer) -> int | None:
+        """The budget of reasoning; None: there is none. `reasoning`: how the server tells it apart; None: not at all.
 
         Raises:
             ApiError: 400, it is no number of tokens, or there is nothing that it could limit.
@@ -198,10 +200,14 @@ class SamplingFields(IgnoredFields):
         if type(budget) is not int or budget < 0:
             message = "'thinking_token_budget' must be a non-negative integer, or -1 for unlimited."
             raise bad_request(message, "thinking_token_budget")
+        needs = "'thinking_token_budget' needs a"
+        if reasoning is None:
+            message = f"{needs} server that knows how the model reasons: use --reasoning-parser."
+            raise bad_request(message, "thinking_token_budget", "unsupported_parameter")
         refuse_if(
-            not has_reasoning,
+            tokenizer.token_id(reasoning.end) is None,
             "thinking_token_budget",
-            "'thinking_token_budget' needs a server that knows how the model reasons: use --reasoning-parser.",
+            f"{needs} tokenizer in which the mark '{reasoning.end}' is one token, and this model's has no such token.",
         )
         return min(budget, _MAX_BUDGET)
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from shardline.api.outputs import RequestOutput
 from shardline.sampling_params import SamplingParams
 from shardline.server.documentation import json_answers
-from shardline.server.errors import ApiError, bad_request
+from shardline.server.errors import missing_parameter
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat.request import ChatRequest, TransferParams, prepare_chat
@@ -115,10 +115,6 @@ def _place(written: dict[str, Any], index: int, choice: TokenChoice) -> None:
         written["logprobs"] = {n: v[:count] if isinstance(v, list) else v for n, v in logprobs.items()}
 
 
-def _missing(name: str) -> ApiError:
-    return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-
-
 def _usage(known: dict[str, Any], prompt: int, completion: int) -> dict[str, Any]:
     return {**known, "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -141,7 +137,7 @@ def derender_routes(service: Service) -> APIRouter:
         service.require_model(body.model)
         answer = body.chunk() if body.stream else body.generate_response
         if answer is None:
-            raise _missing("generate_response")
+            raise missing_parameter("generate_response")
         ids = answer.prompt_token_ids if body.prompt_token_ids is None else body.prompt_token_ids
         check_tokens(service, ids or (), None, "the prompt")
         reads = service.chat.reasoning_parser is not None or service.config.tool_call_parser != "auto"
@@ -189,7 +185,7 @@ def derender_routes(service: Service) -> APIRouter:
         service.require_model(body.model)
         answers = [body.chunk()] if body.stream else body.generate_responses
         if answers is None:
-            raise _missing("generate_responses")
+            raise missing_parameter("generate_responses")
         prompts, counts = body.prompts(len(answers)), body.counts(len(answers))
         request = body.completion_request or CompletionRequest.model_validate({"prompt": ""})
         most = request.logprobs

@@ -86,6 +86,12 @@ class TokenAnswer(RequestModel):
     prompt_token_ids: TokenIds | None = None
 
 
+class WholeAnswer(TokenAnswer):
+    """A whole answer: unlike a chunk, it always has a choice."""
+
+    choices: Annotated[list[TokenChoice], Field(min_length=1, max_length=MAX_CHOICES_PER_HTTP_REQUEST)]
+
+
 class StreamState(RequestModel):
     """What the client of a stream keeps for the next chunk."""
 
@@ -127,7 +133,7 @@ class DerenderBody(RequestModel):
 class DerenderChatRequest(DerenderBody):
     """The body of POST /v1/chat/completions/derender."""
 
-    generate_response: TokenAnswer | None = None
+    generate_response: WholeAnswer | None = None
     """The answer; a stream has `generate_chunk`, and `stream_state` of the last answer here."""
     prompt_tokens: int | None = None
     prompt_token_ids: TokenIds | None = None
@@ -138,7 +144,7 @@ class DerenderChatRequest(DerenderBody):
 class DerenderCompletionRequest(DerenderBody):
     """The body of POST /v1/completions/derender."""
 
-    generate_responses: Annotated[list[TokenAnswer], Field(min_length=1, max_length=MAX_ANSWERS)] | None = None
+    generate_responses: Annotated[list[WholeAnswer], Field(min_length=1, max_length=MAX_ANSWERS)] | None = None
     """The answers, one for each prompt."""
     prompt_tokens: int | list[int] | None = None
     """One for each answer; in a stream, one."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from shardline.server.documentation import Responses, json_answers
-from shardline.server.errors import ApiError, bad_request
+from shardline.server.errors import ApiError, bad_request, missing_parameter
 from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.openai.batch.executor import BatchExecutor
 from shardline.server.openai.batch.form import UploadForm, read_form
@@ -226,10 +226,10 @@ def _filename_of(form: UploadForm) -> str:
         ApiError: 400, there is no file, or it has another purpose.
     """
     if form.filename is None:
-        raise bad_request("Missing required parameter: 'file'.", "file", "missing_required_parameter")
+        raise missing_parameter("file")
     purpose = form.fields.get("purpose")
     if purpose is None:
-        raise bad_request("Missing required parameter: 'purpose'.", "purpose", "missing_required_parameter")
+        raise missing_parameter("purpose")
     if purpose != "batch":
         raise bad_request("'purpose' must be 'batch': this server uses files for nothing else.", "purpose")
     return form.filename

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from shardline.api.prompt_embeds import Rows, join_parts
 from shardline.messages.request import PromptEmbeds
-from shardline.server.errors import bad_request
+from shardline.server.errors import bad_request, missing_parameter
 from shardline.server.json_body import RequestModel, check_template_values
 from shardline.server.openai.chat.custom_tools import as_function, as_function_calls
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
@@ -260,19 +260,20 @@ async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
-            name = f"messages[{index}].content"
-            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-        for part in message.content if isinstance(message.content, list) else ():
+            raise missing_parameter(f"messages[{index}].content")
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type == "prompt_embeds":
                 if part.data is None:
                     name = f"messages[{index}].content"
                     raise bad_request(f"A part 'prompt_embeds' of '{name}' needs 'data': the base64 of a tensor.", name)
                 continue
-            if part.type not in ("text", "refusal") or (part.text is None and part.refusal is None):
+            if part.type not in ("text", "refusal"):
                 raise bad_request(
                     f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",
                     "messages",
                 )
+            if part.text is None and part.refusal is None:
+                raise missing_parameter(f"messages[{index}].content[{place}].text")
         for call in message.tool_calls or ():
             function = call.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -219,7 +219,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         with_reasoning=body.include_reasoning is not False,
         max_reasoning_tokens=None
         if body.thinking_token_budget is None
-        else body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
+        else body.max_reasoning_tokens(service.chat.reasoning_parser, service.require_tokenizer()),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from shardline.api.prompt_embeds import join_parts
 from shardline.api.prompts import EncodedPrompt
-from shardline.server.errors import bad_request
+from shardline.server.errors import bad_request, missing_parameter
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
@@ -97,7 +97,7 @@ class CompletionRequest(SamplingFields):
             if "prompt" in self.model_fields_set and self.prompt_embeds is None:
                 raise bad_request("Invalid value for 'prompt': expected a string or an array, but got null.", "prompt")
             if self.prompt_embeds is None:
-                raise bad_request("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
+                raise missing_parameter("prompt")
             raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         refuse_if(
             bool(self.use_beam_search) and self.num_prompt_logprobs is not None,

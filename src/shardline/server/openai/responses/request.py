@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import bad_request, require_value
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
 from shardline.server.openai.chat.custom_tools import as_function
@@ -18,7 +18,6 @@ from shardline.server.openai.ignored_fields import check_metadata
 from shardline.server.openai.protocol import CHAT_AND_COMPLETION_FIELDS, ResponseFormat, SamplingFields, refuse_if
 from shardline.text.custom_input import write_input
 
-T = TypeVar("T")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
@@ -153,16 +152,16 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
             raise bad_request(f"Invalid value for '{place}.role': use {', '.join(_ROLES)}.", f"{place}.role")
         conversation.add_message(item.role, _text(item.content, f"{place}.content"))
     elif item.type == "function_call":
-        name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
-        arguments = _require(item.arguments, f"{place}.arguments")
-        conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
+        name = flat_name(item.namespace, require_value(item.name, f"{place}.name"))
+        arguments = require_value(item.arguments, f"{place}.arguments")
+        conversation.add_call(require_value(item.call_id, f"{place}.call_id"), name, arguments)
     elif item.type == "custom_tool_call":
-        name = flat_name(item.namespace, _require(item.name, f"{place}.name"))
-        arguments = write_input(_require(item.input, f"{place}.input"))
-        conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
+        name = flat_name(item.namespace, require_value(item.name, f"{place}.name"))
+        arguments = write_input(require_value(item.input, f"{place}.input"))
+        conversation.add_call(require_value(item.call_id, f"{place}.call_id"), name, arguments)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, f"{place}.output")
-        conversation.add_output(_require(item.call_id, f"{place}.call_id"), text)
+        conversation.add_output(require_value(item.call_id, f"{place}.call_id"), text)
     elif item.type == "reasoning":
         conversation.add_reasoning(_text(item.content or item.summary or "", f"{place}.content"))
     else:
@@ -174,22 +173,16 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
         )
 
 
-def _require(value: T | None, name: str) -> T:
-    if value is None:
-        raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-    return value
-
-
 def _text(given: str | list[InputPart] | None, name: str) -> str:
     """The text of a content; its parts are joined."""
     if given is None or isinstance(given, str):
-        return _require(given, name)
+        return require_value(given, name)
     texts = []
-    for part in given:
-        text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
+    for index, part in enumerate(given):
+        kind = "refusal" if part.type == "refusal" else "text"
         message = f"'{name}' has a part of the type '{part.type}'; this model takes text only."
-        refuse_if(text is None, name, message)
-        texts.append(text or "")
+        refuse_if(part.type not in (*_TEXT_PARTS, "refusal"), name, message)
+        texts.append(require_value(part.refusal if kind == "refusal" else part.text, f"{name}[{index}].{kind}"))
     return "".join(texts)
 
 

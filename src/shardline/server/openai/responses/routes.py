@@ -230,7 +230,7 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
         body.text_format,
         reasoning=service.chat.reasoning_parser,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser is not None),
+        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser, service.require_tokenizer()),
         requested_form=body.requested_form,
         param="input",
         format_param="text.format",
