@@ -59,7 +59,7 @@ class StubClient:
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """The stub is ready at once."""
-        return EngineReady(MAX_MODEL_LEN, 100_000, 16, NumericContract("stub"), 25.0, [])
+        return EngineReady(MAX_MODEL_LEN, 16, NumericContract("stub"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         """Hand over requests."""

@@ -140,7 +140,7 @@ class _NoEngine:
     """The client of an engine that takes all requests."""
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        return EngineReady(1024, 1024, 16, NumericContract("stub"), 25.0, [])
+        return EngineReady(1024, 16, NumericContract("stub"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         pass

@@ -76,7 +76,7 @@ class FakeEngineClient:
             raise self._start_error
         self._thread.start()
         contract = NumericContract(self.fingerprint)
-        return EngineReady(MAX_MODEL_LEN, 100, 16, contract, 25.0, [f"replica {self.replica} is up"])
+        return EngineReady(MAX_MODEL_LEN, 16, contract, 25.0, [f"replica {self.replica} is up"])
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._changed:

@@ -36,7 +36,7 @@ class Engine:
         self.hangs = False
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        return EngineReady(64, 100, 16, NumericContract("fake"), 25.0, [])
+        return EngineReady(64, 16, NumericContract("fake"), 25.0, [])
 
     def add(self, requests: Sequence[Request]) -> None:
         self.inbox.append(("add", list(requests)))

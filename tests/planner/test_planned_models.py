@@ -16,7 +16,7 @@ from shardline.models.sizes import checkpoint_bytes
 from shardline.models.spec import DecoderSpec
 from shardline.models.step_work import attention_work
 from shardline.planner.catalog import find_model
-from shardline.planner.models.parts.compressed import CompressedMQA, token_bytes
+from shardline.planner.models.parts.compressed import CompressedMQA, cache_rows
 from shardline.planner.models.parts.linear import LinearAttention
 from shardline.planner.planned_model import read_planned
 
@@ -106,7 +106,8 @@ def test_the_cache_of_deepseek_v4_follows_its_ratios() -> None:
     spec = find_model(PRO).spec
     kinds = [layer.attention for layer in spec.layers]
     assert all(isinstance(kind, CompressedMQA) for kind in kinds)
-    found = [token_bytes(kind, "bfloat16") for kind in kinds if isinstance(kind, CompressedMQA)]
+    rows = [cache_rows(kind, "bfloat16")[1:] for kind in kinds if isinstance(kind, CompressedMQA)]
+    found = [sum(part.num_bytes / part.ratio for part in parts if part is not None) for parts in rows]
     # 512 elements for 4 tokens, with a key of 128; or 512 elements for 128 tokens
     assert [found.count(1024 / 4 + 256 / 4), found.count(1024 / 128)] == [30, 31]
     assert sum(found) * 2**20 / 2**30 == pytest.approx(9.62, abs=0.005)

@@ -522,3 +522,13 @@ def test_a_large_body_is_refused(site: Site) -> None:
     site.start_router(ServerConfig(max_request_bytes=1000, disable_access_log=True))
     assert site.ask("x" * 2000).status_code == 413
     assert not backend.calls
+
+
+def test_pages_of_allowed_origins_read_answers_also_where_a_json_list_names_them(site: Site) -> None:
+    site.add_backend()
+    site.start_router(ServerConfig(allowed_origins=('["https://chat.example.org"]',), disable_access_log=True))
+    answer = site.client.get("/health", headers={"Origin": "https://chat.example.org"})
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example.org"
+    assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+    other = site.client.get("/health", headers={"Origin": "https://evil.example.org"})
+    assert "access-control-allow-origin" not in other.headers

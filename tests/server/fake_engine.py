@@ -70,7 +70,7 @@ class FakeEngine:
         if self.start_error is not None:
             raise self.start_error
         report = ["KV cache size: 1600 tokens"]
-        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, NumericContract("fake"), 25.0, report)
+        return EngineReady(MAX_MODEL_LEN, BLOCK_SIZE, NumericContract("fake"), 25.0, report)
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._lock:

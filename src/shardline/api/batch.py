@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from shardline.api.engines import EngineEvent
 from shardline.api.output_processor import OutputProcessor, RequestState
@@ -16,6 +16,7 @@ from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import EngineDead, PreparedRequest
 
+T = TypeVar("T")
 Events = queue.SimpleQueue[tuple[int, EngineEvent] | None]
 """The events of replicas, each with the replica's number; None: the engines were closed."""
 
@@ -28,6 +29,19 @@ class RequestTimes:
     """When a replica got the request."""
     first_token: float
     finished: float
+
+
+def for_each(given: T | Sequence[T], count: int, name: str) -> list[T]:
+    """For each of `count` prompts, what is given for all or for each of them.
+
+    Raises:
+        ValueError: it is given for another number of prompts; the message calls it `name`.
+    """
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts but {len(given)} {name}; give one for all, or one for each")
+    return list(given)
 
 
 class BatchRunner:

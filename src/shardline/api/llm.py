@@ -21,7 +21,7 @@ import msgspec
 
 from shardline import env
 from shardline.api.adapters import Adapters, LoRARequest
-from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes
+from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes, for_each
 from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
@@ -190,9 +190,9 @@ class LLM:
             raise ValueError(f"this LLM generates nothing (runner='pooling'); use {self._text.pooler.tasks[0]}()")
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _as_params(given, len(batch))
+        params, priorities = for_each(given, len(batch), "sampling_params"), _priorities(priority, len(batch))
         adapters = self._read_adapters(lora_request, len(batch))
-        return self._run_batch(batch, params, use_tqdm, _as_priorities(priority, len(batch)), adapters)
+        return self._run_batch(batch, params, use_tqdm, priorities, adapters)
 
     def _run_batch(
         self,
@@ -209,11 +209,8 @@ class LLM:
         self, requests: LoRARequest | Sequence[LoRARequest | None] | None, count: int
     ) -> list[AdapterRef | None]:
         """The adapter of each of `count` prompts."""
-        if requests is None or isinstance(requests, LoRARequest):
-            requests = [requests] * count
-        if len(requests) != count:
-            raise ValueError(f"there are {count} prompts but {len(requests)} lora_requests; give one for all, or each")
-        return [None if one is None else self._text.adapters.read(one.lora_path) for one in requests]
+        each = for_each(requests, count, "lora_requests")
+        return [None if one is None else self._text.adapters.read(one.lora_path) for one in each]
 
     def _build_requests(
         self,
@@ -327,7 +324,7 @@ class LLM:
         """
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params, priorities = _as_params(given, len(batch)), _as_priorities(priority, len(batch))
+        params, priorities = for_each(given, len(batch), "sampling_params"), _priorities(priority, len(batch))
         with self._lock:
             requests = self._build_requests(batch, params, priorities)
             self._enqueued += requests
@@ -477,22 +474,8 @@ class EngineView:
         return self.get_num_unfinished_requests() > 0
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(
-            f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
-        )
-    return list(params)
-
-
-def _as_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
-    if priority is None or isinstance(priority, int):
-        return [priority or 0] * count
-    if len(priority) != count:
-        raise ValueError(f"there are {count} prompts but {len(priority)} priorities; give one for all, or one for each")
-    return list(priority)
+def _priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    return for_each(0 if priority is None else priority, count, "priorities")
 
 
 def _build_from_receipt(
@@ -508,7 +491,11 @@ def _build_from_receipt(
     """
     assert builder.contract is not None
     check_contract(receipt, builder.contract)
-    adapter = _find_adapter(adapters, receipt.adapter)
+    adapter = next((named.ref for named in adapters.named.values() if named.ref.digest == receipt.adapter), None)
+    if receipt.adapter and adapter is None:
+        raise ContractDiffers(
+            f"the receipt is of the adapter {receipt.adapter[:16]}…, and none of --lora-modules has this content"
+        )
     ids, output = receipt.prompt_token_ids, receipt.output_token_ids
     builder.check_prompt(ids)
     if len(ids) + len(output) > builder.max_model_len:
@@ -527,13 +514,3 @@ def _build_from_receipt(
     check_vocabulary("eos_token_ids", receipt.eos_token_ids, builder.vocab_size)
     check_vocabulary("bad_words", [token_id for word in own.bad_words for token_id in word], builder.vocab_size)
     return PreparedRequest(request_id, None, ids, request.sampling, [request])
-
-
-def _find_adapter(adapters: Adapters, digest: str) -> AdapterRef | None:
-    """The named adapter with a content; None: the digest is empty."""
-    if not digest:
-        return None
-    for named in adapters.named.values():
-        if named.ref.digest == digest:
-            return named.ref
-    raise ContractDiffers(f"the receipt is of the adapter {digest[:16]}…, and none of --lora-modules has this content")

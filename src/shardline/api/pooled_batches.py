@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardline.api.batch import MakeBar, RequestTimes
+from shardline.api.batch import MakeBar, RequestTimes, for_each
 from shardline.api.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoringOutput
 from shardline.api.pooling import (
     Pooler,
@@ -200,12 +200,7 @@ class PooledBatches:
 def _one_each(
     params: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask
 ) -> list[PoolingParams]:
-    one_for_all = PoolingParams() if params is None else params
-    given = [one_for_all] * count if isinstance(one_for_all, PoolingParams) else list(one_for_all)
-    if len(given) != count:
-        raise ValueError(
-            f"there are {count} prompts but {len(given)} pooling_params; give one for all, or one for each"
-        )
+    given = for_each(PoolingParams() if params is None else params, count, "pooling_params")
     for one in given:
         if one.task not in (None, task):
             raise ValueError(f"You cannot overwrite pooling_params.task={one.task!r} with {task!r}!")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ from shardline.sampling_params import SamplingParams
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 """What a prompt becomes: a vector or the scores of labels, of its last token or of each of its tokens."""
 
-POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 Values = NDArray[np.float32]
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ class Renderer:
         check_length(asked, spec)
         longest = asked if isinstance(asked, int) else spec.max_position_embeddings
         report = ["no weights are loaded: this server renders and tokenizes, and generates nothing"]
-        return EngineReady(longest, 0, _BLOCK_SIZE, NumericContract("none"), 0.0, report)
+        return EngineReady(longest, _BLOCK_SIZE, NumericContract("none"), 0.0, report)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Never called: a server that renders has no endpoint that generates."""

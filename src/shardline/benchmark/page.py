@@ -19,8 +19,8 @@ def write_page(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The page of one or several results (label, result). Details of each request are shown if a result has them."""
     charts = [
         ("Throughput against latency", _scatter(results)),
-        ("TTFT: share of requests within", _distribution(results, "ttfts", "ms")),
-        ("ITL: share of gaps within", _distribution(results, "itls", "ms")),
+        ("TTFT: share of requests within", _distribution(results, "ttfts")),
+        ("ITL: share of gaps within", _distribution(results, "itls")),
         ("Time line: waiting for the first token, then decoding", _timeline(results[-1][1])),
         ("Output per second", _rate(results[-1][1])),
     ]
@@ -65,8 +65,8 @@ def _scatter(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     return chart.svg()
 
 
-def _distribution(results: Sequence[tuple[str, Mapping[str, Any]]], key: str, unit: str) -> str:
-    """The cumulative distribution of the values of each result, without its slowest 0.1%."""
+def _distribution(results: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> str:
+    """The cumulative distribution of the seconds of each result, without its slowest 0.1%."""
     percents = np.linspace(0, 99.9, 200)
     curves = []
     for index, (label, result) in enumerate(results):
@@ -75,7 +75,7 @@ def _distribution(results: Sequence[tuple[str, Mapping[str, Any]]], key: str, un
             curves.append((index, label, 1e3 * np.percentile(values, percents)))
     if not curves:
         return ""
-    chart = Chart(unit, "%", max(float(bounds[-1]) for _, _, bounds in curves), 100)
+    chart = Chart("ms", "%", max(float(bounds[-1]) for _, _, bounds in curves), 100)
     for index, label, bounds in curves:
         chart.line(zip(bounds, percents, strict=True), index, label)
     return chart.svg()

@@ -23,8 +23,6 @@ class Device(msgspec.Struct, frozen=True):
     """A CPU's instruction set ("avx512_bf16") or a GPU's architecture ("sm_90"), for its kernels; empty: unknown."""
     cores: int = 0
     """Cores of a CPU that this process may use; 0: unknown."""
-    numa_node: int = -1
-    """The nearest NUMA node; -1: unknown, or several nodes."""
     identifier: str = ""
     """The name of a GPU in CUDA_VISIBLE_DEVICES."""
 
@@ -38,7 +36,6 @@ class Host(msgspec.Struct, frozen=True):
     cores: int
     """Cores that this process may use."""
     devices: tuple[Device, ...]
-    num_numa_nodes: int = 1
     address: str = ""
     """The address at which other hosts reach it; empty if there are no others."""
     num_replicas: int = 0

@@ -21,9 +21,7 @@ from shardline import __version__, _cpu, env
 from shardline.deployment.machine import Device, DeviceKind, Host, Machine
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NUMA_NODES = Path("/sys/devices/system/node")
-_GPU_FIELDS = "name,memory.total,memory.free,compute_cap,pci.bus_id"
+_GPU_FIELDS = "name,memory.total,memory.free,compute_cap"
 _GPU_QUERY = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
 _GPU_TIMEOUT = 20.0
 _TORCH_TIMEOUT = 60.0
@@ -41,7 +39,6 @@ def probe_machine(*, gpus: bool = True) -> Machine:
                 free_memory=free,
                 cores=cores,
                 devices=(cpu, *found),
-                num_numa_nodes=max(1, len(list(_NUMA_NODES.glob("node[0-9]*")))),
                 unusable_gpus=unusable,
             ),
         )
@@ -130,15 +127,13 @@ def allowed_cpus() -> int:
 
 def _gpu(row: str, identifier: str) -> Device:
     """A GPU from one line of nvidia-smi, which has the fields _GPU_FIELDS."""
-    name, total, free, capability, bus = (field.strip() for field in row.split(","))
-    node = _number(_PCI_DEVICES / bus[-12:].lower() / "numa_node")
+    name, total, free, capability = (field.strip() for field in row.split(","))
     return Device(
         "cuda",
         name,
         int(total) << 20,
         int(free) << 20,
         capability=f"sm_{capability.replace('.', '')}",
-        numa_node=-1 if node is None else node,
         identifier=identifier,
     )
 

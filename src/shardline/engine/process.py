@@ -137,7 +137,6 @@ class EngineProcess:
             self._channel.send(
                 EngineReady(
                     max_model_len=deployment.max_model_len,
-                    num_kv_blocks=executor.allocation.num_blocks - deployment.cache.context,
                     block_size=deployment.cache.block_size,
                     contract=contract,
                     max_concurrency=max_concurrency(deployment, executor.allocation),

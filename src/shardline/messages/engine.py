@@ -53,7 +53,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Engine to front: it can take requests."""
 
     max_model_len: int
-    num_kv_blocks: int
     block_size: int
     contract: NumericContract
     max_concurrency: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -20,6 +21,7 @@ from shardline.messages.stats import (
 )
 
 _LABELS = ("model_name", "engine")
+Stats = TypeVar("Stats")
 
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
@@ -113,6 +115,10 @@ _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int
     ),
 )
 
+_MOVE_COUNTERS: tuple[tuple[str, str, Callable[[ExpertMoves], float]], ...] = (
+    ("expert_moves", "Moves of experts between ranks.", lambda m: m.count),
+)
+
 _MOVE_GAUGES: tuple[tuple[str, str, Callable[[ExpertMoves], float]], ...] = (
     (
         "expert_window_imbalance",
@@ -164,16 +170,8 @@ class EngineCollector:
     def collect(self) -> Iterable[Metric]:
         """One family per metric, one sample per replica."""
         replicas = [((self._model_name, str(index)), stats) for index, stats in enumerate(self._read_stats())]
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-            for labels, stats in replicas:
-                gauge.add_metric(labels, value(stats))
-            yield gauge
-        for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-            for labels, stats in replicas:
-                counter.add_metric(labels, value(stats))
-            yield counter
+        yield from _families(GaugeMetricFamily, _GAUGES, replicas)
+        yield from _families(CounterMetricFamily, _COUNTERS, replicas)
         yield from _queue_metrics(self._model_name, replicas, self._read_refused())
         yield _step_tokens(replicas)
         config = self._read_cache_config()
@@ -194,6 +192,19 @@ class EngineCollector:
         yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
         yield from _tier_metrics([(labels, stats.tier) for labels, stats in replicas if stats.tier is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
+
+
+def _families(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    table: Iterable[tuple[str, str, Callable[[Stats], float]]],
+    replicas: Sequence[tuple[tuple[str, str], Stats]],
+) -> Iterable[Metric]:
+    """The families of a table of names, texts and values."""
+    for name, text, value in table:
+        family = kind(f"shardline:{name}", text, labels=_LABELS)
+        for labels, stats in replicas:
+            family.add_metric(labels, value(stats))
+        yield family
 
 
 def _fallbacks(model_name: str, engines: Sequence[Sequence[KernelFallback]]) -> Metric:
@@ -247,11 +258,7 @@ def _draft_metrics(replicas: Sequence[tuple[tuple[str, str], DraftStats]]) -> It
     """Metrics of the replicas that decode speculatively; nothing if none does."""
     if not replicas:
         return
-    for name, text, value in _DRAFT_COUNTERS:
-        counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-        for labels, drafts in replicas:
-            counter.add_metric(labels, value(drafts))
-        yield counter
+    yield from _families(CounterMetricFamily, _DRAFT_COUNTERS, replicas)
     by_position = CounterMetricFamily(
         "shardline:spec_decode_num_accepted_tokens_per_pos",
         "Tokens of drafts that were accepted, by their position in the draft.",
@@ -268,16 +275,8 @@ def _tier_metrics(replicas: Sequence[tuple[tuple[str, str], TierStats]]) -> Iter
     has."""
     if not replicas:
         return
-    for name, text, value in _TIER_GAUGES:
-        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-        for labels, tier in replicas:
-            gauge.add_metric(labels, value(tier))
-        yield gauge
-    for name, text, value in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-        for labels, tier in replicas:
-            counter.add_metric(labels, value(tier))
-        yield counter
+    yield from _families(GaugeMetricFamily, _TIER_GAUGES, replicas)
+    yield from _families(CounterMetricFamily, _TIER_COUNTERS, replicas)
     labels_of_transfers = (*_LABELS, "transfer_type")
     num_bytes = CounterMetricFamily(
         "shardline:kv_offload_total_bytes",
@@ -306,23 +305,12 @@ def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> I
                 counter.add_metric((*labels, str(index)), value)
         yield counter
     yield from _move_metrics([(labels, load.moves) for labels, load in replicas if load.moves is not None])
-    for name, text, read in _EXPERT_GAUGES:
-        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-        for labels, load in replicas:
-            gauge.add_metric(labels, read(load))
-        yield gauge
+    yield from _families(GaugeMetricFamily, _EXPERT_GAUGES, replicas)
 
 
 def _move_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertMoves]]) -> Iterable[Metric]:
     """Metrics of the replicas whose experts move; nothing if none does."""
     if not replicas:
         return
-    counter = CounterMetricFamily("shardline:expert_moves", "Moves of experts between ranks.", labels=_LABELS)
-    for labels, moves in replicas:
-        counter.add_metric(labels, moves.count)
-    yield counter
-    for name, text, read in _MOVE_GAUGES:
-        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
-        for labels, moves in replicas:
-            gauge.add_metric(labels, read(moves))
-        yield gauge
+    yield from _families(CounterMetricFamily, _MOVE_COUNTERS, replicas)
+    yield from _families(GaugeMetricFamily, _MOVE_GAUGES, replicas)

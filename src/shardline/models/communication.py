@@ -20,7 +20,7 @@ from shardline.models.spec import DecoderSpec, Layer
 Exchange = Literal["exact", "fast", "vllm"]
 """How tensor-parallel ranks exchange: gathers of finished values, all-reduces in float32, or all-reduces in 16 bits."""
 
-_FLOAT32 = 4
+_FLOAT16, _FLOAT32 = 2, 4
 _CONTEXT_EXCHANGES = 4
 """Of a layer: a gather of queries, keys and values, and one each of maxima, sums and outputs."""
 
@@ -39,9 +39,7 @@ class Traffic:
 NOTHING = Traffic(0.0, 0)
 
 
-def tensor_traffic(
-    spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange, dtype_bytes: int = 2
-) -> Traffic:
+def tensor_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange) -> Traffic:
     """Traffic of tensor parallelism over `ranks`. Experts count as split; for whole ones see `expert_traffic`."""
     if ranks == 1:
         return NOTHING
@@ -50,28 +48,24 @@ def tensor_traffic(
     for layer, count in count_layers(spec, layers):
         if exchange == "exact":
             elements, messages = layer.gathered(spec.hidden_size)
-            one = Traffic(elements * dtype_bytes * share * num_tokens, messages)
+            one = Traffic(elements * _FLOAT16 * share * num_tokens, messages)
         else:
             # An all-reduce is a reduce-scatter and a gather: every element crosses twice.
-            size = _FLOAT32 if exchange == "fast" else dtype_bytes
+            size = _FLOAT32 if exchange == "fast" else _FLOAT16
             one = Traffic(2 * 2 * spec.hidden_size * size * share * num_tokens, 2)
         total += Traffic(one.num_bytes * count, one.num_messages * count)
     return total
 
 
-def pipeline_traffic(
-    spec: DecoderSpec, stages: int, num_tokens: float, tensor: int = 1, dtype_bytes: int = 2
-) -> Traffic:
+def pipeline_traffic(spec: DecoderSpec, stages: int, num_tokens: float, tensor: int = 1) -> Traffic:
     """Hand-offs of hidden states over all stage boundaries; each rank of a stage sends its equal part."""
     if stages == 1:
         return NOTHING
     elements = num_tokens * spec.residual_streams * spec.hidden_size
-    return Traffic((stages - 1) * elements * dtype_bytes / tensor, stages - 1)
+    return Traffic((stages - 1) * elements * _FLOAT16 / tensor, stages - 1)
 
 
-def expert_traffic(
-    spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange, dtype_bytes: int = 2
-) -> Traffic:
+def expert_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange) -> Traffic:
     """Traffic of whole experts over `ranks`; `num_tokens` are the tokens of all replicas that share them.
 
     A token travels once to each rank that has one of its experts. This engine ("exact") returns one product for each
@@ -91,7 +85,7 @@ def expert_traffic(
         if exchange == "exact":
             elements += num_tokens * spec.hidden_size * (ranks - 1) / ranks
             messages = 4
-        total += Traffic(count * elements * dtype_bytes, count * messages)
+        total += Traffic(count * elements * _FLOAT16, count * messages)
     return total
 
 

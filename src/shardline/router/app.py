@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,6 +29,7 @@ from shardline.server.middleware import (
     InFlight,
     InFlightMiddleware,
     SlashMiddleware,
+    cors,
 )
 
 
@@ -112,16 +112,7 @@ def _middleware(server: ServerConfig, keys: ApiKeys) -> list[Middleware]:
     """The middleware, outermost first. CORS comes before the keys, since preflight requests carry no key."""
     log = not server.disable_access_log
     stack = [Middleware(AccessMiddleware, answers=None, log=log, names_all=server.enable_request_id_headers)]
-    if server.allowed_origins:
-        stack.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=server.allowed_origins,
-                allow_methods=server.cors_methods,
-                allow_headers=server.cors_headers,
-                allow_credentials=server.allow_credentials,
-            )
-        )
+    stack += cors(server)
     if keys.are_required or keys.has_admin:
         stack.append(Middleware(AuthMiddleware, keys=keys))
     stack += [Middleware(SlashMiddleware), Middleware(BodyLimitMiddleware, limit=server.body_limit)]

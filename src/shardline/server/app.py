@@ -8,7 +8,6 @@ from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -31,12 +30,12 @@ from shardline.server.middleware import (
     InFlightMiddleware,
     LoadReportMiddleware,
     SlashMiddleware,
+    cors,
 )
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.adapters import adapter_routes
 from shardline.server.openai.batch.chat import batched_chat_routes
 from shardline.server.openai.batch.routes import batch_routes, start_batches
-from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes, tokenize_routes
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.routes import generating_routes
@@ -151,17 +150,7 @@ def _middleware(service: Service) -> list[Middleware]:
         )
     ]
     stack += user_middleware(config)
-    if config.cors_origins:
-        stack.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.cors_origins,
-                allow_methods=config.cors_methods,
-                allow_headers=config.cors_headers,
-                allow_credentials=config.allow_credentials,
-                expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
-            )
-        )
+    stack += cors(config)
     stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=config.has_page))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))

@@ -209,14 +209,14 @@ class Service:
         except ValueError as error:
             raise bad_request(str(error), param) from error
 
-    def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of `token_ids`.
+    def decode_tokens(self, token_ids: list[int]) -> str:
+        """The text of `token_ids`, special tokens included.
 
         Raises:
             ApiError: 400, a number is not a token id, or the model has no tokenizer.
         """
         try:
-            return self.require_tokenizer().decode(token_ids, skip_special_tokens)
+            return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)
         except OverflowError as error:
             raise bad_request("Token ids must not be negative or larger than 32 bits.") from error
 

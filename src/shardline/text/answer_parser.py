@@ -50,6 +50,13 @@ class AnswerParser:
             delta.calls = first.calls + last.calls
         return delta
 
+    def read(self, text: str, finish_reason: str | None) -> list[AnswerDelta]:
+        """What the next piece of text adds, and, if there is a reason why the answer has ended, what was held back."""
+        answers = [self.add_text(text)]
+        if finish_reason is not None:
+            answers.append(self.end_text(cut=finish_reason != "stop"))
+        return answers
+
 
 class ReasoningCounter:
     """Counts the tokens of one answer up to the end of its reasoning, the marks and the space behind them included."""

@@ -188,28 +188,19 @@ def _explain(ended: WorkerEnded, seconds: float) -> str:
 
 
 def render_and_encode(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    chat: Conversation,
-    *,
-    max_tokens: int | None = None,
-    special_tokens_in_content: bool = False,
+    template: ChatTemplate, tokenizer: Tokenizer, chat: Conversation, *, special_tokens_in_content: bool = False
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation, as text and as token ids. It may take long: servers use `render_and_encode_async`.
 
     The rendered text is encoded as a whole. If a message, a tool or a variable spells a special token such as
-    <|assistant|>, this part stays text; only the template writes special tokens.
-
-    Args:
-        max_tokens: the longest prompt that is encoded; a longer one is refused before, where possible.
-        special_tokens_in_content: whether a special token that is spelled becomes that token, as in other engines.
+    <|assistant|>, this part stays text; only the template writes special tokens. With `special_tokens_in_content`, it
+    becomes that token, as in other engines.
 
     Raises:
-        PromptTooLong: see `max_tokens`.
         ValueError: the messages are malformed, or the template refuses them.
     """
     chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
-    return _encode(tokenizer, template.render_chat(chat), chat, marks, max_tokens)
+    return _encode(tokenizer, template.render_chat(chat), chat, marks, None)
 
 
 async def render_and_encode_async(
@@ -220,7 +211,10 @@ async def render_and_encode_async(
     max_tokens: int | None = None,
     special_tokens_in_content: bool = False,
 ) -> tuple[str, list[int]]:
-    """As `render_and_encode`, without holding up the event loop."""
+    """As `render_and_encode`, without holding up the event loop.
+
+    `max_tokens`: the longest prompt that is encoded; a longer one is refused before, where possible (PromptTooLong).
+    """
     chat, marks = await asyncio.to_thread(_mark, tokenizer, chat, special_tokens_in_content)
     text = await template.render_chat_async(chat)
     if marks is None and len(text) <= MAX_INLINE_CHARS:

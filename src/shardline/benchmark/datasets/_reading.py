@@ -39,14 +39,14 @@ def read_json_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, value
 
 
-def require_count(value: Any, name: str, place: str, least: int = 1) -> int:
+def require_count(value: Any, name: str, place: str) -> int:
     """`value` as a number of tokens.
 
     Raises:
         ValueError: it is none; the message names the field and the place.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
-        raise ValueError(f"{place}: {name!r} must be a whole number of at least {least}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
+        raise ValueError(f"{place}: {name!r} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 

@@ -36,18 +36,11 @@ _BUCKETS = 100
 Vector = NDArray[np.float64]
 
 
-def replica_setup(
-    plan: Plan,
-    option: Option,
-    *,
-    prefix_caching: bool = True,
-    skips: bool = True,
-    constants: Constants | None = None,
-) -> ReplicaSetup:
+def replica_setup(plan: Plan, option: Option, *, prefix_caching: bool = True) -> ReplicaSetup:
     """A replica of a layout that fits, as the search sees it."""
     layout, fitted, demand, spec = option.layout, option.fit, plan.demand, plan.model.spec
     assert option.speed is not None, "the layout does not fit"
-    used, constants = plan.cluster.part(layout.num_gpus), constants or plan.timing[layout.engine].constants
+    used, constants = plan.cluster.part(layout.num_gpus), plan.timing[layout.engine].constants
     if fitted.deployment is not None:
         return _deployment_setup(fitted.deployment, used, fitted, constants)
     limits = StepLimits(*step_limits(layout, demand))
@@ -71,7 +64,7 @@ def replica_setup(
         used,
         constants,
     )
-    return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
+    return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline)
 
 
 def _deployment_setup(deployment: Deployment, cluster: Cluster, fitted: Fit, constants: Constants) -> ReplicaSetup:

@@ -76,7 +76,7 @@ def message_routes(service: Service) -> APIRouter:
         fields = body.sampling
         message_id, _ = fields.origin(new_id("msg_"))
         cached_block = service.llm.model.block_size if service.llm.config.cache.enable_prefix_caching else None
-        writer = MessageWriter(message_id, service.name_of(body.model), chat.answer_format, cached_block)
+        writer = MessageWriter(chat.answer_format, message_id, service.name_of(body.model), cached_block)
         generation = await Generation.start(service, chat, message_id, **fields.admission)
         if body.stream:
             events = generation.mark(writer.write_events(generation.outputs[0]))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
 
 from shardline.api.outputs import RequestOutput
 from shardline.receipts.receipt import Receipt
-from shardline.server.openai.answer_format import AnswerFormat
-from shardline.server.openai.generation import SentChoice
+from shardline.server.openai.block_writer import BlockWriter
 from shardline.server.sse import Events
-from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
@@ -67,13 +65,8 @@ class MessageError(BaseModel):
     error: ErrorText
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    data = msgspec.json.encode({"type": kind, **fields})
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-
 @dataclass
-class MessageWriter:
+class MessageWriter(BlockWriter):
     """Writes the answer to one request.
 
     Args:
@@ -82,17 +75,14 @@ class MessageWriter:
 
     message_id: str
     model: str
-    answer_format: AnswerFormat
     cached_block: int | None
 
     def __post_init__(self) -> None:
-        self._parser = self.answer_format.make_parser()
-        self._sent = SentChoice()
+        super().__post_init__()
         self._blocks: list[ContentBlock] = []
         self._arguments = ""
         """Of the last block, if it is a call."""
         self._is_open = False
-        self._events: list[bytes] = []
 
     def write_whole(self, output: RequestOutput) -> bytes:
         """The JSON of the whole answer."""
@@ -103,61 +93,42 @@ class MessageWriter:
         """The events of a stream, in Anthropic's order; `output`: that of the request, which has not begun."""
         usage = MessageUsage(len(output.prompt_token_ids), 0)
         start = MessageObject(id=self.message_id, model=self.model, usage=usage)
-        self._events.append(_event("message_start", message=start))
+        self._event("message_start", message=start)
         while (update := (yield self._take_events())) is not None:
             self._add_output(update[1])
         ended = self._message(output)
         delta = {"stop_reason": ended.stop_reason, "stop_sequence": ended.stop_sequence}
         receipt = {} if ended.receipt is msgspec.UNSET else {"receipt": ended.receipt}
-        self._events += [_event("message_delta", delta=delta, usage=ended.usage, **receipt), _event("message_stop")]
+        self._event("message_delta", delta=delta, usage=ended.usage, **receipt)
+        self._event("message_stop")
         yield self._take_events()
 
-    def _take_events(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(events)
+    def _event(self, kind: str, **fields: Any) -> None:
+        data = msgspec.json.encode({"type": kind, **fields})
+        self._events.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
 
-    def _add_output(self, output: RequestOutput) -> None:
-        delta = self._sent.take_delta(output.outputs[0], tokens_matter=False)
-        if delta is None:
-            return
-        self._add_answer(self._parser.add_text(delta.text))
-        if delta.finish_reason is not None:
-            self._add_answer(self._parser.end_text(cut=delta.finish_reason != "stop"))
-            self._end_block()
-
-    def _add_answer(self, answer: AnswerDelta) -> None:
-        if answer.reasoning:
-            block = self._block("thinking", thinking="", signature="")
-            block.thinking = f"{block.thinking}{answer.reasoning}"
-            self._add_delta("thinking_delta", thinking=answer.reasoning)
-        if answer.content:
-            block = self._block("text", text="")
-            block.text = f"{block.text}{answer.content}"
-            self._add_delta("text_delta", text=answer.content)
-        for call in answer.calls:
-            self._add_call(call)
-
-    def _add_call(self, call: CallDelta) -> None:
-        if call.name is not None:
-            self._end_block()
-            self._block("tool_use", id=self._parser.new_call_id(), name=call.name, input={})
-        if call.arguments:
-            self._arguments += call.arguments
-            self._add_delta("input_json_delta", partial_json=call.arguments)
-
-    def _block(self, kind: str, **fields: Any) -> ContentBlock:
-        """The last block, if it is open and of this kind, else a new one with these fields."""
+    def _add_content(self, kind: Literal["thinking", "text"], text: str) -> None:
         if not self._is_open or self._blocks[-1].type != kind:
             self._end_block()
-            self._blocks.append(ContentBlock(type=kind, **fields))
-            self._is_open = True
-            event = _event("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
-            self._events.append(event)
-        return self._blocks[-1]
+            fields: dict[str, Any] = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
+            self._begin_block(ContentBlock(type=kind, **fields))
+        setattr(self._blocks[-1], kind, getattr(self._blocks[-1], kind) + text)
+        self._add_delta({"type": f"{kind}_delta", kind: text})
 
-    def _add_delta(self, kind: str, **fields: str) -> None:
-        delta = {"type": kind, **fields}
-        self._events.append(_event("content_block_delta", index=len(self._blocks) - 1, delta=delta))
+    def _begin_call(self, name: str) -> None:
+        self._begin_block(ContentBlock(type="tool_use", id=self._parser.new_call_id(), name=name, input={}))
+
+    def _add_arguments(self, text: str) -> None:
+        self._arguments += text
+        self._add_delta({"type": "input_json_delta", "partial_json": text})
+
+    def _begin_block(self, block: ContentBlock) -> None:
+        self._blocks.append(block)
+        self._is_open = True
+        self._event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _add_delta(self, delta: dict[str, str]) -> None:
+        self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _end_block(self) -> None:
         if not self._is_open:
@@ -166,7 +137,7 @@ class MessageWriter:
         if self._blocks[-1].type == "tool_use":
             self._blocks[-1].input = _as_object(self._arguments)
             self._arguments = ""
-        self._events.append(_event("content_block_stop", index=len(self._blocks) - 1))
+        self._event("content_block_stop", index=len(self._blocks) - 1)
 
     def _message(self, output: RequestOutput) -> MessageObject:
         choice = output.outputs[0]

@@ -56,7 +56,7 @@ def cohere_chat_routes(service: Service) -> APIRouter:
         """Answer a conversation in Cohere's shape. With `stream`, the answer is sent as server-sent events."""
         chat = await prepare_cohere_chat(service, body)
         response_id = new_id("chat_")
-        writer = CohereWriter(response_id, chat.answer_format, service.llm.model.tokenizer)
+        writer = CohereWriter(chat.answer_format, response_id, service.llm.model.tokenizer)
         generation = await Generation.start(service, chat, response_id, **body.sampling.queueing)
         if body.stream:
             events = writer.write_events(generation.outputs[0])

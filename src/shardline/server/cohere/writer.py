@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
 
 from shardline.api.outputs import RequestOutput
-from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import TokenPieces, chat_logprobs
-from shardline.server.openai.generation import SentChoice
+from shardline.server.openai.block_writer import BlockWriter
 from shardline.server.sse import Events, make_event
 from shardline.text.tokenizer import Tokenizer
-from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -88,20 +86,17 @@ class CohereError(BaseModel):
 
 
 @dataclass
-class CohereWriter:
+class CohereWriter(BlockWriter):
     """Writes the answer to one request."""
 
     response_id: str
-    answer_format: AnswerFormat
     tokenizer: Tokenizer | None
 
     def __post_init__(self) -> None:
-        self._parser = self.answer_format.make_parser()
-        self._sent = SentChoice()
+        super().__post_init__()
         self._message = CohereMessage("assistant")
         self._open = ""
         """The kind of the last block or call, while it is open."""
-        self._events: list[bytes] = []
 
     def write_whole(self, output: RequestOutput) -> bytes:
         """The JSON of the whole answer."""
@@ -134,29 +129,7 @@ class CohereWriter:
     def _event(self, kind: str, **fields: Any) -> None:
         self._events.append(make_event(msgspec.json.encode({"type": kind, **fields})))
 
-    def _take_events(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(events)
-
-    def _add_output(self, output: RequestOutput) -> None:
-        delta = self._sent.take_delta(output.outputs[0], tokens_matter=False)
-        if delta is None:
-            return
-        self._add_answer(self._parser.add_text(delta.text))
-        if delta.finish_reason is not None:
-            self._add_answer(self._parser.end_text(cut=delta.finish_reason != "stop"))
-            self._end_block()
-
-    def _add_answer(self, answer: AnswerDelta) -> None:
-        if answer.reasoning:
-            self._add_content("thinking", answer.reasoning)
-        if answer.content:
-            self._add_content("text", answer.content)
-        for call in answer.calls:
-            self._add_call(call)
-
-    def _add_content(self, kind: str, text: str) -> None:
-        """Add to the last block, if it is open and of this kind, else to a new one. Its field has the kind's name."""
+    def _add_content(self, kind: Literal["thinking", "text"], text: str) -> None:
         blocks = self._message.content
         if self._open != kind:
             self._end_block()
@@ -166,17 +139,17 @@ class CohereWriter:
         setattr(blocks[-1], kind, getattr(blocks[-1], kind) + text)
         self._event("content-delta", index=len(blocks) - 1, delta={"message": {"content": {kind: text}}})
 
-    def _add_call(self, call: CallDelta) -> None:
+    def _begin_call(self, name: str) -> None:
         calls = self._message.tool_calls
-        if call.name is not None:
-            self._end_block()
-            calls.append(ToolCall(self._parser.new_call_id(), CalledFunction(call.name)))
-            self._open = "call"
-            self._event("tool-call-start", index=len(calls) - 1, delta={"message": {"tool_calls": calls[-1]}})
-        if call.arguments:
-            calls[-1].function.arguments += call.arguments
-            new = {"tool_calls": {"function": {"arguments": call.arguments}}}
-            self._event("tool-call-delta", index=len(calls) - 1, delta={"message": new})
+        calls.append(ToolCall(self._parser.new_call_id(), CalledFunction(name)))
+        self._open = "call"
+        self._event("tool-call-start", index=len(calls) - 1, delta={"message": {"tool_calls": calls[-1]}})
+
+    def _add_arguments(self, text: str) -> None:
+        calls = self._message.tool_calls
+        calls[-1].function.arguments += text
+        new = {"tool_calls": {"function": {"arguments": text}}}
+        self._event("tool-call-delta", index=len(calls) - 1, delta={"message": new})
 
     def _end_block(self) -> None:
         if self._open == "call":

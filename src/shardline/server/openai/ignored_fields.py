@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from shardline.server.json_body import RequestModel
+from shardline.server.middleware import IGNORED_HEADER
 
 MAX_METADATA = 16
 """The most entries of `metadata`, as at OpenAI."""
@@ -20,8 +21,6 @@ def check_metadata(value: Any) -> Any:
 
 
 MAX_ID_CHARS = 256
-
-IGNORED_HEADER = "X-Shardline-Ignored"
 
 
 class IgnoredFields(RequestModel):

@@ -151,7 +151,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         limit = service.most_encoded
         if len(body.tokens) > limit:
             raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
-        text = service.decode_tokens(body.tokens, skip_special_tokens=False)
+        text = service.decode_tokens(body.tokens)
         return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
     return router

@@ -20,14 +20,12 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from shardline.api.outputs import RequestOutput
-from shardline.api.prompts import EncodedPrompt
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute, check_template_values
 from shardline.server.openai.chat.conversation import ChatMessage, ConversationFields
-from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
-from shardline.server.openai.named_tokens import named_logprobs, naming_params
+from shardline.server.openai.named_tokens import named_logprobs, score_named
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service, new_id
 from shardline.text.tokenizer import Tokenizer
@@ -282,21 +280,16 @@ def decision_routes(service: Service) -> APIRouter:
             prompts.append(chat.token_ids)
             labels.append(_find_labels(service.require_tokenizer(), chat.token_ids, question.labels))
         request_id = new_id("decision-")
-        generation = await Generation.start(
+        outputs = await score_named(
             service,
-            Prepared(
-                prompts=[EncodedPrompt(prompt) for prompt in prompts],
-                params=naming_params(labels[0]),
-                own_params=[naming_params(ids) for ids in labels],
-                param="questions",
-            ),
-            request_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            prompts,
+            labels,
+            request_id=request_id,
+            param="questions",
+            priority=body.priority,
+            cache_salt=body.cache_salt,
             model=body.model,
         )
-        async with generation:
-            outputs = await generation.wait_finished()
         answers = {
             question.name: question.answer(ids, output)
             for question, ids, output in zip(questions, labels, outputs, strict=True)

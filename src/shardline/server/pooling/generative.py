@@ -12,16 +12,15 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.api.prompts import EncodedPrompt
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.completions.request import MAX_PROMPTS, TokenIdLists, encode_prompt
-from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
-from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, naming_params
+from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, score_named
 from shardline.server.openai.protocol import TokenIds
 from shardline.server.pooling.request import PoolingUsage, check_tokens
+from shardline.server.pooling.scores import ScoreItem, ScoreResponse
 from shardline.server.service import Service, new_id
 
 
@@ -76,30 +75,11 @@ class GenerativeScoringRequest(IgnoredFields):
         return prompts
 
 
-class GenerativeScore(msgspec.Struct, kw_only=True, frozen=True):
-    """The probability of the first label after one item."""
-
-    index: int
-    object: str = "score"
-    score: float
-
-
-class GenerativeScoringResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The scores, in the order of the items."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: Sequence[GenerativeScore]
-    usage: PoolingUsage
-
-
 def generative_scoring_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/generative_scoring", responses=json_answers(GenerativeScoringResponse))
+    @router.post("/generative_scoring", responses=json_answers(ScoreResponse))
     async def create_generative_scoring(body: GenerativeScoringRequest) -> Response:
         """The probability of the first label as the next token after the query and each item."""
         service.require_model(body.model)
@@ -109,32 +89,27 @@ def generative_scoring_routes(service: Service) -> APIRouter:
         labels = list(dict.fromkeys(body.label_token_ids)) if body.apply_softmax is not False else []
         labels = labels or body.label_token_ids[:1]
         request_id = new_id("generative-scoring-")
-        wanted = [naming_params(labels[first : first + MAX_NAMED]) for first in range(0, len(labels), MAX_NAMED)]
-        generation = await Generation.start(
+        wanted = [labels[first : first + MAX_NAMED] for first in range(0, len(labels), MAX_NAMED)]
+        outputs = await score_named(
             service,
-            Prepared(
-                prompts=[EncodedPrompt(prompt) for prompt in prompts for _ in wanted],
-                params=wanted[0],
-                own_params=[params for _ in prompts for params in wanted],
-                param="items",
-            ),
-            request_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            [prompt for prompt in prompts for _ in wanted],
+            wanted * len(prompts),
+            request_id=request_id,
+            param="items",
+            priority=body.priority,
+            cache_salt=body.cache_salt,
             model=body.model,
         )
-        async with generation:
-            outputs = await generation.wait_finished()
         per_item: list[dict[int, float]] = [{} for _ in prompts]
         for number, output in enumerate(outputs):
             per_item[number // len(wanted)] |= named_logprobs(output)
         num_tokens = sum(map(len, prompts))
-        answer = GenerativeScoringResponse(
+        answer = ScoreResponse(
             id=request_id,
             created=int(time.time()),
             model=service.name_of(body.model),
             data=[
-                GenerativeScore(
+                ScoreItem(
                     index=index,
                     score=_score([own[label] for label in labels], softmax=body.apply_softmax is not False),
                 )

@@ -96,7 +96,7 @@ class ScoreRequest(PairFields):
 
 
 class ScoreItem(msgspec.Struct, kw_only=True, frozen=True):
-    """The score of one pair."""
+    """The score of one pair, or of one item behind a query."""
 
     index: int
     object: str = "score"
@@ -104,7 +104,7 @@ class ScoreItem(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ScoreResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The scores, in the order of the second texts."""
+    """The scores, in the order of the second texts or of the items."""
 
     id: str
     object: str = "list"

@@ -252,7 +252,7 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
     if form is None:
         only_ids = Prepared(prompts=[EncodedPrompt(token_ids)], params=params, param="token_ids")
         return await Generation.start(service, only_ids, request_id, **options)
-    prompt = service.decode_tokens(token_ids, skip_special_tokens=False)
+    prompt = service.decode_tokens(token_ids)
     reasoning = None if body.reasoning_ended else service.chat.reasoning_parser
     prepared = await prepare_answer(
         service,

@@ -14,10 +14,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
-from shardline.server.openai.generation import Generation, Prepared
-from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, naming_params
+from shardline.server.openai.named_tokens import MAX_NAMED, named_logprobs, score_named
 from shardline.server.openai.protocol import TokenIds
 from shardline.server.service import Service
 
@@ -72,20 +70,15 @@ async def score_rows(
     named = [(index, row) for index, row in named if row]
     values = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
     if named:
-        generation = await Generation.start(
+        outputs = await score_named(
             service,
-            Prepared(
-                prompts=[EncodedPrompt(prompt[: start + index + 1]) for index, _ in named],
-                params=naming_params(named[0][1]),
-                own_params=[naming_params(row) for _, row in named],
-                param=NAME,
-            ),
-            f"{request_id}-rows",
-            model=model,
+            [prompt[: start + index + 1] for index, _ in named],
+            [row for _, row in named],
+            request_id=f"{request_id}-rows",
+            param=NAME,
             cache_salt=salt,
+            model=model,
         )
-        async with generation:
-            outputs = await generation.wait_finished()
         for (index, _), output in zip(named, outputs, strict=True):
             known = named_logprobs(output)
             values[index, : len(rows[index])] = [known.get(token_id, -np.inf) for token_id in rows[index]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, ToolParser
@@ -11,9 +13,12 @@ _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", 
 
 
 class Parser(ToolParser):
-    """V3 writes `function<sep>name`, a line break and a code block; V3.1 writes `name<sep>{…}`."""
+    """V3 writes `function<sep>name`, a line break and a code block; V3.1 writes `name<sep>{…}`.
 
-    other_names = ("deepseek_v31",)
+    Other formats of this form have other `markers`, in this order, and another `_read_name`.
+    """
+
+    other_names: ClassVar[tuple[str, ...]] = ("deepseek_v31",)
     template_marks = (_FIRST,)
     markers = (_FIRST, _LAST, _BEGIN, _SEPARATOR, _END)
 
@@ -40,41 +45,51 @@ call: {call}
 
     def _parse(self) -> Steps[None]:
         reader = self._reader
-        while mark := (yield from reader.copy_until((_FIRST, _BEGIN, _LAST), self._write_content)):
-            if mark == _FIRST:
+        first, last, begin, *_ = self.markers
+        while mark := (yield from reader.copy_until((first, begin, last), self._write_content)):
+            if mark == first:
                 yield from reader.skip_space()
-                yield from reader.take_literal(_BEGIN)
-                mark = _BEGIN
-            while mark == _BEGIN:
+                yield from reader.take_literal(begin)
+                mark = begin
+            while mark == begin:
                 is_call = yield from self._read_marked_call()
                 mark = yield from reader.copy_until(
-                    (_BEGIN, _LAST), (lambda text: None) if is_call else self._write_content
+                    (begin, last), (lambda text: None) if is_call else self._write_content
                 )
 
     def _read_marked_call(self) -> Steps[bool]:
         reader = self._reader
+        _, last, _, separator, end = self.markers
         before: list[str] = []
-        mark = yield from reader.copy_until((_SEPARATOR, _END, _LAST), before.append)
-        if mark != _SEPARATOR:
+        mark = yield from reader.copy_until((separator, end, last), before.append)
+        if mark != separator:
             self._give_up("".join(before), is_markup=True)
-            if mark == _LAST:
+            if mark == last:
                 reader.unread(mark)
             return False
-        name = before
+        name = yield from self._read_name("".join(before))
+        if name is None:
+            return False
+        self._start_call(name)
+        yield from reader.skip_space()
         if (yield from reader.peek()) != "{":
-            name = []
-            if not (yield from reader.copy_until(("\n",), name.append)):
-                self._give_up("".join(name), is_markup=True)
-                return False
-            yield from reader.skip_space()
-            yield from reader.take_literal("```json")
-            yield from reader.skip_space()
-        self._start_call("".join(name).strip())
-        if (yield from reader.peek()) != "{":
-            mark = yield from reader.copy_until((_END, _LAST), lambda text: None)
+            mark = yield from reader.copy_until((end, last), lambda text: None)
             reader.unread(mark)
             if mark:
                 self._end_call()
         elif (yield from self._read_arguments()):
             self._end_call()
         return True
+
+    def _read_name(self, before: str) -> Steps[str | None]:
+        """The name of a function, whose call has the text `before` in front of the separator; None: it is no call."""
+        reader = self._reader
+        if (yield from reader.peek()) == "{":
+            return before.strip()
+        name: list[str] = []
+        if not (yield from reader.copy_until(("\n",), name.append)):
+            self._give_up("".join(name), is_markup=True)
+            return None
+        yield from reader.skip_space()
+        yield from reader.take_literal("```json")
+        return "".join(name).strip()

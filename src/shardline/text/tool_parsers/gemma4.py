@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 from shardline.text.text_reader import Steps
 from shardline.text.tool_parsers.base import CallRules, OfferedFunction, ToolParser
-from shardline.text.tool_parsers.literals import copy_list, copy_word, ordered_arguments, read_word
+from shardline.text.tool_parsers.literals import copy_items, copy_word, ordered_arguments, read_word
 from shardline.text.tool_parsers.tagged import ParameterSchemas, as_json
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -69,29 +68,20 @@ rest: function {rules.mark(cls.end)}
 
     def _copy_object(self, write: Callable[[str], None]) -> Steps[bool]:
         """Write an object as JSON; returns whether it is whole."""
+        return copy_items(self._reader, write, self._copy_entry, "}")
+
+    def _copy_entry(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
-        reader.take(1)
-        write("{")
-        between = ""
-        while True:
-            yield from reader.skip_space()
-            if (yield from reader.take_literal("}")):
-                write("}")
-                return True
-            key: list[str] = []
-            if not (yield from reader.take_mark(self.quote)):
-                key.append((yield from read_word(reader, _BARE, _BARE)).strip())
-            elif not (yield from reader.copy_until((self.quote,), key.append)):
-                return False
-            yield from reader.skip_space()
-            if not (yield from reader.take_literal(":")):
-                return False
-            write(f"{between}{as_json(''.join(key))}: ")
-            if not (yield from self._copy_value(write)):
-                return False
-            yield from reader.skip_space()
-            yield from reader.take_literal(",")
-            between = ", "
+        key: list[str] = []
+        if not (yield from reader.take_mark(self.quote)):
+            key.append((yield from read_word(reader, _BARE, _BARE)).strip())
+        elif not (yield from reader.copy_until((self.quote,), key.append)):
+            return False
+        yield from reader.skip_space()
+        if not (yield from reader.take_literal(":")):
+            return False
+        write(f"{as_json(''.join(key))}: ")
+        return (yield from self._copy_value(write))
 
     def _copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
         reader = self._reader
@@ -103,11 +93,7 @@ rest: function {rules.mark(cls.end)}
             return bool(end)
         first = yield from reader.peek()
         if first in ("{", "["):
-            copied = (
-                self._copy_object(write)
-                if first == "{"
-                else copy_list(reader, write, partial(self._copy_value, write), "]")
-            )
+            copied = self._copy_object(write) if first == "{" else copy_items(reader, write, self._copy_value, "]")
             return (yield from copied)
         return (yield from copy_word(reader, write, _BARE))
 

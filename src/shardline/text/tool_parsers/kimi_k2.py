@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from shardline.structured.grammar import lark_text
 from shardline.text.text_reader import Steps
-from shardline.text.tool_parsers.base import CallRules, ToolParser
+from shardline.text.tool_parsers import deepseek_v3
+from shardline.text.tool_parsers.base import CallRules
 
 _FIRST, _LAST = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _BEGIN, _SEPARATOR, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _NAMESPACE = "functions."
 
 
-class Parser(ToolParser):
+class Parser(deepseek_v3.Parser):
     """Calls follow one another in one section after the content."""
 
+    other_names = ()
     template_marks = (_FIRST,)
     markers = (_FIRST, _LAST, _BEGIN, _SEPARATOR, _END)
 
@@ -36,35 +38,7 @@ INDEX: /[0-9]{{1,3}}/
 {rules.function_rules(_NAMESPACE, between, "")}
 """
 
-    def _parse(self) -> Steps[None]:
-        reader = self._reader
-        while mark := (yield from reader.copy_until((_FIRST, _BEGIN, _LAST), self._write_content)):
-            if mark == _FIRST:
-                yield from reader.skip_space()
-                mark = _BEGIN if (yield from reader.take_literal(_BEGIN)) else mark
-            while mark == _BEGIN:
-                is_call = yield from self._read_marked_call()
-                mark = yield from reader.copy_until(
-                    (_BEGIN, _LAST), (lambda text: None) if is_call else self._write_content
-                )
-
-    def _read_marked_call(self) -> Steps[bool]:
-        reader = self._reader
-        before: list[str] = []
-        mark = yield from reader.copy_until((_SEPARATOR, _END, _LAST), before.append)
-        if mark != _SEPARATOR:
-            self._give_up("".join(before), is_markup=True)
-            if mark == _LAST:
-                reader.unread(mark)
-            return False
-        name, _, index = "".join(before).strip().removeprefix(_NAMESPACE).rpartition(":")
-        self._start_call(name or index)
-        yield from reader.skip_space()
-        if (yield from reader.peek()) != "{":
-            mark = yield from reader.copy_until((_END, _LAST), lambda text: None)
-            reader.unread(mark)
-            if mark:
-                self._end_call()
-        elif (yield from self._read_arguments()):
-            self._end_call()
-        return True
+    def _read_name(self, before: str) -> Steps[str | None]:
+        yield from ()  # nothing more is read
+        name, _, index = before.strip().removeprefix(_NAMESPACE).rpartition(":")
+        return name or index

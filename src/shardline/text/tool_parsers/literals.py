@@ -151,9 +151,10 @@ def copy_literal(reader: TextReader, write: Callable[[str], None]) -> Steps[bool
         write('"' if whole else "")
         return whole
     if first in ("[", "("):
-        return (yield from copy_list(reader, write, partial(copy_literal, reader, write), "]" if first == "[" else ")"))
+        end = "]" if first == "[" else ")"
+        return (yield from copy_items(reader, write, partial(copy_literal, reader), end))
     if first == "{":
-        return (yield from _copy_dict(reader, write))
+        return (yield from copy_items(reader, write, partial(_copy_entry, reader), "}"))
     return (yield from copy_word(reader, write, _WORD))
 
 
@@ -166,56 +167,44 @@ def copy_word(reader: TextReader, write: Callable[[str], None], pattern: re.Patt
     return True
 
 
-def copy_list(
+def copy_items(
     reader: TextReader,
     write: Callable[[str], None],
-    copy_value: Callable[[], Steps[bool]],
+    copy_item: Callable[[Callable[[str], None]], Steps[bool]],
     end: str,
 ) -> Steps[bool]:
-    """Write a list up to its bracket `end` as JSON; returns whether it is whole."""
-    reader.take(1)
-    write("[")
+    """Write an object up to its bracket "}" as JSON, or a list up to its bracket `end`; returns whether it is whole."""
     between = ""
+
+    def write_item(text: str) -> None:
+        nonlocal between
+        write(between + text)
+        between = ""
+
+    reader.take(1)
+    write("{" if end == "}" else "[")
     while True:
         yield from reader.skip_space()
         if (yield from reader.take_literal(end)):
-            write("]")
+            write("}" if end == "}" else "]")
             return True
-        if not (yield from reader.peek()):
-            return False
-        write(between)
-        if not (yield from copy_value()):
+        if not (yield from copy_item(write_item)):
             return False
         yield from reader.skip_space()
         yield from reader.take_literal(",")
         between = ", "
 
 
-def _copy_dict(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
-    reader.take(1)
-    write("{")
-    between = ""
-    while True:
-        yield from reader.skip_space()
-        if (yield from reader.take_literal("}")):
-            write("}")
-            return True
-        if not (yield from reader.peek()):
-            return False
-        write(between)
-        key: list[str] = []
-        if not (yield from copy_literal(reader, key.append)):
-            return False
-        text = "".join(key)
-        yield from reader.skip_space()
-        if not (yield from reader.take_literal(":")):
-            return False
-        write(f"{text if text.startswith(chr(34)) else as_json(text)}: ")
-        if not (yield from copy_literal(reader, write)):
-            return False
-        yield from reader.skip_space()
-        yield from reader.take_literal(",")
-        between = ", "
+def _copy_entry(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:
+    key: list[str] = []
+    if not (yield from copy_literal(reader, key.append)):
+        return False
+    text = "".join(key)
+    yield from reader.skip_space()
+    if not (yield from reader.take_literal(":")):
+        return False
+    write(f"{text if text.startswith(chr(34)) else as_json(text)}: ")
+    return (yield from copy_literal(reader, write))
 
 
 def _copy_string(reader: TextReader, write: Callable[[str], None]) -> Steps[bool]:

@@ -42,14 +42,14 @@ def stages_of(tile: Tile, block_k: int, itemsize: int) -> int:
 
 
 def computes_pairs(num_rows: int, dtype: torch.dtype, gate: str | None, *, is_scaled: bool) -> bool:
-    """Whether a product is one of `pair_of_products`: those with a gate and few rows."""
+    """Whether a product is one of `_pair_of_products`: those with a gate and few rows."""
     return gate is not None and num_rows <= _FEW_ROWS and dtype != torch.float32 and not is_scaled
 
 
 def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype, *, in_pairs: bool = False) -> Tile:
     """The tile of a product. With few rows, time goes into reading the weight, so tiles are narrow, to let every
     multiprocessor read, and hold many stages of it. Many rows reuse the weight, so tiles are wide. `in_pairs`: the
-    columns are those of `pair_of_products`."""
+    columns are those of `_pair_of_products`."""
     if dtype == torch.float32:
         return Tile(64, 64, 4, 2)
     more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
@@ -113,19 +113,19 @@ def gated_product(
     weight_columns = num_columns if GATE is None else 2 * num_columns
     is_narrow: tl.constexpr = BLOCK_M <= 64 and weight_ptr.dtype.element_ty != tl.float32
     if GATE is not None and is_narrow and row_scales_ptr is None:
-        gate, total = pair_of_products(
+        gate, total = _pair_of_products(
             x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
-        gate = with_bias(gate, bias_ptr, column, num_columns)
-        total = with_bias(total, bias_ptr, column + num_columns, weight_columns)
+        gate = _with_bias(gate, bias_ptr, column, num_columns)
+        total = _with_bias(total, bias_ptr, column + num_columns, weight_columns)
         total = _gated(gate, total, GATE, stored)
     else:
         total = product(
             x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
             x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
-        total = with_bias(total, bias_ptr, column, num_columns)
+        total = _with_bias(total, bias_ptr, column, num_columns)
         if GATE is not None:  # one after the other, because tiles of many rows have no room for both
             gate = total
             column += num_columns
@@ -133,7 +133,7 @@ def gated_product(
                 x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
                 x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
             )  # fmt: skip
-            total = _gated(gate, with_bias(total, bias_ptr, column, weight_columns), GATE, stored)
+            total = _gated(gate, _with_bias(total, bias_ptr, column, weight_columns), GATE, stored)
     return total
 
 
@@ -144,7 +144,7 @@ def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
 
 
 @triton.jit
-def with_bias(total, bias_ptr, column, num_columns):
+def _with_bias(total, bias_ptr, column, num_columns):
     """A product plus the bias of its columns, if there is one, in fp32."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
@@ -223,7 +223,7 @@ def _chain(
 
 
 @triton.jit
-def pair_of_products(
+def _pair_of_products(
     x_ptr,
     weight_ptr,
     row,

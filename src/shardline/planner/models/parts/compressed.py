@@ -200,11 +200,6 @@ def state_rows(attention: CompressedMQA) -> tuple[CacheRows | None, CacheRows | 
     return entries, None if indexer is None else CacheRows(parts * indexer.head_dim, 1, span)
 
 
-def token_bytes(attention: CompressedMQA, dtype: KVDType) -> float:
-    """Bytes of compressed entries and of the indexer's keys for each token of one layer."""
-    return sum(rows.num_bytes / rows.ratio for rows in cache_rows(attention, dtype)[1:] if rows is not None)
-
-
 def _compressor(name: str, attention: CompressedMQA, size: int, hidden_size: int) -> Parameters:
     yield f"{name}_kv.weight", (attention.overlap * size, hidden_size)
     yield f"{name}_gate.weight", (attention.overlap * size, hidden_size)

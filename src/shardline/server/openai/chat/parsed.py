@@ -28,10 +28,7 @@ class ParsedChoice:
 
     def split(self, delta: Delta, *, has_tokens: bool) -> list[ChatDelta]:
         """What a delta adds, and its end. `has_tokens`: the first part is there in any case, for its tokens."""
-        answers = [self._parser.add_text(delta.text)]
-        if delta.finish_reason is not None:
-            answers.append(self._parser.end_text(cut=delta.finish_reason != "stop"))
-        parts = [self._chat_delta(answer) for answer in answers]
+        parts = [self._chat_delta(answer) for answer in self._parser.read(delta.text, delta.finish_reason)]
         if has_tokens and parts[0] is None:
             parts[0] = ChatDelta(content="")
         return [part for part in parts if part is not None]
@@ -44,7 +41,7 @@ class ParsedChoice:
 
     def read_whole(self, delta: Delta, role: str, echo: str) -> AssistantMessage:
         """The message of a whole answer, whose content begins with `echo`."""
-        answers = [self._parser.add_text(delta.text), self._parser.end_text(cut=delta.finish_reason != "stop")]
+        answers = self._parser.read(delta.text, delta.finish_reason)
         content = "".join(answer.content for answer in answers)
         reasoning = "".join(answer.reasoning for answer in answers)
         whole: list[CallDelta] = []

@@ -234,4 +234,4 @@ async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
         return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
     if len(ids) > service.llm.model.max_model_len:
         return EncodedChat("", ids, None)  # the request is refused below
-    return EncodedChat(service.decode_tokens(ids, skip_special_tokens=False), ids, body.choose_tools(service))
+    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service))

@@ -246,7 +246,7 @@ async def _encode_prompts(
         elif len(prompt) > service.llm.model.max_model_len:
             echoes.append("")  # the request is refused below
         else:
-            echoes.append(service.decode_tokens(prompt, skip_special_tokens=False))
+            echoes.append(service.decode_tokens(prompt))
     return encoded, echoes
 
 

@@ -368,9 +368,7 @@ class ResponseWriter:
             skipped = max(0, self._num_reasoning(token_ids) - before)
             new = chat_logprobs(self._pieces, delta.token_ids[skipped:], delta.logprobs[skipped:])
             self._held += new.content
-        answers = [self._parser.add_text(delta.text)]
-        if delta.finish_reason is not None:
-            answers.append(self._parser.end_text(cut=delta.finish_reason != "stop"))
+        answers = self._parser.read(delta.text, delta.finish_reason)
         for answer in answers:
             if not self._with_reasoning:
                 answer.reasoning = ""
