@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 
+import msgspec
 import pytest
 
 from shardline.api.engines import Client, EngineEvent
@@ -13,8 +14,9 @@ from shardline.api.requests import EngineDead, QueueFull, RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.kv_events import AllBlocksCleared, BlockStored
-from shardline.messages.request import Request, SequenceOutput
+from shardline.messages.request import AdapterRef, Request, SequenceOutput
 from shardline.messages.stats import EngineStats, ExpertLoad, merge_lockstep, merge_stats
+from shardline.routing.router import CHUNK_TOKENS
 from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
@@ -35,6 +37,10 @@ def finished(name: str) -> EngineOutputs:
     return EngineOutputs([SequenceOutput(name, 0, [5], finish_reason="length")], EngineStats())
 
 
+def started(name: str) -> EngineOutputs:
+    return EngineOutputs([SequenceOutput(f"{name}-0", 0, [5])], EngineStats())
+
+
 def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:
     replicas, cluster = make(data_parallel_size=3)
     for name, size in (("a", 30), ("b", 3), ("c", 3), ("d", 3)):
@@ -44,6 +50,19 @@ def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:
     replicas.add_requests(request("e", n=3))
     assert [r.request_id for r in cluster.clients[0].added] == ["a-0", "e-0", "e-1", "e-2"]
     assert replicas.num_in_flight() == 6
+
+
+def test_a_prompt_goes_where_it_is_cached_under_the_same_adapter() -> None:
+    prompt, adapters = 3 * CHUNK_TOKENS, [AdapterRef(digest, "") for digest in "xyx"]
+    for caching, homes in ((True, [0, 1, 0, 0, 1]), (False, [0, 1, 0, 1, 0])):
+        replicas, cluster = make(data_parallel_size=2, enable_prefix_caching=caching, max_model_len=1000)
+        builder = RequestBuilder(None, 1000, 1000, (), random.Random(0))
+        for name, adapter in zip("abcde", [*adapters, adapters[0], adapters[1]], strict=True):
+            [child] = builder.build_request(name, [5] * prompt, SamplingParams()).children
+            replicas.add_requests([msgspec.structs.replace(child, adapter=adapter)])
+            replicas.handle_event(0 if f"{name}-0" in cluster.clients[0].running else 1, started(name))
+        where = {one.request_id: index for index, client in enumerate(cluster.clients) for one in client.added}
+        assert [where[f"{name}-0"] for name in "abcde"] == homes
 
 
 def test_the_router_policy_chooses_the_replica() -> None:

@@ -192,7 +192,7 @@ def test_the_choice_equals_brute_force(arrivals) -> None:
             while warm < len(prefixes) and prefixes[warm] in sent[index]:
                 warm += 1
             waiting = max(0, count - 5)
-            works.append((len(numbers) - warm + count + waiting * (1 + len(numbers)), count, len(sent[index]), index))
+            works.append((len(numbers) - warm + count + 2 * waiting, count, len(sent[index]), index))
         decision = router.decide(prompt, "", loads)
         assert decision.number == min(works)[-1]
         sent[decision.number].update(prefixes)

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.config.parallel import ParallelConfig
+from shardline.config.router import RouterConfig
+from shardline.planner.simulation.workload import Workload
 from shardline.routing.policies import find_policy, policy_names
 from shardline.routing.policies.base import Arrival, ReplicaLoad
 from shardline.routing.router import CHUNK_BYTES, CHUNK_TOKENS, Router, hash_chunks
@@ -41,6 +43,17 @@ def loads(*requests: int) -> list[ReplicaLoad]:
 def test_round_robin_takes_turns_and_least_loaded_looks_at_the_load() -> None:
     assert [find_policy("round_robin").choose(Arrival(number), loads(9, 0, 0)) for number in range(4)] == [0, 1, 2, 0]
     assert find_policy("least_loaded").choose(Arrival(0), loads(2, 1, 3)) == 1
+
+
+def test_one_default_for_servers_the_router_and_the_simulator() -> None:
+    assert ParallelConfig.router_policy == RouterConfig.policy == Workload.policy == "least_work"
+
+
+@given(REPLICAS)
+def test_the_default_balances_short_prompts_as_least_loaded_does(replicas: list[ReplicaLoad]) -> None:
+    short = [replica._replace(warm_chunks=0) for replica in replicas]
+    chosen, expected = (find_policy(name).choose(Arrival(0), short) for name in ("least_work", "least_loaded"))
+    assert chosen == expected
 
 
 def test_equal_prefixes_go_to_one_replica_until_it_has_too_much() -> None:
@@ -90,6 +103,21 @@ def test_a_warm_replica_is_kept_until_waiting_costs_more_than_computing() -> Non
     assert router.choose(b"short", "", loads(3, 1, 2)) == 1, "without a prefix, the load decides"
     full = [ReplicaLoad(8, 0, 0, 8), ReplicaLoad(9, 0, 1, 20)]
     assert find_policy("least_work").choose(Arrival(0, (1, 2, 3)), full) == 1, "there, no request has to wait"
+
+
+def test_where_all_are_full_long_prompts_do_not_leave_the_long_queue_to_short_ones() -> None:
+    """Else short prompts wait the longer, the more of them wait."""
+    busy = [ReplicaLoad(12, 0, 0, 8, pending_chunks=5), ReplicaLoad(9, 0, 1, 8, pending_chunks=40)]
+    choose = find_policy("least_work").choose
+    assert [choose(Arrival(0, tuple(range(chunks))), busy) for chunks in (0, 2, 50)] == [0, 0, 0]
+
+
+def test_without_prefix_caches_no_prompt_has_a_home() -> None:
+    prompt = [7] * 4 * CHUNK_TOKENS
+    for caches, homes in ((True, [0, 0]), (False, [0, 1])):
+        router = Router("least_work", caches=caches)
+        assert [router.choose(prompt, "", loads(*counts)) for counts in ((0, 0), (1, 0))] == homes
+    assert router.decide(prompt, "", loads(0, 0)).cost == 4
 
 
 def test_one_hot_prefix_does_not_thrash_a_replica() -> None:

@@ -30,12 +30,12 @@ class Placement:
     runs again, and after it has let choices wait.
     """
 
-    def __init__(self, replicas: Sequence[Replica], policy: str, max_running: int) -> None:
-        """`policy`: that of the router. `max_running`: sequences in a step of a replica."""
+    def __init__(self, replicas: Sequence[Replica], policy: str, max_running: int, caches: bool = True) -> None:
+        """`policy`: that of the router. `max_running`: sequences in a step of a replica. `caches`: see `Router`."""
         self.quarantine = Quarantine()
         self._replicas = replicas
         self._max_running = max_running
-        self._router = Router(policy) if len(replicas) > 1 else None
+        self._router = Router(policy, caches=caches) if len(replicas) > 1 else None
         """None: there is nothing to choose."""
         self._replica_of: dict[str, int] = {}
         self._unplaced: dict[str, RunningChoice] = {}
@@ -164,7 +164,9 @@ class Placement:
         for index in open_replicas:
             if (pace := self._replicas[index].take_pace()) is not None:
                 router.paces.add(index, *pace)
-        decision = router.decide(choice.request.prompt_token_ids, choice.request.cache_salt, loads)
+        request = choice.request
+        model = request.adapter.digest if request.adapter is not None else ""
+        decision = router.decide(request.prompt_token_ids, request.cache_salt, loads, model=model)
         choice.pending_chunks = decision.cost
         return decision.number
 

@@ -41,7 +41,8 @@ class Replicas:
         self.config = engines.config
         self.wait_ready = engines.wait_ready
         self._replicas = [Replica(client) for client in engines.clients]
-        self._placement = Placement(self._replicas, self.config.parallel.router_policy, self.config.max_running)
+        parallel, caches = self.config.parallel, self.config.cache.enable_prefix_caching
+        self._placement = Placement(self._replicas, parallel.router_policy, self.config.max_running, caches)
         self._failover = Failover(engines, self._replicas, self._placement, self.config.parallel)
         self.abort_requests = self._placement.abort
         self.num_refused = 0

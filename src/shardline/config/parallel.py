@@ -32,11 +32,11 @@ class ParallelConfig:
         aliases=("dcp",),
     )
     router_policy: str = option(
-        "least_loaded",
-        "which replica runs a request; round_robin: each in turn; least_loaded: the one with the fewest requests; "
+        "least_work",
+        "which replica runs a request; least_work: the one that has least to compute before the first token; kv_aware: "
+        "the same by what each cache has; round_robin: each in turn; least_loaded: the one with the fewest requests; "
         "prefix_hash: equal beginnings of prompts go to one replica; cache_aware: the one whose prefix cache has "
-        "most of the prompt, until it is saturated; least_work: the one that has least to compute before the first "
-        "token; kv_aware: the same by what each cache has; power_of_two: the better one of two that are drawn",
+        "most of the prompt, until it is saturated; power_of_two: the better one of two that are drawn",
         choices=("cache_aware", "kv_aware", "least_loaded", "least_work", "power_of_two", "prefix_hash", "round_robin"),
     )
     enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each", aliases=("ep",))

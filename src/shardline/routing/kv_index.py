@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,10 +22,22 @@ class _Block(NamedTuple):
     name: BlockHash
 
 
+class _Holders(NamedTuple):
+    """Where the same tokens are, after the same ones."""
+
+    blocks: tuple[_Block, ...]
+    replicas: frozenset[int]
+
+
 class _Holding(NamedTuple):
     chain: int
     """What the block and all before it hold, under a name that is the same for all caches."""
     media: tuple[str | None, ...]
+
+
+_NOWHERE = _Holders((), frozenset())
+_NOTHING = repr(())
+"""What a block depends on that depends on its tokens only."""
 
 
 class KVIndex:
@@ -38,8 +51,8 @@ class KVIndex:
         """`max_bytes`: about as much memory is used."""
         self._most = max(1, max_bytes // ENTRY_BYTES)
         self._held: dict[_Block, _Holding] = {}
-        self._holders: OrderedDict[int, tuple[_Block, ...]] = OrderedDict()
-        """The blocks of each chain, the chain that was used last at the end."""
+        self._holders: OrderedDict[int, _Holders] = OrderedDict()
+        """Those of each chain, the chain that was used last at the end."""
         self._block_sizes: dict[int, int] = {}
         """Tokens per block of each replica from which events have come."""
 
@@ -72,18 +85,21 @@ class KVIndex:
 
     def cached_tokens(self, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> dict[int, int]:
         """Leading tokens of a prompt that each replica has, of those from which events have come."""
-        found = dict.fromkeys(self._block_sizes, 0)
+        found: dict[int, int] = {}
         for size in set(self._block_sizes.values()):
             there = {replica for replica, its_size in self._block_sizes.items() if its_size == size}
-            chain = _root(adapter)
-            for end in range(size, len(token_ids) + 1, size):
-                extra = (salt,) if salt and end == size else ()
-                chain = hash((chain, repr(extra), *token_ids[end - size : end]))
-                there &= {block.replica for block in self._holders.get(chain, ())}
+            chain, extra = _root(adapter), repr((salt,)) if salt else _NOTHING
+            for start in range(0, len(token_ids) - size + 1, size):
+                chain = hash((chain, extra, *token_ids[start : start + size]))
+                extra = _NOTHING
+                holders = self._holders.get(chain, _NOWHERE).replicas
+                if not there <= holders:
+                    found |= dict.fromkeys(there - holders, start)
+                    there &= holders
                 if not there:
                     break
                 self._holders.move_to_end(chain)
-                found.update(dict.fromkeys(there, end))
+            found |= dict.fromkeys(there, len(token_ids) // size * size)
         return found
 
     def _store(self, replica: int, rank: int, event: BlockStored) -> None:
@@ -112,10 +128,10 @@ class KVIndex:
         if medium not in media:
             self._held[block] = _Holding(chain, (*media, medium))
         if known is None:
-            self._holders[chain] = (*self._holders.get(chain, ()), block)
+            self._note_holders(chain, (*self._holders.get(chain, _NOWHERE).blocks, block))
         self._holders.move_to_end(chain)
         while len(self._held) > self._most:
-            for oldest in next(iter(self._holders.values())):
+            for oldest in next(iter(self._holders.values())).blocks:
                 self._drop(oldest)
 
     def _remove(self, block: _Block, medium: str | None) -> None:
@@ -130,11 +146,21 @@ class KVIndex:
 
     def _drop(self, block: _Block) -> None:
         chain = self._held.pop(block).chain
-        others = tuple(other for other in self._holders[chain] if other != block)
+        others = tuple(other for other in self._holders[chain].blocks if other != block)
         if others:
-            self._holders[chain] = others
+            self._note_holders(chain, others)
         else:
             del self._holders[chain]
+
+    def _note_holders(self, chain: int, blocks: tuple[_Block, ...]) -> None:
+        replicas = frozenset(block.replica for block in blocks)
+        self._holders[chain] = _Holders(blocks, _shared(replicas))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(replicas: frozenset[int]) -> frozenset[int]:
+    """An equal set, mostly the same object for all, which saves memory."""
+    return replicas
 
 
 def _root(adapter: str) -> int:

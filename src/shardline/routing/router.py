@@ -52,15 +52,17 @@ class Decision(NamedTuple):
 class Router:
     """Chooses a replica for each request by one of the policies."""
 
-    def __init__(self, policy: str, most_seen: int = 1 << 16, kv_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, policy: str, most_seen: int = 1 << 16, kv_bytes: int = 256 << 20, *, caches: bool = True
+    ) -> None:
         """`most_seen` is the number of chunks that are remembered for each replica, the latest ones. `kv_bytes`: see
-        `KVIndex`.
+        `KVIndex`. `caches`: whether replicas have prefix caches; else no prompt is expected to be anywhere.
 
         Raises:
             ValueError: there is no such policy.
         """
         self._policy = find_policy(policy)
-        self._most_seen = most_seen
+        self._most_seen = most_seen if caches else 0
         self._num_routed = 0
         self._seen: dict[int, OrderedDict[int, None]] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
@@ -124,7 +126,7 @@ class Router:
             ]
         number = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
         self._num_routed += 1
-        if self._policy.USES_WARM_CHUNKS:
+        if self._policy.USES_WARM_CHUNKS and self._most_seen:
             self._remember(number, marks)
         return Decision(number, len(prefix), replicas)
 
@@ -147,13 +149,16 @@ class Router:
 
     def _warm_chunks(self, prefix: tuple[int, ...]) -> dict[int, int]:
         """How many leading chunks each replica has seen, of replicas that have seen the first one."""
+        there = self._holders.get(prefix[0], ()) if prefix else ()
         warm: dict[int, int] = {}
-        for count, chunk in enumerate(prefix, 1):
-            holders = [index for index in self._holders.get(chunk, ()) if warm.get(index, 0) == count - 1]
-            if not holders:
+        for count, chunk in enumerate(prefix):
+            holders = self._holders.get(chunk, ())
+            if holders != there:  # mostly they are equal, and nothing has to be done
+                warm.update(dict.fromkeys(there, count))
+                there = tuple(index for index in there if index in holders)
+            if not there:
                 break
-            warm.update(dict.fromkeys(holders, count))
-        return warm
+        return warm | dict.fromkeys(there, len(prefix))
 
     def _drop_holder(self, chunk: int, index: int) -> None:
         holders = tuple(holder for holder in self._holders.pop(chunk) if holder != index)

@@ -133,7 +133,7 @@ def simulate(
     demand: Demand,
     *,
     num_replicas: int = 1,
-    policy: str = "least_loaded",
+    policy: str = Workload.policy,
     report_seconds: float = Workload.report_seconds,
     duration: float = 100.0,
     progress: tqdm[Any] | None = None,
@@ -147,7 +147,7 @@ def simulate(
     Raises:
         ValueError: there is no such policy.
     """
-    router = Router(policy)
+    router = Router(policy, caches=setup.cache.prefix_caching)
     progress = progress if progress is not None else tqdm(total=0, disable=True)
     bucket = max(duration, 1e-3) / _BUCKETS
     # Choices that depend on no load need no reports: then all requests are routed in one window.

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardline.config.parallel import ParallelConfig
+
 _BLOCK_TOKENS = 512
 """Tokens for each of `hash_ids` in a trace of Mooncake's form."""
 _MOST_TOKENS = 10_000_000
@@ -67,7 +69,7 @@ class Workload:
     prefix_caching: bool = True
     replicas: int | None = None
     """None: those of the layout."""
-    policy: str = "least_loaded"
+    policy: str = ParallelConfig.router_policy
     """Of the router."""
     report_seconds: float = 0.1
     """Age that the load of replicas may have when a router looks at it."""

@@ -18,6 +18,9 @@ USES_LOAD = True
 USES_PREFIX = True
 USES_WARM_CHUNKS = True
 
+_WAITING = 3
+"""What a request that waits counts beside its prompt: others must end before it begins, which takes many steps."""
+
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`. Of equal ones, that takes the request which has the lowest load, and then has seen least: so the
@@ -31,10 +34,8 @@ def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
 def expected_work(chunks: int, replica: ReplicaLoad) -> float:
     """What is computed at a replica before the first token of a prompt of so many chunks, in a usual replica's chunks.
 
-    A request that would wait for a place counts as many times as requests wait before it.
+    The new request, too, counts as one that waits if there is no place for it.
     """
     waiting = max(0, replica.num_requests - replica.max_running + 1)
-    ahead = replica.num_requests + waiting
-    return replica.request_cost * ahead + replica.chunk_cost * (
-        chunks - replica.warm_chunks + replica.pending_chunks + waiting * chunks
-    )
+    ahead = replica.num_requests + (_WAITING - 1) * waiting
+    return replica.request_cost * ahead + replica.chunk_cost * (chunks - replica.warm_chunks + replica.pending_chunks)
