@@ -7,6 +7,7 @@ The scale is `adapter.lora.alpha` / rank.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from shardline.checkpoints.gguf.checkpoint import Place, interleaved_heads, possible_places
