@@ -115,7 +115,8 @@ def test_headers_that_fit_the_file_but_not_the_model(name, values, intact, tmp_p
         elif change == "type":
             header[first] = {**header[first], "dtype": values.draw(st.sampled_from(["F32", "I32", "F16", "U8", "I8"]))}
         elif change == "shape":
-            header[first] = {**header[first], "shape": header[first]["shape"][::-1]}
+            shape = header[first]["shape"]  # which an earlier change may have made anything
+            header[first] = {**header[first], "shape": shape[::-1] if isinstance(shape, list) else [shape, shape]}
         elif change == "name":
             header[f"{first}x"] = header.pop(first)
             keys = sorted(key for key in header if key != "__metadata__")
