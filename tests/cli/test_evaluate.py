@@ -79,10 +79,12 @@ def test_a_quantized_checkpoint_against_the_model_that_it_was(
         ("-tp 2", "evaluate runs on one rank"),
         ("--text EMPTY", "is too short"),
         ("--text MISSING", "No such file"),
+        ("--text BINARY", "cannot read"),
     ],
 )
 def test_mistakes_are_named(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "EMPTY").touch()
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe")
     arguments = [str(tmp_path / word) if word.isupper() else word for word in words.split()]
-    assert main(["evaluate", *arguments]) != 0
+    assert main(["evaluate", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -68,7 +68,10 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
     if text.tokenizer is None:
         raise ValueError(f"{config.model.model} has no tokenizer, and evaluate scores text")
     if path is not None:
-        ids = text.tokenizer.encode_text(path.read_text(encoding="utf-8"))
+        try:
+            ids = text.tokenizer.encode_text(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text: cannot read {path}: {error}") from error
         windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
         documents = [Document(window, 1) for window in windows if len(window) > 1]
         if not documents:
