@@ -105,6 +105,12 @@ def test_a_warm_replica_is_kept_until_waiting_costs_more_than_computing() -> Non
     assert find_policy("least_work").choose(Arrival(0, (1, 2, 3)), full) == 1, "there, no request has to wait"
 
 
+def test_a_long_prompt_goes_where_few_answers_stop_for_it() -> None:
+    replicas = [ReplicaLoad(10, 0, 0, 20), ReplicaLoad(4, 0, 1, 20, pending_chunks=8)]
+    choose = find_policy("least_work").choose
+    assert [choose(Arrival(0, tuple(range(chunks))), replicas) for chunks in (0, 1, 8)] == [0, 0, 1]
+
+
 def test_where_all_are_full_long_prompts_do_not_leave_the_long_queue_to_short_ones() -> None:
     """Else short prompts wait the longer, the more of them wait."""
     busy = [ReplicaLoad(12, 0, 0, 8, pending_chunks=5), ReplicaLoad(9, 0, 1, 8, pending_chunks=40)]

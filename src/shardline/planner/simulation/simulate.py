@@ -171,7 +171,7 @@ def _run(
     """Route the requests of one window of seconds after the other."""
     loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
     routed: list[list[Routed]] = [[] for _ in groups]
-    end, number = window, -1
+    end, number, uses_prefix = window, -1, router.uses_prefix and num_replicas > 1
     for number, request in enumerate(requests):
         if request.arrival >= end:
             end = (math.floor(request.arrival / window) + 1) * window
@@ -186,7 +186,7 @@ def _run(
                         pending_chunks=report.pending_chunks,
                     )
             show_progress(progress, number - sum(load.num_requests for load in loads), end - window)
-        decision = router.decide(request.token_ids() if router.uses_prefix else (), "", loads)
+        decision = router.decide(request.token_ids() if uses_prefix else (), "", loads)
         index, cost = decision.number, decision.cost
         routed[index % len(groups)].append(Routed(index, number, request, cost))
         before = loads[index]

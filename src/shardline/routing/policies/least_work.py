@@ -2,10 +2,11 @@
 
 A prompt that a replica has seen is no work there, so a conversation stays with its cache until waiting for the replica
 costs more than computing the prompt again elsewhere. What is ahead of it is the prompts that are not computed yet, and
-a step for every request that a replica has: it takes its share of the steps while the new prompt is computed. Steps and
-prompts count by their measured times (a step as much as a chunk of 128 tokens while nothing is measured), so a slow
-replica gets less. One popular prefix therefore spreads over the replicas as its load grows, and prompts without a
-common prefix are spread by load alone.
+a step for every request that a replica has: it takes its share of the steps while the new prompt is computed. Answers
+that run wait for each chunk of the new prompt in turn, which counts, too: so a long prompt goes where few answers stop,
+and a prompt is not computed again lightly. Steps and prompts count by their measured times (a step as much as a chunk
+of 128 tokens while nothing is measured), so a slow replica gets less. One popular prefix therefore spreads over the
+replicas as its load grows, and prompts without a common prefix are spread by load alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ USES_WARM_CHUNKS = True
 
 _WAITING = 3
 """What a request that waits counts beside its prompt: others must end before it begins, which takes many steps."""
+_DELAY = 0.125
+"""What a second counts in which the answer of another request stops, against one before the new first token."""
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
@@ -32,10 +35,13 @@ def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
 
 
 def expected_work(chunks: int, replica: ReplicaLoad) -> float:
-    """What is computed at a replica before the first token of a prompt of so many chunks, in a usual replica's chunks.
+    """What is computed at a replica before the first token of a prompt of so many chunks, and what that delays, in a
+    usual replica's chunks.
 
     The new request, too, counts as one that waits if there is no place for it.
     """
     waiting = max(0, replica.num_requests - replica.max_running + 1)
     ahead = replica.num_requests + (_WAITING - 1) * waiting
-    return replica.request_cost * ahead + replica.chunk_cost * (chunks - replica.warm_chunks + replica.pending_chunks)
+    own = chunks - replica.warm_chunks
+    delay = _DELAY * max(0, own) * min(replica.num_requests, replica.max_running)
+    return replica.request_cost * ahead + replica.chunk_cost * (own + replica.pending_chunks + delay)
