@@ -155,3 +155,40 @@ def test_a_draft_model_never_makes_a_batch_slower(num_sequences: int, rows: tupl
 @pytest.mark.parametrize(("num_sequences", "row", "least"), [(1, 0.02, 2.0), (8, 0.02, 1.2), (32, 0.01, 1.1)])
 def test_a_draft_model_that_is_right_pays(num_sequences: int, row: float, least: float) -> None:
     assert run_model(num_sequences, row, 0.03, 0.8) > least
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "row", "right", "least"),
+    [(1, 0.02, 0.8, 1.5), (8, 0.05, 1.0, 0.97), (32, 0.012, 1.0, 0.97), (32, 0.025, 0.5, 0.97)],
+)
+def test_long_prompts_are_computed_late_only_where_that_pays(
+    num_sequences: int, row: float, right: float, least: float
+) -> None:
+    """A head of a sixth of the model. Its guesses gain less than its prompts cost where a step is full already."""
+    assert run_model(num_sequences, row, 1 / 6, right, prompt=1000) > least
+
+
+def test_one_sequence_of_a_batch_shows_what_late_tokens_take() -> None:
+    proposer = ModelProposer(Speculation(5, 0, 0, draft=DraftModel("small")))
+    while not proposer._payoff.is_open:
+        proposer.note_decode(4, 4, 4, 1.0)
+    requests = [make_request(f"r{number}", [5] * 500, NUM_TOKENS) for number in range(4)]
+    live = [LiveSequence(one, NUM_TOKENS + 500, (0, 0.0, 0), [5] * 500, KVState([[]], [0])) for one in requests]
+
+    def asked() -> list[bool]:
+        return [proposer.count_guesses(sequence, 8) > 0 for sequence in live]
+
+    def end_step(seconds: float) -> None:
+        for sequence in live:
+            if proposer.wants(sequence):
+                step = SequenceStep(0, 0, 1, [[]], -1, True, False, [], num_guesses=1)
+                proposer.note_result(sequence, step, SequenceResult(0, [RIGHT]))
+        proposer.note_decode(4, 4, 4, seconds)
+
+    assert asked() == [False, False, False, False]  # a step shows how many sequences there are
+    end_step(1.0)
+    assert asked() == [True, False, False, False]
+    end_step(50.0)
+    assert proposer._payoff.late_seconds == pytest.approx(49.0 / 488)
+    live[1].num_cached_tokens = 490
+    assert asked() == [True, True, False, False]  # the others' prompts take longer than drafts can save

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
@@ -22,6 +22,7 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
+from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
@@ -284,6 +285,13 @@ def _known_guesses(
     ]
 
 
+@contextmanager
+def drafts_allowed() -> Iterator[None]:
+    """Whatever steps take, and whatever a draft model has to compute first."""
+    with patch.object(Gate, "is_open", True), patch.object(ModelProposer, "_late_tokens_pay", lambda *_: True):
+        yield
+
+
 def run_case(
     model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer], chunk: int = 13
 ) -> tuple[dict[str, Answer], list[EngineStats]]:
@@ -296,7 +304,7 @@ def run_case(
         with (
             tempfile.TemporaryDirectory() as folder,
             patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
-            patch.object(Gate, "is_open", True),
+            drafts_allowed(),
         ):
             by_head = case.drafts == HEAD_DRAFTS
             drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
@@ -307,7 +315,7 @@ def run_case(
         patch.object(
             PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
         ),
-        patch.object(Gate, "is_open", True),  # whatever the steps take
+        drafts_allowed(),
     ):
         asked = {"method": "ngram", "num_speculative_tokens": 4}
         return _run_case(model, case, requests, {"speculative_config": asked}, chunk)

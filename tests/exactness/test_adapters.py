@@ -16,12 +16,11 @@ from shardline.checkpoints.description import read_model
 from shardline.config.engine import ModelConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.engine.speculative.ngram import PromptLookup
-from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import AdapterRef, Request
 from shardline.receipts.check import check_output
 from shardline.receipts.receipt import make_receipt
 from shardline.runtime.machines.host.replay import DecodeReplay
-from tests.exactness.harness import Answer, Guesses, make_requests, run, start_engine
+from tests.exactness.harness import Answer, Guesses, drafts_allowed, make_requests, run, start_engine
 from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
 
@@ -180,7 +179,7 @@ def test_drafts(setup: Setup) -> None:
 def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
     """It guesses what the model would say without them, and the answers are those with them."""
     drafts: dict[str, Any] = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
-    with patch.object(Gate, "is_open", True):
+    with drafts_allowed():
         engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA, **drafts})
         assert run(engine, setup.requests, "together") == setup.expected
         counts = engine.stats().drafts

@@ -21,7 +21,7 @@ from shardline.messages.stats import DraftStats
 from shardline.runtime.features.draft_model import DraftModel
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
-from tests.exactness.harness import BLOCK_SIZE, make_long_requests, make_requests, run, start_engine
+from tests.exactness.harness import BLOCK_SIZE, drafts_allowed, make_long_requests, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 LENGTH = 40
@@ -55,7 +55,7 @@ def draft_with(model: Path, most: int = MOST) -> dict[str, object]:
 @contextmanager
 def drafting_always(most: int) -> Iterator[None]:
     """Have drafts of this length, whatever steps take and whatever was wrong."""
-    with patch.object(Gate, "is_open", True), patch.object(Acceptance, "best_length", lambda *_: most):
+    with drafts_allowed(), patch.object(Acceptance, "best_length", lambda *_: most):
         yield
 
 

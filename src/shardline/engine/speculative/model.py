@@ -18,6 +18,8 @@ _BETWEEN_TRIES = 16
 """Steps from one that may ask for guesses of sequences for which they do not pay to the next one."""
 _MOST_TRIED_TOKENS = 4096
 """What such steps may have the model compute; each step allows one more token."""
+_MANY_MORE = 2
+"""How many times as many late tokens as tokens that are left are a risk."""
 
 
 @dataclass
@@ -29,6 +31,10 @@ class _Guesser:
     """A step in flight is to have guesses."""
     num_seen: int = 0
     """Its tokens that the model has computed."""
+    num_late: int = 0
+    """Of these, those that the step in flight has it compute beside the tokens of a step or two."""
+    is_new: bool = True
+    """It was not decided yet whether its late tokens are worth their time."""
     guesses: list[int] = field(default_factory=list)
     """Those of the last step, which the next one may have."""
 
@@ -44,7 +50,11 @@ class ModelProposer:
     def __init__(self, config: Speculation) -> None:
         self._most = config.num_speculative_tokens
         self._payoff = Payoff(self._most, kept=_KEPT)
-        self._num_decodes = self._num_tried = 0
+        self._num_decodes = self._num_tried = self._num_late = 0
+        self._is_measuring = False
+        """The step in flight computes many late tokens of one sequence, and what these take is not known."""
+        self._usual_output: float | None = None
+        """Tokens of recent answers; None: none has ended."""
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
 
     def wants(self, sequence: LiveSequence) -> bool:
@@ -53,13 +63,18 @@ class ModelProposer:
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
         """See `Proposer`."""
-        guesser = self._find(sequence)
+        guesser, self._num_late = self._find(sequence), 0  # a step that computed prompts, too, tells nothing
         # The step samples a token, and so does the one that has the guesses.
         most = min(self._most, limit, sequence.limit - sequence.num_tokens - 2)
         if not self._payoff.is_open or most <= 0:
             return 0
         num_unseen = sequence.num_tokens - guesser.num_seen
+        # Of a prefix in the cache, the model has seen what it drafted for, and it drafts where that pays.
+        cached = 0 if guesser.num_seen else sequence.num_cached_tokens or 0
+        num_late = max(0, num_unseen - cached - 2 * (1 + self._most))
         length = self._payoff.shared_length(guesser.acceptance)
+        if length and num_late and not self._late_tokens_pay(sequence, length, num_late):
+            length = 0
         if (
             length == 0
             and self._num_decodes % _BETWEEN_TRIES == 0
@@ -69,8 +84,23 @@ class ModelProposer:
             length = 1
         if length == 0:
             return 0
-        guesser.is_asked, guesser.num_seen = True, sequence.num_tokens
+        guesser.is_asked, guesser.num_seen, guesser.num_late = True, sequence.num_tokens, num_late
         return min(most, length)
+
+    def _late_tokens_pay(self, sequence: LiveSequence, length: int, num_late: int) -> bool:
+        """Whether the rest of an answer is worth its late tokens. If these are many more, a step shows first how many
+        sequences there are now, and until late tokens have been measured, one sequence of a batch tries it."""
+        guesser, left = self._find(sequence), sequence.limit - sequence.num_tokens
+        left = left if self._usual_output is None else min(left, int(self._usual_output))
+        are_many = num_late > _MANY_MORE * left
+        is_new, guesser.is_new = guesser.is_new, False
+        if is_new and are_many:
+            return False
+        if self._payoff.late_seconds is None:
+            tries = not (are_many and self._is_measuring)
+            self._is_measuring |= are_many
+            return tries
+        return self._payoff.late_tokens_pay(guesser.acceptance, length, num_late, left)
 
     def propose(
         self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
@@ -89,18 +119,24 @@ class ModelProposer:
         """See `Proposer`."""
         guesser = self._find(sequence)
         guesser.guesses = list(result.guesses)
-        guesser.is_asked = guesser.is_asked and not step.num_guesses
+        if step.num_guesses:
+            guesser.is_asked = False
+            self._num_late += guesser.num_late
+            self._is_measuring = False
         if step.draft_token_ids:
             self._payoff.note_draft(guesser.acceptance, len(result.token_ids) - 1, len(step.draft_token_ids))
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""
+        length = sequence.num_output_tokens
+        self._usual_output = length if self._usual_output is None else _KEPT * self._usual_output + (1 - _KEPT) * length
 
     def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """See `Proposer`."""
+        self._is_measuring = False
         self._num_decodes += 1
         self._num_tried = max(self._num_tried, self._num_decodes - _MOST_TRIED_TOKENS)
-        self._payoff.note_decode(num_sequences, num_rows, num_tokens, seconds)
+        self._payoff.note_decode(num_sequences, num_rows, num_tokens, seconds, self._num_late)
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""

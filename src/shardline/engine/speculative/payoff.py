@@ -170,9 +170,16 @@ class Acceptance:
             right *= self.probability
         return _MOST_GUESSES
 
+    def speed(self, length: int, cost: float) -> float:
+        """How many times as fast a batch is if its sequences have drafts of this length and acceptance."""
+        gained = sum(self.probability**count for count in range(length + 1))
+        return gained / (1.0 + length * cost)
 
 _TRIED_SHARE = 0.05
 """Part of the time that guesses may take which are not expected to pay."""
+
+MANY_LATE = 32
+"""Tokens that a draft model computes late in one step, from which on this shows in the step's time."""
 _KEPT_OF_SEQUENCE, _KEPT_OF_ALL = 0.5, 0.99
 _OWN_SHARE = 0.5
 """What a row costs of a sequence whose draft is made with those of others, as a part of the mean."""
@@ -196,6 +203,8 @@ class Payoff:
         self._usual = Acceptance(_FIRST_RIGHT, _FIRST_JUDGED)
         self._allowed = _FIRST_COST
         """Parts of a step that guesses may take which are not expected to pay."""
+        self.late_seconds: float | None = None
+        """What a token takes that a draft model computes late; None: it has not been measured."""
 
     @property
     def is_open(self) -> bool:
@@ -235,6 +244,14 @@ class Payoff:
         own = acceptance.best_length(_OWN_SHARE * self._cost, self._num_sequences, self._least)
         return min(own, self.best_length(self._usual))
 
+    def late_tokens_pay(self, acceptance: Acceptance, length: int, num_late: int, num_left: int) -> bool:
+        """Whether drafts of this length gain more in the `num_left` tokens that a sequence will still get than it takes
+        a draft model to compute the `num_late` ones that it has not seen."""
+        needed = _NEEDED_ALONE if self._num_sequences == 1 else _NEEDED
+        saved = 1.0 - needed / acceptance.speed(length, self._cost)
+        of_token = self._row_cost.plain_seconds(self._num_sequences) / self._num_sequences
+        return num_left * saved * of_token > num_late * (self.late_seconds or 0.0)
+
     def note_draft(self, acceptance: Acceptance, num_accepted: int, num_proposed: int) -> None:
         """Note a draft of a sequence."""
         self._num_drafts += 1
@@ -244,12 +261,20 @@ class Payoff:
         acceptance.note(num_accepted, num_proposed, self._kept)
         self._usual.note(num_accepted, num_proposed, _KEPT_OF_ALL)
 
-    def note_decode(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """See `Proposer.note_decode`."""
+    def note_decode(
+        self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float, num_late: int = 0
+    ) -> None:
+        """See `Proposer.note_decode`. `num_late`: see `late_tokens_pay`; these are no cost of the guesses."""
         usual = self._row_cost.plain_seconds(num_sequences)
+        if num_late and usual:
+            if num_late >= MANY_LATE:
+                others = usual * (1.0 + (num_rows / num_sequences - 1.0) * self._cost)
+                found = max(0.0, seconds - others) / num_late
+                self.late_seconds = found if self.late_seconds is None else (self.late_seconds + found) / 2
+            seconds = max(min(usual, seconds), seconds - num_late * (self.late_seconds or 0.0))
         speed = num_tokens / num_sequences * usual / seconds if seconds else 0.0
         is_plain = self._gate.note(num_sequences, speed, seconds)
-        if is_plain or num_rows > num_sequences:
+        if is_plain or (num_rows > num_sequences and num_late < MANY_LATE):
             self._row_cost.note(num_sequences, num_rows, seconds)
         self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
         self._allowed = min(1.0, self._allowed + _TRIED_SHARE)
