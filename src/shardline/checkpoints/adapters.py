@@ -343,8 +343,6 @@ def _adapted(
         raise ValueError(f"{module} {named} use_dora is {str(bool(config.use_dora)).lower()} in {CONFIG_FILE}")
     if magnitude is not None and expert[1] > 1:
         raise ValueError(f"DoRA of stacked experts ({module}) is not supported, nor does PEFT make it")
-    if magnitude is not None and name == EMBEDDING:
-        raise ValueError("DoRA of an embedding is not supported; leave embed_tokens out of the targets")
     if magnitude is not None and magnitude.shape != up.shape[:1]:
         raise ValueError(
             f"{module} has lora_magnitude_vector {list(magnitude.shape)}, and lora_B has {up.shape[0]} rows"
