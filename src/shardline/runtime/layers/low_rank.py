@@ -59,8 +59,7 @@ class LinearAdapters:
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
-        for expert in range(self._num_experts):
-            self.weights.clear(slot * self._num_experts + expert)
+        self.weights.clear(slot * self._num_experts, self._num_experts)
         self._loader.scaling_slots.discard(slot)
         self._loader.expert_slots.discard(slot)
 
