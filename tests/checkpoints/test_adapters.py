@@ -207,10 +207,13 @@ def test_magnitudes_that_are_refused(
     assert message in str(error.value)
 
 
-def test_embeddings_have_no_magnitude(model: Path, spec: DecoderSpec, tmp_path: Path) -> None:
+def test_magnitudes_of_embeddings(model: Path, spec: DecoderSpec, tmp_path: Path) -> None:
     folder = make_adapter(model, tmp_path / "dora", targets=["embed_tokens"], use_dora=True)
-    change_tensors(folder, lambda old: {**old, f"{EMBED.removesuffix('weight')}lora_magnitude_vector": torch.ones(64)})
-    with pytest.raises(ValueError, match="DoRA of an embedding is not supported"):
+    [found] = read_adapter(folder, spec, 64).linears
+    assert found.magnitude is not None
+    assert found.magnitude.shape == (64,)
+    change_tensors(folder, lambda old: {**old, f"{EMBED.removesuffix('weight')}lora_magnitude_vector": torch.ones(256)})
+    with pytest.raises(ValueError, match=r"has lora_magnitude_vector \[256\], and lora_B has 64 rows"):
         read_adapter(folder, spec, 64)
 
 

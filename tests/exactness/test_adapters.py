@@ -28,9 +28,9 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32
 ADAPTERS: tuple[tuple[list[str], list[str]], ...] = (
     (["q_proj", "v_proj", "lm_head", "embed_tokens"], []),
     (["o_proj", "gate_proj", "down_proj"], ["embed_tokens"]),
-    (["proj"], ["lm_head"]),
+    (["proj", "embed_tokens"], ["lm_head"]),
 )
-"""What each changes, and has whole. The second one has DoRA."""
+"""What each changes, and has whole. The first two have DoRA."""
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -43,7 +43,7 @@ class Setup:
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
         for number, (targets, whole) in enumerate(ADAPTERS):
-            made: dict[str, Any] = {"seed": number, "rank": 3 + 9 * number, "use_dora": number == 1}
+            made: dict[str, Any] = {"seed": number, "rank": 3 + 9 * number, "use_dora": number < 2}
             path = make_adapter(self.model, folder / f"{number}", targets=targets, whole=whole, **made)
             self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
         self.requests = [

@@ -80,11 +80,9 @@ def make_adapter(
         if isinstance(module, nn.Embedding):
             a, b, scale = "lora_embedding_A", "lora_embedding_B", float(module.weight.detach().std())
             tensors[f"{prefix}{name}.{a}"], tensors[f"{prefix}{name}.{b}"] = (down * inputs**0.5).to(dtype), up * scale
-            continue
-        tensors[f"{prefix}{name}.lora_A.weight"], tensors[f"{prefix}{name}.lora_B.weight"] = (
-            down.to(dtype),
-            up.to(dtype),
-        )
+        else:
+            key = f"{prefix}{name}.lora"
+            tensors[f"{key}_A.weight"], tensors[f"{key}_B.weight"] = down.to(dtype), up.to(dtype)
         if config.get("use_dora"):
             magnitude = module.weight.detach().norm(dim=int(isinstance(module, nn.Linear)))
             magnitude = magnitude * (0.5 + torch.rand(outputs, generator=generator))
@@ -138,8 +136,8 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             change = scale * up @ down.float()
             weight += change.T if isinstance(module, Conv1D | nn.Embedding) else change
             if config.get("use_dora"):
-                magnitude = tensors[key.replace("lora_A.weight", "lora_magnitude_vector")].float()
-                dim = int(not isinstance(module, Conv1D))
+                magnitude = tensors[re.sub(r"lora_A\.weight|lora_embedding_A", "lora_magnitude_vector", key)].float()
+                dim = int(not isinstance(module, Conv1D | nn.Embedding))
                 weight *= (magnitude[:, None] if dim else magnitude) / weight.norm(dim=dim, keepdim=True)
     return model
 

@@ -141,7 +141,7 @@ def test_adapter_bytes_count_what_each_rank_holds(spec: DecoderSpec, size: int, 
         for name, (outputs, inputs) in adaptable_parameters(spec):
             is_expert = ".experts." in name
             if name == EMBEDDING:
-                held += 2 * 7 * (inputs + outputs)
+                held += 2 * 7 * (inputs + outputs) + 4 * outputs
             elif not (is_expert and experts == "none"):
                 span = shard(name, spec, rank, size, "exact", share)[0] or Span(0, outputs)
                 is_absent = is_expert and experts == "whole" and not span.size

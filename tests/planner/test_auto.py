@@ -14,7 +14,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment import cpu_rates
 from shardline.deployment.here import resolve_here
 from shardline.deployment.machine import Device, Host, Machine
-from shardline.models.adapters import EMBEDDING, adaptable_parameters
+from shardline.models.adapters import adaptable_parameters
 from shardline.planner import auto
 from shardline.planner.auto import chosen_config, measure_host, path_here, plan_here
 from shardline.planner.catalog import find_model
@@ -171,7 +171,7 @@ def test_a_plan_for_this_host_counts_adapters(monkeypatch: pytest.MonkeyPatch) -
     assert "LoRA" not in page
     found = dict(adaptable_parameters(find_model("demo").spec))
     products = 64 * 2 * sum(sum(shape) for shape in found.values())
-    factors = 4 * sum(outputs for name, (outputs, _) in found.items() if name != EMBEDDING)
+    factors = 4 * sum(outputs for outputs, _ in found.values())
     assert few["lora_bytes"] == 2 * (products + factors)
     assert re.search(r"\n  LoRA adapters +[\d.]+ MiB   2 of rank 64\n", page_with)
     assert few["unused_bytes"] == plain["unused_bytes"] - few["lora_bytes"]

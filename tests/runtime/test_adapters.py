@@ -49,6 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dora, fused": ("phi3", {"targets": ("qkv_proj", "gate_up_proj"), "use_dora": True}),
     "dora of a tied head": ("gemma2", {"targets": ("lm_head",), "use_dora": True}),
+    "dora of the embedding": ("llama", {"targets": ("embed_tokens", "lm_head", "q_proj"), "use_dora": True}),
+    "dora of a tied, scaled embedding in bf16": (
+        "gemma3_text",
+        {"targets": ("embed_tokens",), "use_dora": True, "dtype": torch.bfloat16},
+    ),
     "dora, transposed": ("gpt2", {"targets": ("c_attn", "c_proj", "c_fc"), "use_dora": True}),
     "experts": ("qwen3_moe", {"targets": ("q_proj", *LINEARS[4:])}),
     "experts of some layers in bf16, with patterns": (

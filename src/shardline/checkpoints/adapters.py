@@ -165,10 +165,13 @@ def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     wholes: list[WholeWeight] = []
     outputs: dict[str, int] = {}
     """Rows of each module that is used."""
+    has_experts = any(".experts" in module for module in modules)
     for name, shape in adaptable_parameters(spec):
+        if not has_experts and _is_of_expert(name):
+            continue  # there may be thousands of them
         source = family(spec.model_type).tensor_source(name, spec)
         keys = [key.removesuffix(".weight") for key in (source.key, *source.aliases)]
-        module = pattern = next((key for key in keys if key in modules), None)
+        module = pattern = None if source.index else next((key for key in keys if key in modules), None)
         if module is None and (stacked := source if source.index else StackedExperts("mlp.experts").find(name, spec)):
             source, pattern = stacked, stacked.key
             module = _module_of_parameter(pattern, config.target_parameters or ())
@@ -200,8 +203,8 @@ def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) 
     """
     if not adapter.linears and not adapter.wholes:
         raise ValueError("it changes no linear of this model")
-    changed = (one.name for one in adapter.linears if expert_of(parse_name(one.name).part) is not None)
-    if not experts and (expert := next(changed, None)) is not None:
+    expert = next((one.name for one in adapter.linears if _is_of_expert(one.name)), None)
+    if not experts and expert is not None:
         raise ValueError(
             f"it changes the expert {expert.removesuffix('.weight')}, which adapters cannot where experts move "
             "(--enable-eplb), or where replicas share them (--enable-expert-parallel with --data-parallel-size)"
@@ -209,7 +212,8 @@ def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) 
     if adapter.rank > max_rank:
         raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
     if adapter.wholes:
-        per_rank = {name: sum(shape) for name, shape in adaptable_parameters(spec)}
+        changeable = adaptable_parameters(spec)
+        per_rank = {name: sum(shape) for name, shape in changeable if experts or not _is_of_expert(name)}
         own = sum(one.rank * per_rank[one.name] for one in adapter.linears)
         own += len(adapter.wholes) * spec.vocab_size * spec.hidden_size
         if own > max_rank * sum(per_rank.values()):
@@ -219,6 +223,10 @@ def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) 
                 f"which has {max_rank} now"
             )
     return adapter
+
+
+def _is_of_expert(name: str) -> bool:
+    return expert_of(parse_name(name).part) is not None
 
 
 def _read_config(folder: Path) -> _Config:
@@ -343,8 +351,6 @@ def _adapted(
         raise ValueError(f"{module} {named} use_dora is {str(bool(config.use_dora)).lower()} in {CONFIG_FILE}")
     if magnitude is not None and expert[1] > 1:
         raise ValueError(f"DoRA of stacked experts ({module}) is not supported, nor does PEFT make it")
-    if magnitude is not None and name == EMBEDDING:
-        raise ValueError("DoRA of an embedding is not supported; leave embed_tokens out of the targets")
     if magnitude is not None and magnitude.shape != up.shape[:1]:
         raise ValueError(
             f"{module} has lora_magnitude_vector {list(magnitude.shape)}, and lora_B has {up.shape[0]} rows"

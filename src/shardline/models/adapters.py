@@ -96,6 +96,7 @@ def adapter_bytes(
     total = factors = 0
     if embeds_tokens(spec, stage):
         total += max_rank * (spec.vocab_size + spec.hidden_size)
+        factors += spec.hidden_size
     if stage.stop == len(spec.layers) and spec.num_labels is None:
         own = shard(LM_HEAD, spec, place.share, size)[0]
         assert own is not None

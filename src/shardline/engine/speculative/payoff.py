@@ -175,6 +175,7 @@ class Acceptance:
         gained = sum(self.probability**count for count in range(length + 1))
         return gained / (1.0 + length * cost)
 
+
 _TRIED_SHARE = 0.05
 """Part of the time that guesses may take which are not expected to pay."""
 

@@ -16,12 +16,15 @@ from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
 from shardline.models.adapters import EMBEDDING, LM_HEAD
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
-from shardline.runtime.layers.low_rank import LinearAdapters
+from shardline.runtime.layers.low_rank import LinearAdapters, dora_factors
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
 from shardline.runtime.step import Rows
 from shardline.weights.base import PackedLinear
 from shardline.weights.formats import plain
+
+_COLUMNS = 256
+"""Columns of a table whose norms are found at once."""
 
 
 class EmbeddingAdapters:
@@ -35,6 +38,7 @@ class EmbeddingAdapters:
         self.names: tuple[str, ...] = (EMBEDDING.removesuffix(".weight"),)
         self.spans: tuple[Span, ...] = (Span(0, spec.hidden_size),)
         self.own_whole = own
+        self._loader = loader
         self._kernels = cast(LowRankKernels, stage.kernels)
         self._dtype = stage.dtype
         self._inner = torch.empty(num_slots, spec.vocab_size, max_rank, dtype=stage.dtype)
@@ -49,15 +53,30 @@ class EmbeddingAdapters:
         """Empty a slot."""
         self._changes[slot], self._wholes[slot] = False, None
         self._outer.clear(slot)
+        self._loader.scaling_slots.discard(slot)
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> None:
-        """Give a slot its change: down [rank, vocab], up [hidden, rank]."""
-        assert magnitude is None, "it is refused before"
+        """Give a slot its change: down [rank, vocab], up [hidden, rank]; `magnitude` [hidden]: the norms of the columns
+        of the changed table.
+
+        Raises:
+            ValueError: a column is zero, so no factor gives it a norm.
+        """
         rank, inner = len(down), self._inner[slot]
+        factors = None if magnitude is None else self._factors(slot, down, up, scale, magnitude)
         inner[:, :rank] = down.T
         inner[:, rank:] = 0
-        self._outer.put(slot, part, torch.eye(rank, inner.shape[1]), up, scale)
+        self._outer.put(slot, part, torch.eye(rank, inner.shape[1]), up, scale, factors)
         self._changes[slot] = True
+
+    def _factors(self, slot: int, down: Tensor, up: Tensor, scale: float, magnitude: Tensor) -> Tensor:
+        """The factors of columns [hidden]. Norms are those of whole columns, so each rank reads the whole table."""
+        name, found = self.names[0], []
+        for first in range(0, len(up), _COLUMNS):
+            own = slice(first, min(first + _COLUMNS, len(up)))
+            base = self._loader.original_rows(name, (None, Span(own.start, own.stop))).T.contiguous()
+            found.append(dora_factors(self._loader, slot, name, base, down, up[own], scale, magnitude[own]))
+        return torch.cat(found)
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot its own table: the rows [own range, hidden]."""
@@ -72,14 +91,17 @@ class EmbeddingAdapters:
                 rows[places] = whole[own_ids[places]]
         return rows
 
-    def add(self, rows: Tensor, token_ids: Tensor, adapters: Tensor) -> Tensor:
-        """Rows [T, hidden] of tokens with what their adapters add, rounded once."""
+    def add(self, rows: Tensor, token_ids: Tensor, adapters: Tensor, *, scaled: bool) -> Tensor:
+        """Rows [T, hidden] of tokens with what their adapters add, rounded once. `scaled`: see `Rows`."""
         if not any(self._changes[slot] for slot in adapters.tolist() if slot >= 0):
             return rows
         vocab_size, max_rank = self._inner.shape[1:]
         places = adapters.long().clamp(min=0) * vocab_size + token_ids
         inner = torch.index_select(self._inner.view(-1, max_rank), 0, places)
-        return (rows.float() + low_rank(self._kernels, inner, adapters, self._outer)).to(rows.dtype)
+        added = low_rank(self._kernels, inner, adapters, self._outer, scaled=scaled)
+        if scaled:
+            return (rows.float() * added[:, 1] + added[:, 0]).to(rows.dtype)
+        return (rows.float() + added).to(rows.dtype)
 
 
 class HeadAdapters(LinearAdapters):
@@ -129,7 +151,7 @@ class AdaptedEmbedding(TokenEmbedding):
         if adapters is None:
             return super()._rows(token_ids, table)
         rows = self._gather(token_ids, partial(changes.look_up, self._look_up, adapters))
-        return changes.add(rows, token_ids, adapters)
+        return changes.add(rows, token_ids, adapters, scaled=table.scaled)
 
 
 class AdaptedLMHead(LMHead):

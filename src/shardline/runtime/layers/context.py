@@ -164,12 +164,13 @@ class LayerLoader:
         self.on_loaded(tensor.nbytes)
         return tensor
 
-    def original_rows(self, name: str) -> Tensor:
-        """This rank's rows of the linear `name`, as the checkpoint has them, in the activations' dtype."""
+    def original_rows(self, name: str, spans: Spans | None = None) -> Tensor:
+        """This rank's rows of the linear `name`, or these of its rows and columns, as the checkpoint has them, in the
+        activations' dtype."""
         tied = name == "lm_head" and self.stage.spec.tied_embeddings
         name, source = "embed.weight" if tied else f"{name}.weight", self.source
         read = source.original if isinstance(source, FoldedNorms) else source.get
-        return read(name, self._own_part(name)).to(self.stage.dtype)
+        return read(name, self._own_part(name) if spans is None else spans).to(self.stage.dtype)
 
     def load_rows(self, name: str) -> Callable[[Tensor], Tensor]:
         """A function that returns rows of this rank's slice of a table by their indices. The table is packed if the

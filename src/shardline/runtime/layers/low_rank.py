@@ -59,8 +59,7 @@ class LinearAdapters:
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
-        for expert in range(self._num_experts):
-            self.weights.clear(slot * self._num_experts + expert)
+        self.weights.clear(slot * self._num_experts, self._num_experts)
         self._loader.scaling_slots.discard(slot)
         self._loader.expert_slots.discard(slot)
 
@@ -70,14 +69,11 @@ class LinearAdapters:
         Raises:
             ValueError: a row is zero, so no factor gives it a norm.
         """
-        factors = None
+        factors, name = None, self.names[part]
         if magnitude is not None:
-            base = self._loader.original_rows(self.names[part])
-            factors = output_factors(self._loader.stage.kernels, base, down, up, scale, magnitude)
-            if not bool(torch.isfinite(factors).all()):
-                raise ValueError(f"the adapter makes {self.names[part]} zero somewhere, where DoRA divides by its norm")
-            self._loader.scaling_slots.add(slot)
-        if expert_of(parse_name(f"{self.names[part]}.weight").part) is not None:
+            base = self._loader.original_rows(name)
+            factors = dora_factors(self._loader, slot, name, base, down, up, scale, magnitude)
+        if expert_of(parse_name(f"{name}.weight").part) is not None:
             self._loader.expert_slots.add(slot)
         expert, part = divmod(part, self._num_parts)
         down = down if self._factors is None else down * self._factors
@@ -94,6 +90,21 @@ class LinearAdapters:
             return bias
         slots = rows.adapters if chosen is None else rows.adapters[chosen]
         return low_rank(self._kernels, as_tensor(x), slots, self.weights, bias, scaled=rows.scaled)
+
+
+def dora_factors(
+    loader: LayerLoader, slot: int, name: str, base: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor
+) -> Tensor:
+    """See `output_factors`; `base`: rows of the linear `name`, whose outputs have factors in this slot from now on.
+
+    Raises:
+        ValueError: a row is zero, so no factor gives it a norm.
+    """
+    factors = output_factors(loader.stage.kernels, base, down, up, scale, magnitude)
+    if not bool(torch.isfinite(factors).all()):
+        raise ValueError(f"the adapter makes {name} zero somewhere, where DoRA divides by its norm")
+    loader.scaling_slots.add(slot)
+    return factors
 
 
 def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:

@@ -74,9 +74,9 @@ class LowRankWeights:
             torch.tensor([0, *widths]).cumsum(0),
         )
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        self.ranks[slot] = 0
+    def clear(self, slot: int, count: int = 1) -> None:
+        """Empty a slot, or so many from it on."""
+        self.ranks[slot : slot + count] = 0
 
     def put(self, slot: int, part: int, down: Tensor, up: Tensor, scale: float, factors: Tensor | None = None) -> None:
         """Give a part of a slot its weights, down [rank, in_features] and up [local outputs, rank]; they are rounded to
