@@ -193,7 +193,7 @@ def test_the_choice_equals_brute_force(arrivals) -> None:
                 warm += 1
             waiting = max(0, count - 5)
             own = len(numbers) - warm
-            works.append((own + own * min(count, 6) / 8 + count + 2 * waiting, count, len(sent[index]), index))
+            works.append((own + own * min(count, 3) / 8 + count + 3 * waiting, count, len(sent[index]), index))
         decision = router.decide(prompt, "", loads)
         assert decision.number == min(works)[-1]
         sent[decision.number].update(prefixes)

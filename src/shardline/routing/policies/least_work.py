@@ -19,7 +19,7 @@ USES_LOAD = True
 USES_PREFIX = True
 USES_WARM_CHUNKS = True
 
-_WAITING = 3
+_WAITING = 4
 """What a request that waits counts beside its prompt: others must end before it begins, which takes many steps."""
 _DELAY = 0.125
 """What a second counts in which the answer of another request stops, against one before the new first token."""
@@ -38,10 +38,11 @@ def expected_work(chunks: int, replica: ReplicaLoad) -> float:
     """What is computed at a replica before the first token of a prompt of so many chunks, and what that delays, in a
     usual replica's chunks.
 
-    The new request, too, counts as one that waits if there is no place for it.
+    The new request, too, counts as one that waits if there is no place for it. Of the delayed ones, no more count than
+    fill half of the places: else long prompts would wait for each other where queues grow, while others have room.
     """
     waiting = max(0, replica.num_requests - replica.max_running + 1)
     ahead = replica.num_requests + (_WAITING - 1) * waiting
     own = chunks - replica.warm_chunks
-    delay = _DELAY * max(0, own) * min(replica.num_requests, replica.max_running)
+    delay = _DELAY * max(0, own) * min(replica.num_requests, replica.max_running // 2)
     return replica.request_cost * ahead + replica.chunk_cost * (own + replica.pending_chunks + delay)
