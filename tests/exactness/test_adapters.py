@@ -109,6 +109,11 @@ def test_adapters_of_experts(experts: Setup, layout: dict[str, Any], batch: str)
     assert experts.answers(experts.requests, batch, **layout) == experts.expected
 
 
+def test_adapters_of_experts_that_are_read_from_a_disk(experts: Setup, tmp_path: Path) -> None:
+    answers = experts.answers(experts.requests, "together", cpu_offload_gb=100.0, offload_to=str(tmp_path))
+    assert answers == experts.expected
+
+
 def test_adapters_of_experts_that_replicas_share_are_refused(experts: Setup) -> None:
     refs = experts.adapters
     asked = [one for one in experts.requests if one.adapter in (refs[0], refs[2])][:4]
