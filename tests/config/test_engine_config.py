@@ -27,6 +27,7 @@ def test_every_option_lands_where_it_belongs() -> None:
     [
         ("tensor_parallel", 2, "unknown option"),
         ("tensor_parallel_size", 0, "at least 1"),
+        ("max_num_seqs", 10**8, "at most 65536"),
         ("tensor_parallel_size", "2", "whole number"),
         ("numerics", "sloppy", "exact, fast"),
         ("dtype", "int3", "bfloat16"),

@@ -25,6 +25,7 @@ from shardline.weights.formats import format_names
 logger = logging.getLogger(__name__)
 
 _MOST_GIB = float(1 << 30)
+_MOST_SEQUENCES, _MOST_ADAPTERS = 1 << 16, 1 << 14
 _SIZES = ("kv_cache_memory", "kv_offloading_size", "kv_offloading_dir_size")
 """Options that are no counts."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -426,6 +427,12 @@ def _validate(config: EngineConfig) -> None:
     _ = config.model.config_overrides
     if not 0.0 <= config.model.cpu_offload_gb < _MOST_GIB:
         raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {config.model.cpu_offload_gb}")
+    for name, asked, most in (
+        ("max_num_seqs", config.scheduler.max_num_seqs, _MOST_SEQUENCES),
+        ("the larger of max_loras and max_cpu_loras", config.lora.num_slots, _MOST_ADAPTERS),
+    ):
+        if asked > most:
+            raise ValueError(f"{name} must be at most {most}, got {asked}")
     if config.model.offload_to is not None and not config.model.cpu_offload_gb:
         raise ValueError("offload_to needs cpu_offload_gb: how much of the weights is read from there in every step")
     json_object("override_generation_config", config.model.override_generation_config)
