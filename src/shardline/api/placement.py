@@ -165,8 +165,7 @@ class Placement:
             if (pace := self._replicas[index].take_pace()) is not None:
                 router.paces.add(index, *pace)
         request = choice.request
-        model = request.adapter.digest if request.adapter is not None else ""
-        decision = router.decide(request.prompt_token_ids, request.cache_salt, loads, model=model)
+        decision = router.decide(request.prompt_token_ids, request.cache_salt, loads, model=request.variant)
         choice.pending_chunks = decision.cost
         return decision.number
 

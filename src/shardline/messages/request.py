@@ -73,6 +73,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     streamed: bool = True
     """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
 
+    @property
+    def variant(self) -> str:
+        """The digest of its adapter; empty: the model as it is. Equal prompts of different ones share no cache."""
+        return "" if self.adapter is None else self.adapter.digest
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities of one token and of others in its place; see `--logprobs-mode` for what they are made of."""
