@@ -24,7 +24,7 @@ from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.ngram import PromptLookup
-from shardline.engine.speculative.payoff import Gate
+from shardline.engine.speculative.payoff import Gate, RowCost
 from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult
@@ -288,7 +288,12 @@ def _known_guesses(
 @contextmanager
 def drafts_allowed() -> Iterator[None]:
     """Whatever steps take, and whatever a draft model has to compute first."""
-    with patch.object(Gate, "is_open", True), patch.object(ModelProposer, "_late_tokens_pay", lambda *_: True):
+    with (
+        patch.object(Gate, "is_open", True),
+        patch.object(RowCost, "is_known", True),
+        patch.object(RowCost, "share_of_row", lambda *_: 0.01),
+        patch.object(ModelProposer, "_late_tokens_pay", lambda *_: True),
+    ):
         yield
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from shardline.engine.engine import Engine
 from shardline.engine.speculative.ngram import PromptLookup
-from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
@@ -20,7 +19,7 @@ from shardline.runtime.features.drafts import join_rows
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.runtime.sequences import WorkerSequence, sampled_rows
 from shardline.sampling_params import SamplingParams
-from tests.exactness.harness import Answer, Guesses, make_requests, start_engine
+from tests.exactness.harness import Answer, Guesses, drafts_allowed, make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 ASKED = {"method": "ngram", "num_speculative_tokens": 4}
@@ -87,7 +86,7 @@ def test_answers_of_every_kind_are_the_same(tensor: int, pipeline: int, tmp_path
             PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
         ),
         patch.object(DecodeReplay, "__call__", counted),
-        patch.object(Gate, "is_open", True),  # whatever the steps take
+        drafts_allowed(),
     ):
         engine, executor = start_engine(
             model, tensor=tensor, pipeline=pipeline, speculative_config=ASKED, max_num_batched_tokens=40
