@@ -165,6 +165,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: len(reads)
 
 
+def test_an_expert_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, [panels] = open_stream(tmp_path, num_layers=1, num_experts=4, kept=4)
+    ids = torch.tensor([2], dtype=torch.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(OSError, match="end early"):
+            stream.acquire(0, ids, 0)
+    stream.acquire(0, ids, 0)
+    assert all(bool(torch.all(part[2] == 2)) for part in panels)
+
+
 def test_experts_that_are_often_chosen_stay(tmp_path: Path, counted: Callable[[], int]) -> None:
     stream, _ = open_stream(tmp_path, num_layers=2, num_experts=8, kept=8)
     hot = torch.tensor([0, 1, 2], dtype=torch.int32)

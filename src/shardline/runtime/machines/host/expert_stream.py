@@ -168,7 +168,11 @@ class ExpertStream:
 
     def _await(self, row: int, expert: int) -> None:
         for future in self._coming.pop((row, expert), ()):
-            future.result()
+            try:
+                future.result()
+            except OSError:
+                self._present[row, expert] = False  # whoever goes on after the error reads it again
+                raise
 
     def _read_ahead(self, row: int) -> None:
         """Read of the next layer what there is room for beside this one."""
