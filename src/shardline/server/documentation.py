@@ -46,22 +46,26 @@ _ERRORS = (
 def json_answers(body: Any, *, streams: bool = False, error: type[BaseModel] = ErrorResponse) -> Responses:
     """The answers of an endpoint that sends `body`, a type that msgspec encodes, or an error.
 
-    `streams`: the endpoint can also send server-sent events. `error`: the shape of its errors.
+    `streams`: the endpoint can also send server-sent events. `error`: the form of its errors.
     """
     content = {"application/json": {"schema": _schema(body)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    # The middleware answers these before the endpoint is known.
-    errors: Responses = {
-        status: {"model": ErrorResponse if status in (401, 413) else error, "description": text}
-        for status, text in _ERRORS
-    }
-    return {200: {"description": "The answer.", "content": content}, **errors}
+    # As schemas: of a model, the framework would make a validator for each status of each endpoint at every start.
+    answers: Responses = {200: {"description": "The answer.", "content": content}}
+    for status, text in _ERRORS:
+        # The middleware answers these two before the endpoint is known.
+        schema = _schema(ErrorResponse if status in (401, 413) else error)
+        answers[status] = {"description": text, "content": {"application/json": {"schema": schema}}}
+    return answers
 
 
 @cache
 def _schema(body: Any) -> dict[str, Any]:
     """The JSON schema of a type. It refers to nothing outside itself."""
+    if isinstance(body, type) and issubclass(body, BaseModel):
+        model: dict[str, Any] = body.model_json_schema()
+        return {key: _inline(value, model.get("$defs", {})) for key, value in model.items() if key != "$defs"}
     [schema], definitions = msgspec.json.schema_components([body])
     inlined: dict[str, Any] = _inline(schema, definitions)
     return inlined

@@ -214,7 +214,8 @@ def _byte_level(
             f"tokens; {_OVERRIDE}"
         )  # fmt: skip
     split = SPLITS[pre]
-    merges = _stored_merges(header, tokens, types, all_needed=not split.ignores_merges)
+    vocab = _vocab(tokens)
+    merges = _stored_merges(header, vocab, types, all_needed=not split.ignores_merges)
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in split.patterns
@@ -229,14 +230,15 @@ def _byte_level(
         "post_processor": _post_processor(header, tokens, ids, adds_bos=split.adds_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     }
-    return _build(parts, tokens, merges, ignore_merges=split.ignores_merges)
+    return _build(parts, vocab, merges, ignore_merges=split.ignores_merges)
 
 
 def _sentencepiece(
     header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]
 ) -> tokenizers.Tokenizer:
     is_gemma4 = header.metadata["tokenizer.ggml.model"] == "gemma4"
-    merges = _stored_merges(header, tokens, types, all_needed=is_gemma4)
+    vocab = _vocab(tokens)
+    merges = _stored_merges(header, vocab, types, all_needed=is_gemma4)
     if not merges and is_gemma4:
         raise header.error("tokenizer.ggml.merges", f"is missing; {_OVERRIDE}")
     if not merges:
@@ -263,23 +265,26 @@ def _sentencepiece(
         "post_processor": _post_processor(header, tokens, ids, adds_bos=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
     }
-    return _build(parts, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    return _build(parts, vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _build(
-    parts: dict[str, Any], tokens: Sequence[str], merges: Sequence[tuple[str, str]], **options: Any
+    parts: dict[str, Any], vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any
 ) -> tokenizers.Tokenizer:
     """The tokenizer of these parts; written as JSON, a large vocabulary would take twice the time."""
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **parts, "model": empty}))
-    # Of equal tokens the first one counts.
-    vocab = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     tokenizer.model = tokenizers.models.BPE(vocab, merges, **options)
     return tokenizer
 
 
+def _vocab(tokens: Sequence[str]) -> dict[str, int]:
+    """The id of each token; of equal tokens the first one counts."""
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+
+
 def _stored_merges(
-    header: GGUFHeader, tokens: Sequence[str], types: Sequence[int], *, all_needed: bool
+    header: GGUFHeader, vocab: dict[str, int], types: Sequence[int], *, all_needed: bool
 ) -> list[tuple[str, str]]:
     """The merges in the file; none: it has no list. `all_needed`: tokens that no merge makes do not occur.
 
@@ -288,15 +293,15 @@ def _stored_merges(
     """
     key = "tokenizer.ggml.merges"
     merges = _pairs(header, header.strings(key))
-    known, made = set(tokens), {left + right for left, right in merges}
+    known, made = set(vocab), {left + right for left, right in merges}
     if not (known >= made and known.issuperset(chain.from_iterable(merges))):
         left, right = next(pair for pair in merges if not known >= {*pair, "".join(pair)})
         raise header.error(key, f"joins {left!r:.40} and {right!r:.40}, which needs unknown tokens; {_OVERRIDE}")
     if all_needed:
-        words = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL and len(token) > 1}
-        unmade = len(words - made)
-        if unmade > _MAX_UNMADE * len(words):
-            raise header.error(key, f"makes only {len(words) - unmade} of {len(words)} tokens: it is cut; {_OVERRIDE}")
+        words = [token for token, number in vocab.items() if types[number] == _NORMAL and len(token) > 1]
+        num_made = sum(map(made.__contains__, words))
+        if len(words) - num_made > _MAX_UNMADE * len(words):
+            raise header.error(key, f"makes only {num_made} of {len(words)} tokens: it is cut; {_OVERRIDE}")
     return merges
 
 
@@ -405,7 +410,8 @@ def _types(header: GGUFHeader, count: int) -> list[int]:
         return [1] * count
     if len(types) != count:
         raise header.error("tokenizer.ggml.token_type", f"has {len(types)} numbers for {count} tokens")
-    return [int(kind) for kind in types]
+    kinds: list[int] = types.tolist()
+    return kinds
 
 
 def _pairs(header: GGUFHeader, merges: list[str]) -> list[tuple[str, str]]:
