@@ -56,7 +56,7 @@ def leaves(value: object) -> Iterator[object]:
         return
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            if name != "draft":
+            if name not in ("draft", "drafting"):
                 yield from leaves(getattr(value, name))
     elif isinstance(value, tuple):
         for item in value:

@@ -30,7 +30,7 @@ def test_an_end_of_file_elsewhere_is_a_failure_that_the_front_is_told(
             front.close()
         raise EOFError("the checkpoint ends early")
 
-    deployment = SimpleNamespace(placements=[[SimpleNamespace(host=0)]], seen_from=read_checkpoint)
+    deployment = SimpleNamespace(role="", placements=[[SimpleNamespace(host=0)]], seen_from=read_checkpoint)
     monkeypatch.setattr(channel, "receive", lambda: StartEngine(deployment, 0, b""))  # type: ignore[arg-type]
     told: list[Exception] = []
     process = EngineProcess(channel)

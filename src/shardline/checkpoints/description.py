@@ -123,17 +123,9 @@ def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescriptio
     Raises:
         ValueError: that one cannot be read, or it has another vocabulary.
     """
-    asked = config.scheduler.speculation.draft
-    if asked is None:
+    asked, own = config.scheduler.speculation.draft, config.draft_model
+    if asked is None or own is None:
         return model
-    own = ModelConfig(
-        model=asked.model,
-        revision=asked.revision,
-        load_format="dummy" if config.model.load_format == "dummy" else "auto",
-        quantization=asked.quantization,
-        hf_token=config.model.hf_token,
-        download_dir=config.model.download_dir,
-    )
     try:
         if asked.method == "mtp":
             return dataclasses.replace(model, draft=model.keep("mtp", lambda: _read_mtp(model)))

@@ -321,6 +321,21 @@ class EngineConfig:
         return "ray" in (self.parallel.distributed_executor_backend, self.cluster.data_parallel_backend)
 
     @property
+    def draft_model(self) -> ModelConfig | None:
+        """The draft model, or the head; None: neither drafts."""
+        asked = self.scheduler.speculation.draft
+        if asked is None:
+            return None
+        return ModelConfig(
+            model=asked.model,
+            revision=asked.revision,
+            load_format="dummy" if self.model.load_format == "dummy" else "auto",
+            quantization=asked.quantization,
+            hf_token=self.model.hf_token,
+            download_dir=self.model.download_dir,
+        )
+
+    @property
     def embeds(self) -> bool:
         """Whether prompts get a vector instead of a continuation."""
         return self.model.runner == "pooling"

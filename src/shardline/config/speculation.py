@@ -13,7 +13,8 @@ _MOST_REQUESTS = 1_000_000
 _METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 _NGRAM_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = "suffix_decoding_"
-_DRAFT_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
+_HEAD_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
+_DRAFT_KEYS = (*_HEAD_KEYS, "draft_ranks")
 _MTP_KEYS = ("draft_tensor_parallel_size",)
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
@@ -52,8 +53,10 @@ class DraftModel:
     quantization: str | None = None
     """The format of its linear weights, as the flag of the first model."""
     tensor_parallel_size: int | None = None
-    """None: that of the first model."""
+    """None: that of the first model, or as many as there are `ranks`."""
     method: DraftMethod = "draft_model"
+    ranks: int = 0
+    """Ranks that have nothing but the draft model, for each replica; 0: it runs on the ranks of the first model."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:
         "ngram": _NGRAM_KEYS,
         "suffix": tuple(_SUFFIX + name for name in Suffixes.__annotations__)[:-1],
         "draft_model": _DRAFT_KEYS,
-        "eagle": _DRAFT_KEYS,
-        "eagle3": _DRAFT_KEYS,
+        "eagle": _HEAD_KEYS,
+        "eagle3": _HEAD_KEYS,
         "mtp": _MTP_KEYS,
     }[method]
     known = ("method", "num_speculative_tokens", *own)
@@ -161,8 +164,15 @@ def _draft_model(fields: Mapping[str, Any], method: DraftMethod) -> Speculation:
     size = fields.get("draft_tensor_parallel_size")
     if size is not None:
         size = _whole(fields, "draft_tensor_parallel_size", size)
+    ranks = fields.get("draft_ranks")
+    ranks = 0 if ranks is None else _whole(fields, "draft_ranks", ranks)
+    if ranks and size not in (None, ranks):
+        raise ValueError(
+            f"draft_ranks {ranks} of speculative_config: they share each layer of the draft model, so leave "
+            f"draft_tensor_parallel_size {size} out"
+        )
     model, revision, quantization = fields.get("model", ""), fields.get("revision"), fields.get("quantization")
-    return Speculation(most, 0, 0, draft=DraftModel(model, revision, quantization, size, method))
+    return Speculation(most, 0, 0, draft=DraftModel(model, revision, quantization, size, method, ranks))
 
 
 def _whole(fields: Mapping[str, Any], name: str, value: Any) -> int:

@@ -290,7 +290,11 @@ class Deployment(msgspec.Struct, frozen=True):
     watermark: tuple[WatermarkKey, ...] = ()
     """The one secret with which answers are marked; empty: they have no mark."""
     draft: DraftPlan | None = None
-    """The model that drafts; None: none does."""
+    """The model or head that drafts on these ranks; None: none does."""
+    drafting: Deployment | None = None
+    """The draft model on ranks of its own, an engine beside each engine; None: there are none."""
+    role: str = ""
+    """What its processes are called beside those of the model: "draft" for `drafting` of another one."""
 
     @property
     def lora_memory(self) -> tuple[int, str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardline.config.engine import EngineConfig
+from msgspec.structs import replace as replace_struct
+
+from shardline.config.engine import EngineConfig, SchedulerConfig
+from shardline.config.parallel import ParallelConfig
 from shardline.config.topology import RankGrid
-from shardline.deployment.deployment import DraftPlan, ModelSource, RankWeights
+from shardline.deployment.deployment import Deployment, DraftPlan, FixedPool, ModelSource, RankWeights
 from shardline.deployment.layout import Layout
+from shardline.deployment.machine import Machine
 from shardline.models.kv_groups import kv_groups
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import DTYPE_BYTES, DType, KVDType
@@ -28,6 +32,61 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
         model=dataclasses.replace(config.model, quantization=quantization),
         parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
     )
+
+
+def config_of_draft_ranks(config: EngineConfig) -> EngineConfig:
+    """The configuration of the draft model on ranks of its own, which are an engine of their own.
+
+    Raises:
+        ValueError: there cannot be any.
+    """
+    asked, model, parallel = config.scheduler.speculation.draft, config.draft_model, config.parallel
+    assert asked is not None
+    assert model is not None
+    if config.cluster.has_nodes or config.places_with_ray:
+        raise ValueError(
+            "draft_ranks of speculative_config work on one host only so far: leave them out, so that the draft model "
+            "runs on the ranks of the model"
+        )
+    return EngineConfig(
+        model=dataclasses.replace(model, max_model_len="auto"),
+        parallel=ParallelConfig(tensor_parallel_size=asked.ranks, device=parallel.device, kernels=parallel.kernels),
+        scheduler=SchedulerConfig(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        ),
+    )
+
+
+def share_machine(machine: Machine, config: EngineConfig) -> Machine:
+    """What of a machine the ranks of one engine's draft model may use: as many cores for each as for other ranks."""
+    asked, parallel = config.scheduler.speculation.draft, config.parallel
+    assert asked is not None
+    of_model = parallel.sharing * parallel.pipeline_parallel_size * parallel.lockstep
+    cores = machine.hosts[0].cores * asked.ranks // (parallel.num_engines * (of_model + asked.ranks))
+    return _with_host(machine, max(1, cores), machine.hosts[0].free_memory // parallel.num_engines)
+
+
+def machine_beside(machine: Machine, drafting: Deployment, num_engines: int) -> Machine:
+    """What of a machine is left beside the draft models `drafting` of so many engines."""
+    pool = drafting.cache.pool
+    assert isinstance(pool, FixedPool), "GPUs have no drafts"
+    taken = sum(rank.num_bytes for rank in drafting.weights) + pool.num_blocks * sum(drafting.cache.block_bytes)
+    threads = sum(place.threads for place in drafting.placements[0])
+    host = machine.hosts[0]
+    return _with_host(
+        machine, max(1, host.cores - num_engines * threads), max(0, host.free_memory - num_engines * taken)
+    )
+
+
+def _with_host(machine: Machine, cores: int, memory: int) -> Machine:
+    """A machine of one host with so many cores, and so many free bytes."""
+    host = machine.hosts[0]
+    devices = tuple(
+        replace_struct(device, cores=cores, memory_free=memory) if device.kind == "cpu" else device
+        for device in host.devices
+    )
+    return replace_struct(machine, hosts=(replace_struct(host, cores=cores, free_memory=memory, devices=devices),))
 
 
 def grid_of_draft(config: EngineConfig, grid: RankGrid) -> RankGrid:
@@ -52,10 +111,7 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             f"draft_tensor_parallel_size {asked.tensor_parallel_size} of speculative_config: 1 or the "
             f"tensor_parallel_size {grid.tensor} of the model works"
         )
-    if drafting.num_labels is not None:
-        raise ValueError(
-            f"{name} classifies (ForSequenceClassification) and cannot guess tokens; use one that generates"
-        )
+    check_generates(name, drafting)
     if config.parallel.enable_expert_parallel and any(layer.feed_forward.routing for layer in drafting.layers):
         raise ValueError(
             f"{name} has experts, which enable_expert_parallel would spread over ranks; use a dense draft model, or "
@@ -76,6 +132,18 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
             check_tensor_parallel(drafting, grid.tensor, grid.context)
         except ValueError as error:
             raise ValueError(f"{name}: {error}; or draft_tensor_parallel_size 1 in speculative_config") from None
+
+
+def check_generates(name: str, drafting: DecoderSpec) -> None:
+    """Refuse a draft model that classifies; `name` is it in words.
+
+    Raises:
+        ValueError: it does.
+    """
+    if drafting.num_labels is not None:
+        raise ValueError(
+            f"{name} classifies (ForSequenceClassification) and cannot guess tokens; use one that generates"
+        )
 
 
 def check_draft_length(config: EngineConfig, drafting: DecoderSpec, length: int) -> None:

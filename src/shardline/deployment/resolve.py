@@ -19,7 +19,17 @@ from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.context_parallel import check_context_parallel, check_splits
 from shardline.deployment.deployment import Deployment, DraftPlan, ModelSource, RankWeights, StepLimits
-from shardline.deployment.draft import check_draft, check_draft_length, config_of_draft, grid_of_draft, plan_draft
+from shardline.deployment.draft import (
+    check_draft,
+    check_draft_length,
+    check_generates,
+    config_of_draft,
+    config_of_draft_ranks,
+    grid_of_draft,
+    machine_beside,
+    plan_draft,
+    share_machine,
+)
 from shardline.deployment.formats import (
     check_numerics,
     choose_dtype,
@@ -64,6 +74,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
     parallel, asked_length = config.parallel, config.model.max_model_len
+    drafting = _on_own_ranks(config, model, machine)
+    if drafting is not None:
+        machine = machine_beside(machine, drafting, parallel.num_engines)
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
@@ -143,10 +156,25 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         expert_balancing=parallel.expert_balancing,
         host_models=(),
         reasons=(),
-        warnings=(*layout.warnings, *_without_effect(config)),
+        warnings=(*layout.warnings, *(() if drafting is None else drafting.warnings), *_without_effect(config)),
         draft=draft,
+        drafting=drafting,
     )
     return explain_choices(deployment, config, room)
+
+
+def _on_own_ranks(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment | None:
+    """The draft model on ranks of its own; None: there are none."""
+    asked = config.scheduler.speculation.draft
+    if asked is None or not asked.ranks:
+        return None
+    assert model.draft is not None, "the draft model was not read"
+    check_generates(f"the draft model {asked.model!r}", model.draft.spec())
+    own = config_of_draft_ranks(config)
+    try:
+        return replace_struct(resolve(own, model.draft, share_machine(machine, config)), role="draft")
+    except ValueError as error:
+        raise ValueError(f"the draft model {asked.model!r} on draft_ranks {asked.ranks}: {error}") from None
 
 
 def _plan_draft(
@@ -159,8 +187,9 @@ def _plan_draft(
     devices: tuple[Device, ...],
 ) -> DraftPlan | None:
     """The draft model beside `model`; None: none drafts."""
-    if (drafts := model.draft) is None:
-        assert config.scheduler.speculation.draft is None, "the draft model was not read"
+    asked = config.scheduler.speculation.draft
+    if (drafts := model.draft) is None or asked is None or asked.ranks:
+        assert asked is None or drafts is not None, "the draft model was not read"
         return None
     own, length = config_of_draft(config), config.model.max_model_len
     drafting = drafts.spec(length if isinstance(length, int) else None)

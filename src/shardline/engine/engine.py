@@ -19,6 +19,7 @@ from shardline.engine.kv_events import KVEventPublisher
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
+from shardline.engine.speculative.ranks import DraftRanks, RankProposer
 from shardline.engine.tiers import open_tiers
 from shardline.messages.kv_events import KVEvent
 from shardline.messages.request import Request, SequenceOutput
@@ -37,9 +38,15 @@ class Engine:
     """
 
     def __init__(
-        self, deployment: Deployment, executor: Executor, namespace: bytes | None = None, number: int = 0
+        self,
+        deployment: Deployment,
+        executor: Executor,
+        namespace: bytes | None = None,
+        number: int = 0,
+        draft_ranks: DraftRanks | None = None,
     ) -> None:
         """`executor` must have started. `namespace`: see `KVCache`. `number`: which of the deployment's engines it is.
+        `draft_ranks`: those of the draft model, if it has ranks of its own.
 
         Raises:
             ValueError: KV events cannot be published where the user wants them.
@@ -55,6 +62,9 @@ class Engine:
                 max_in_flight=executor.max_in_flight,
                 last_token_known=deployment.last_token_known,
                 namespace=namespace,
+                proposer=None
+                if draft_ranks is None
+                else RankProposer(deployment.limits.speculation, draft_ranks, deployment.spec.vocab_size),
             )
             for _ in range(deployment.grid.data)
         ]

@@ -21,6 +21,7 @@ from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.kv_cache import cache_namespace
 from shardline.engine.report import check_known_answers, startup_report
+from shardline.engine.speculative.ranks import DraftRanks
 from shardline.log import configure_logging
 from shardline.messages.control import Control
 from shardline.messages.engine import (
@@ -111,6 +112,7 @@ class EngineProcess:
         self._stopping = False
         self._ready = False
         self._executor: Executor | None = None
+        self._draft_ranks: DraftRanks | None = None
         self._engine: Engine | None = None
         self._outbox = Outbox()
 
@@ -119,12 +121,14 @@ class EngineProcess:
         try:
             start = self._channel.receive()
             assert isinstance(start, StartEngine)
-            set_process_title(f"engine {start.replica}")
+            set_process_title(f"{start.deployment.role} engine {start.replica}".strip())
             gc.disable()  # almost nothing is garbage while loading; collections would take a tenth of the time
             began = time.perf_counter()
             deployment = start.deployment.seen_from(start.deployment.placements[start.replica][0].host)
             streams = dict(zip(deployment.remote_ranks(start.replica), self._streams, strict=True))
             self._executor = executor = make_executor(deployment, start.replica, streams)
+            if deployment.drafting is not None:
+                self._draft_ranks = DraftRanks(deployment.drafting)  # they load meanwhile
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
@@ -132,7 +136,8 @@ class EngineProcess:
             check_known_answers(ranks)
             contract = numeric_contract(deployment, "+".join(sorted(isas)))
             namespace = cache_namespace(contract.fingerprint, start.secret)
-            self._engine = engine = Engine(deployment, executor, namespace, start.replica)
+            report_of_draft = [] if self._draft_ranks is None else self._draft_ranks.wait_ready()
+            self._engine = engine = Engine(deployment, executor, namespace, start.replica, self._draft_ranks)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
@@ -140,7 +145,10 @@ class EngineProcess:
                     block_size=deployment.cache.block_size,
                     contract=contract,
                     max_concurrency=max_concurrency(deployment, executor.allocation),
-                    report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
+                    report=[
+                        *startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
+                        *(f"draft model: {line}" for line in report_of_draft),
+                    ],
                     ranks=ranks,
                 )
             )
@@ -159,6 +167,8 @@ class EngineProcess:
                 self._engine.close()
             if self._executor is not None:
                 self._executor.close()
+            if self._draft_ranks is not None:
+                self._draft_ranks.close()
 
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:

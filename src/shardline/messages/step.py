@@ -57,9 +57,14 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
         return self.num_tokens if self.score or self.draft_token_ids else int(self.sample)
 
     @property
+    def num_newest(self) -> int:
+        """The newest token and the guesses behind it; from each of them a token is sampled, if any is."""
+        return 1 + len(self.draft_token_ids)
+
+    @property
     def decodes(self) -> bool:
         """Whether it computes the newest token, and perhaps guesses of the next ones, and nothing else."""
-        return self.sample and self.num_tokens == 1 + len(self.draft_token_ids)
+        return self.sample and self.num_tokens == self.num_newest
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

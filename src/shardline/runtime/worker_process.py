@@ -139,7 +139,8 @@ def _load(
     layout = segment_layout(deployment, start.engine, here.host)
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
-    set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
+    title = f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})"
+    set_process_title(f"{deployment.role} {title}".strip())
     # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.parallel.groups import connect_distributed, connect_host_memory

@@ -55,8 +55,7 @@ class SequenceMasks:
                     place = places[step.seq_id]
                     if not entries[place].error:
                         awaited[sequence.mask_key] = place
-                        drafting = scheduler.drafting
-                        guesses = drafting.foresee(sequence, entries[place], _MOST_GUESSES) if drafting else []
+                        guesses = scheduler.foresee(sequence, entries[place], _MOST_GUESSES)
                         self._lanes.advance(sequence.mask_key, entries[place].token_ids, guesses)
         while awaited and (answers := self._lanes.collect(PATIENCE)):
             for key, answer in answers:

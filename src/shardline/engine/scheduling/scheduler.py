@@ -16,7 +16,7 @@ from shardline.engine.scheduling.preemption import PreemptionLog
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
-from shardline.engine.speculative.proposer import Drafting, make_proposer
+from shardline.engine.speculative.proposer import Drafting, Proposer, make_proposer
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import STEP_TOKEN_BOUNDS, EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
@@ -90,15 +90,17 @@ class Scheduler:
         max_in_flight: int = 1,
         last_token_known: bool,
         namespace: bytes | None = None,
+        proposer: Proposer | None = None,
         warns: bool = True,
     ) -> None:
-        """`num_blocks` includes the null block; `namespace`: see `KVCache`; `warns`: whether preemptions are logged."""
+        """`num_blocks` includes the null block; `namespace`: see `KVCache`; `proposer`: None: as `limits` say; `warns`:
+        whether preemptions are logged."""
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
-        proposer = make_proposer(limits.speculation)
+        proposer = proposer or make_proposer(limits.speculation)
         self.drafting = None if proposer is None else Drafting(proposer)
         """None: nothing has been drafted yet."""
         self.kv = KVCache(
@@ -146,6 +148,10 @@ class Scheduler:
             self.registry.finish_sequence(sequence, "abort")
             if self.drafting is not None:  # the front aborts what reaches a stop string
                 self.drafting.note_end(sequence)
+
+    def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
+        """See `Drafting.foresee`."""
+        return [] if self.drafting is None else self.drafting.foresee(sequence, result, most)
 
     def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""

@@ -50,8 +50,8 @@ class Proposer(Protocol):
 
 
 def make_proposer(config: Speculation) -> Proposer | None:
-    """The proposer that the user has chosen; None: nothing is drafted."""
-    if config.num_speculative_tokens == 0:
+    """The proposer that the user has chosen; None: nothing is drafted, or ranks of their own draft, see `ranks`."""
+    if config.num_speculative_tokens == 0 or (config.draft is not None and config.draft.ranks):
         return None
     if config.draft is not None:
         from shardline.engine.speculative.model import ModelProposer

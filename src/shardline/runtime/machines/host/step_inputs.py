@@ -187,7 +187,7 @@ def _scored_rows(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequen
             targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
         first += entry.num_samples
         if entry.sample:
-            sampled += range(first - (1 + len(entry.draft_token_ids)), first)
+            sampled += range(first - entry.num_newest, first)
     return ScoredRows(
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),
