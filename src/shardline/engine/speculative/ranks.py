@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from shardline.config.speculation import Speculation
 from shardline.deployment.deployment import Deployment
@@ -166,19 +167,14 @@ class RankProposer(TextProposer):
 
     def __init__(self, config: Speculation, ranks: DraftRanks, vocab_size: int) -> None:
         """`vocab_size`: of the first model."""
-        self._lookups: dict[LiveSequence, Guesses] = {}
+        self._lookups: WeakKeyDictionary[LiveSequence, Guesses] = WeakKeyDictionary()
 
         def look_up(sequence: LiveSequence) -> Guesses:
-            request = sequence.request
-            guesses = Guesses(ranks, config.num_speculative_tokens, vocab_size, request.cache_salt)
+            guesses = Guesses(ranks, config.num_speculative_tokens, vocab_size, sequence.request.cache_salt)
             self._lookups[sequence] = guesses
             return guesses
 
         super().__init__(config, look_up)
-
-    def wants(self, sequence: LiveSequence) -> bool:
-        """See `Proposer`. What embeddings in a prompt mean, the draft model does not know."""
-        return sequence.request.embeds is None and super().wants(sequence)
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""
