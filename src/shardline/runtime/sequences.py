@@ -180,11 +180,6 @@ def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequen
     return rows
 
 
-def num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
-    """How many of a scored step's tokens have a next token in the prompt."""
-    return min(step.start + step.num_tokens, sequence.num_prompt_tokens - 1) - step.start
-
-
 class SequenceTable:
     """All sequences of a worker, with one block table per KV group as rows of a common array."""
 
