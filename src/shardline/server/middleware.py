@@ -26,7 +26,7 @@ from shardline.config.server import ServerConfig
 from shardline.messages.stats import EngineStats
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import ADMIN_PREFIXES, PAGE_PREFIX, ApiKeys, owner_of
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
+from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -192,18 +192,6 @@ class SlashMiddleware:
             scope["path"] = route_path(scope)
         if scope["type"] == "http" and scope["path"].endswith("/") and route_path(scope) not in ("", "/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
-        await self._app(scope, receive, send)
-
-
-class WholeStreamMiddleware:
-    """Lets all of a stream pass through the middleware inside, which would otherwise miss what is written at once."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        scope.pop(WRITE_NOW, None)
         await self._app(scope, receive, send)
 
 
