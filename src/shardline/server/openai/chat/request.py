@@ -217,9 +217,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         body.response_format,
         reasoning=reasoning,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=thinking_budget(
-            body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()
-        ),
+        max_reasoning_tokens=None
+        if body.thinking_token_budget is None
+        else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )
