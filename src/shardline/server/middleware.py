@@ -360,7 +360,7 @@ class Exchange:
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Answer the request with `app`."""
-        self._task = asyncio.create_task(_call_app(app, scope, self.receive, self.send))
+        self._task = asyncio.ensure_future(app(scope, self.receive, self.send))
         watcher = asyncio.create_task(self._cancel_on_disconnect(self._task))
         try:
             await self._task
@@ -419,7 +419,3 @@ class Exchange:
         elif self._streaming and not self._ended:
             last = make_event(error.body) + DONE_EVENT
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _call_app(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)

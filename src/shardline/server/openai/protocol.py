@@ -22,8 +22,6 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
-
-
 _TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
 _MAX_NAMED = 16
