@@ -24,8 +24,8 @@ serve: build ## Install, and serve the embedded demo model, or MODEL=package:llm
 test: dev ## Install, and run the whole suite, or a part of it: T=engine, T="api text/test_tokenizer.py"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(addprefix tests/,$(T))
 
-quick: dev ## Unit tests only: a minute at most
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not e2e"
+quick: dev ## Unit tests only, of each a few cases: a minute at most
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not e2e" --sample
 
 check: dev ## Lint, types, storeys; figures of the source tree
 	$(BIN)/ruff check

@@ -32,7 +32,6 @@ from shardline.kernels.host.kernels import HostKernels
 from shardline.messages.step import SequenceStart, SequenceStep, StepPlan, rank_steps
 from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.machines import open_backend
-from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import Runner
 from shardline.runtime.worker import Worker
@@ -139,16 +138,8 @@ class Steps:
             layer.attention.pages.values.fill_(0.5)
         cache = deployment.cache
         self._block_size = cache.block_size
-        sizes = StepSizes(
-            max_seqs=deployment.limits.max_num_seqs,
-            max_blocks=cache.max_blocks,
-            num_kv_groups=len(cache.groups),
-            block_size=cache.block_size,
-            hidden_size=deployment.spec.hidden_size,
-            dtype=torch.bfloat16,
-        )
         self._replaying = worker.runner
-        self._eager = Runner(backend, worker.stage, groups, worker.kv_store, worker.stage.forward, sizes, None)
+        self._eager = worker.make_runner(worker.kv_store, worker.stage.forward)
         blocks_each = -(-(PROMPT_LEN + OUTPUT_LEN) // cache.block_size)
         order = torch.randperm((SEQUENCES + 1) * blocks_each, generator=torch.Generator().manual_seed(0)) + 1
         self._blocks = order.view(SEQUENCES + 1, blocks_each).tolist()

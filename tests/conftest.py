@@ -31,6 +31,9 @@ hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine i
 hypothesis.settings.load_profile("suite")
 BEST_ISA = _cpu.isa()
 
+SAMPLE_CASES = 5
+SAMPLE_EXAMPLES = 20
+
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = {
     "e2e": "e2e",
@@ -56,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="exactness: the full product of the axes instead of a pairwise sample",
     )
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help=f"of each test, at most {SAMPLE_CASES} of its cases, spread over all, and {SAMPLE_EXAMPLES} examples",
+    )
 
 
 def mark_of(path: Path) -> str | None:
@@ -79,13 +87,37 @@ def pytest_collection() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample"):
+        _sample(config, items)
     for item in items:
         if mark := mark_of(item.path):
             item.add_marker(mark)
         elif {"fork_server", "forked_engines"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("e2e")
     _spread(items)
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    sampled = set()
+    for cases in tests.values():
+        count = min(SAMPLE_CASES, len(cases))
+        sampled.update(cases[n * len(cases) // count] for n in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in sampled])
+    items[:] = [item for item in items if item in sampled]
+    for item in items:
+        # The settings of a property are those of its function, the settings of a state machine those of its class.
+        for owner, name in (
+            (getattr(item, "obj", None), "_hypothesis_internal_use_settings"),
+            (getattr(item, "cls", None), "settings"),
+        ):
+            own = getattr(owner, name, None)
+            if isinstance(own, hypothesis.settings):
+                fewer = min(own.max_examples, SAMPLE_EXAMPLES)
+                setattr(owner, name, hypothesis.settings(own, max_examples=fewer))
 
 
 def _spread(items: list[pytest.Item]) -> None:

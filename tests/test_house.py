@@ -41,6 +41,7 @@ def _trees() -> Iterator[None]:
     parse_file.cache_clear()
 
 
+@pytest.mark.slow
 def test_modules_in_cycles():
     assert cycles(import_graph()) == []
     with_types = cycles(import_graph(with_types=True))
@@ -69,28 +70,33 @@ def test_files_on_the_way_of_a_streamed_chat():
     assert over == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", capabilities(), ids=lambda capability: capability.name)
 def test_reach_of_a_capability(capability):
     found = mentioning_files(capability)
     assert len(found) <= capability.most_files, found
 
 
+@pytest.mark.slow
 def test_places_where_the_machine_shows_are_the_listed_ones():
     places = machine_places()
     assert Counter(place.file for place in places) == MACHINE_PLACES, "\n".join(map(str, places))
 
 
+@pytest.mark.slow
 def test_lines_that_use_a_machines_library():
     found = library_uses()
     assert len(found) <= LIBRARY_LINES, "\n".join(map(str, found))
 
 
+@pytest.mark.slow
 def test_files_that_know_a_weight_format():
     found = format_mentions()
     for name, files in found.items():
         assert len(files) <= FORMAT_FILES[name], files
 
 
+@pytest.mark.slow
 def test_a_model_is_known_to_its_own_file():
     found = model_mentions()
     assert len(found) >= 14

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardline.api.adapters import LoRARequest
     from shardline.api.async_llm import AsyncLLM
+    from shardline.api.beam_search import BeamSearchParams
     from shardline.api.llm import LLM
     from shardline.api.outputs import CompletionOutput, RequestOutput
     from shardline.api.pooling import PoolingParams, PoolingRequestOutput
     from shardline.config.engine import EngineConfig
-    from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,7 +39,7 @@ _HOMES = {
     "PoolingRequestOutput": "shardline.api.pooling",
     "RequestOutput": "shardline.api.outputs",
     "SamplingParams": "shardline.sampling_params",
-    "BeamSearchParams": "shardline.sampling_params",
+    "BeamSearchParams": "shardline.api.beam_search",
     "StructuredOutputsParams": "shardline.sampling_params",
 }
 

@@ -61,35 +61,6 @@ class StructuredOutputsParams(
             raise ValueError("structured_outputs.choice must have texts, none of them empty")
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How beam search finds the likeliest outputs. Names and meanings are vLLM's.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    beam_width: int
-    """Beams in each step, and outputs at the end."""
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    """Above 0, a token that is drawn is a candidate beside the most likely ones."""
-    length_penalty: float = 1.0
-    """Scores are log probabilities divided by the length, to this power."""
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
-    """Refused: a beam is made of requests, and none of them knows the grammar's state."""
-
-    def __post_init__(self) -> None:
-        if self.beam_width < 1 or self.max_tokens < 1:
-            raise ValueError(
-                f"beam_width and max_tokens must be at least 1, got {self.beam_width} and {self.max_tokens}"
-            )
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs are not supported with beam search: sample n choices instead")
-
-
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
 

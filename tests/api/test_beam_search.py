@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardline.api.beam_search import BeamSearch, run_searches, step_params
+from shardline.api.beam_search import BeamSearch, BeamSearchParams, run_searches, step_params
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput
 from shardline.api.prompts import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.messages.request import TokenLogprobs
-from shardline.sampling_params import BeamSearchParams, StructuredOutputsParams
+from shardline.sampling_params import StructuredOutputsParams
 from tests.api.fake_engine import FakeCluster, load_text
 
 VOCABULARY = range(4)

@@ -43,6 +43,7 @@ def test_flags_of_a_combination() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_sweep_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.py").write_text(SERVER)

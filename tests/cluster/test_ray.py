@@ -201,6 +201,7 @@ def test_a_second_driver_places_what_the_first_had_chosen(clock: list[float]) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_node_process_gets_its_secret_through_a_pipe() -> None:
     starter = NodeStarter()
     assert starter.find_end() == (-1, "it was not started")

@@ -15,6 +15,7 @@ from tests.server.conftest import serve
 URL = "http://127.0.0.1:9"
 
 
+@pytest.mark.slow
 def test_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text('Hi\n\n{"prompt": "Hi there"}\n')

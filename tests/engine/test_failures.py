@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 
 from shardline.channel import Channel
+from shardline.config.topology import RankGrid
 from shardline.deployment.machine import Machine
 from shardline.engine import watchdog as load_watch
 from shardline.engine.executor import failures, rank_processes
 from shardline.engine.executor.base import ExecutorFailure
+from shardline.engine.executor.failures import late_ranks
 from shardline.engine.executor.multiprocess import MultiprocessExecutor
 from shardline.engine.watchdog import LoadWatch
 from shardline.messages.worker import RankFailed, StoreGet, WorkerRequest
 from shardline.segment.activity import Activity, read_activity
+from shardline.segment.progress import ProgressBoard
 from tests.deployment.machines import host, resolve_on
 
 
@@ -198,3 +201,38 @@ def test_the_activity_of_a_process_counts_what_it_reads(tmp_path: Path) -> None:
     assert after.num_bytes - before.num_bytes >= 100_000
     assert after.cpu_seconds >= before.cpu_seconds > 0
     assert read_activity(1 << 30, 1) == Activity(1)
+
+
+def board(num_ranks: int) -> ProgressBoard:
+    return ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(num_ranks))), range(num_ranks))
+
+
+def test_the_one_that_computes_while_others_wait() -> None:
+    progress = board(3)
+    for rank in (0, 2):
+        progress.line(rank).waiting().__enter__()
+    assert late_ranks(RankGrid(3, 1), progress.read(), 0) == [1]
+
+
+def test_a_rank_that_finished_is_not_late() -> None:
+    progress = board(2)
+    progress.line(0).finish(4)
+    assert late_ranks(RankGrid(2, 1), progress.read(), 4) == [1]
+    assert late_ranks(RankGrid(2, 1), progress.read(), 5) == [0, 1]
+
+
+def test_where_all_wait_the_one_that_arrived_least() -> None:
+    progress = board(2)
+    with progress.line(1).waiting():
+        pass
+    for rank in (0, 1):
+        progress.line(rank).waiting().__enter__()
+    assert late_ranks(RankGrid(2, 1), progress.read(), 0) == [0]
+
+
+def test_later_stages_are_not_blamed_for_an_earlier_one() -> None:
+    progress = board(4)
+    for rank, arrivals in ((0, 5), (1, 4), (2, 1), (3, 1)):
+        for _ in range(arrivals):
+            progress.line(rank).waiting().__enter__()
+    assert late_ranks(RankGrid(2, 2), progress.read(), 0) == [1]

@@ -63,6 +63,7 @@ def run(num_sequences: int, row: float, text: Text, num_batches: int = 2) -> flo
     return num_batches * NUM_TOKENS * 1.025 / seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_sequences", "rows"), [(1, (0.02, 0.4)), (8, (0.02, 0.12, 0.4)), (32, (0.01, 0.1))])
 def test_drafts_never_make_a_batch_slower(num_sequences: int, rows: tuple[float, ...]) -> None:
     for row in rows:

@@ -113,6 +113,7 @@ def test_a_pipeline_cuts_a_long_prompt_for_all_its_stages() -> None:
     assert min(parts[:-1]) == 128
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_rarely_wait_for_each_other() -> None:
     """64 requests at a time, each with 64 tokens of a prompt and 24 of an answer, and as many that follow. Both stages
     take a second for a token, in virtual time."""

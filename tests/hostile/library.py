@@ -59,8 +59,8 @@ class Result:
 def use_template(source: str) -> None:
     """Compile and render a template."""
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    template.render(_CHAT)
-    template.render(_CHAT, tools=_TOOLS, x=1)
+    template.render(Conversation(_CHAT))
+    template.render(Conversation(_CHAT, _TOOLS, {"x": 1}))
 
 
 def use_folder(change: Callable[[Path], None]) -> None:

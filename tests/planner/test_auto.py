@@ -67,6 +67,7 @@ def test_names_of_drivers(name: str, known: str) -> None:
     assert auto._known_cluster([Device("cuda", name, 0, 0)]).name == f"1x{known}"
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine = host("", 0, 0)
     small = parse_cluster("1xL4", known_gpus()).gpus[0]
@@ -110,6 +111,7 @@ def test_measuring_finds_plausible_rates() -> None:
     assert all(1e-4 < found.tflops[name] < 100 for name in ("bf16", "fp32"))
 
 
+@pytest.mark.slow
 def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_plan_for_this_host_counts_weights_from_a_disk(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_for_this_host_counts_copies_of_experts(tmp_path: Path) -> None:
     model = str(make_checkpoint("mixtral", tmp_path))
     sizes = {"tensor": 3, "pipeline": 1, "data": 1, "context": 1}

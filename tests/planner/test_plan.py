@@ -71,6 +71,7 @@ def test_the_lowest_cost_may_need_fewer_bits() -> None:
     assert equal.options[0].layout.weights == "bf16", "of layouts at one price, the one that keeps the answers"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_fits_in_vllm_only_is_planned_for_it() -> None:
     """Experts in FP8 become dense in this engine, and 1.22 TiB do not fit eight H200."""
     result = found("deepseek-ai/DeepSeek-V3", "8xH200", Demand(8192))
@@ -83,6 +84,7 @@ def test_a_checkpoint_that_fits_in_vllm_only_is_planned_for_it() -> None:
     assert not found(LLAMA_70B, "1xL4", Demand(8192)).instead, "nothing fits either"
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_may_be_made_dense(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, "deepseek-ai/DeepSeek-V3", "--gpus", "8xH200", "--quantization", "none")
     assert {one["verdict"] for one in plan["layouts"]} == {"no"}, "1,342 GB"
@@ -149,6 +151,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens does not fit the KV cache" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -180,6 +183,7 @@ def test_the_demo_model_has_no_command_of_others(capsys: pytest.CaptureFixture[s
     assert commands["vllm"] is None
 
 
+@pytest.mark.slow
 def test_weights_that_become_dense_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, "deepseek-ai/DeepSeek-V3", "--gpus", "2x8xH200", "--engine", "shardline")
     assert plan["missing"].startswith("GPU kernels of Shardline that keep these fp8 weights packed")
@@ -206,6 +210,7 @@ def test_the_memory_the_longest_context_and_the_bandwidth_are_shown(capsys: pyte
     assert re.search(r"^  KV cache +-\d+\.\d GiB   so much is missing$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_every_axis_has_its_traffic_on_every_link(capsys: pytest.CaptureFixture[str]) -> None:
     dense = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--running", "32")
     axes = {one["axis"]: one for one in dense["bandwidth"]}
@@ -246,6 +251,7 @@ def test_fixed_sizes_that_divide_no_half_of_the_gpus(capsys: pytest.CaptureFixtu
     assert {one["tp"] for one in plan["layouts"] if one["cp"] == 1} == {5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["shardline", "vllm"])
 def test_every_replica_holds_a_whole_request(engine: str) -> None:
     """Two replicas with room for 0.6 of a request each cannot run one of them."""
@@ -271,6 +277,7 @@ def test_a_part_of_an_uneven_node_has_the_memory_of_its_own_gpus() -> None:
     }, "the A100 has no fp8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["4xH100", "8xL4", "2x4xRTX-PRO-6000", "A100-80GB-PCIe+2xL40S"])
 def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
     result = found(LLAMA_70B, gpus, Demand(32_768))
@@ -350,6 +357,7 @@ def test_a_folder_that_is_no_causal_model(tmp_path: Any, capsys: pytest.CaptureF
     assert "no spec for model_type 'bert'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     words = [LLAMA_70B, "--gpus", "4xH100", "--api-price", "0.9,0.1,0.9"]
     plan = plan_json(capsys, *words)

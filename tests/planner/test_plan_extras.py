@@ -15,6 +15,7 @@ LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 WORDS = ["plan", LLAMA_70B, "--gpus", "4xH100", "--link", "pcie", "--quantization", "none", "--kv-cache-dtype", "auto"]
 
 
+@pytest.mark.slow
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--running", "16", "--compare", "tp4", "pp4"]) == 0
     text = capsys.readouterr().out
@@ -76,6 +77,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     return dict(found["layouts"][found["recommended"]])
 
 
+@pytest.mark.slow
 def test_a_benchmark_calibrates_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = tmp_path / "bench.json"
     load = {"completed": 200, "max_concurrency": 16, "total_input_tokens": 200 * 1024, "total_output_tokens": 200 * 128}

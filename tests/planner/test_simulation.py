@@ -227,6 +227,7 @@ def test_broken_traces_name_the_line(tmp_path: Path, line: str, says: str) -> No
         read_trace(trace)
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "meta-llama/Llama-3.1-8B-Instruct", "--gpus", "2xH100", "-tp", "1", "-dp", "2", "--simulate"]
     words += ["--num-prompts", "50", "--rate", "20", "--ttft", "1s", "--tpot", "50ms", "--output-len", "32"]

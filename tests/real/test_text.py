@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardline.text.chat_template import ChatTemplate
+from shardline.text.chat_template import ChatTemplate, Conversation
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 
@@ -52,4 +52,4 @@ def test_chats(file: Path, tokenizer: Tokenizer, their_tokenizer: Any) -> None:
     for messages in ([user], [{"role": "system", "content": "Be brief."}, user], [user, answer, user]):
         for prompts in (True, False):
             expected = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
-            assert template.render(messages, add_generation_prompt=prompts) == expected
+            assert template.render(Conversation(messages, add_generation_prompt=prompts)) == expected

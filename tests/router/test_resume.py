@@ -169,6 +169,7 @@ def through_router(site: Site, path: str, fields: dict[str, Any]) -> bytes:
         return b"".join(stream.iter_raw())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chat", "stop", "tools", "echo", "calls", "stopped"])
 def test_resume_through_the_router(routed: tuple[Site, list[int]], servers: list[Server], name: str) -> None:
     site, places = routed

@@ -90,6 +90,7 @@ def no_prefix(draw: random.Random) -> bytes:
     return text(draw.random(), draw.choice([1, 2, 4, 25]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hot_prefix, many_prefixes, no_prefix])
 def test_it_is_never_worse_than_taking_turns(make) -> None:
     """A threshold between cache and load made the first token come later than with none (sglang#21199)."""
@@ -109,6 +110,7 @@ def test_a_hot_prefix_uses_all_replicas_and_stays_cached() -> None:
     assert fleet.hits / fleet.chunks >= 0.9 * endless
 
 
+@pytest.mark.slow
 def test_a_slow_replica_gets_less_and_not_more() -> None:
     """One slow replica, whose cache looked empty, drew all new prompts to it (sglang#14305)."""
     for make in (no_prefix, many_prefixes):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from scripts.claims.document import CLAIMS, claims_text
 from scripts.published.page import VALIDATION, input_digest
 
 
+@pytest.mark.slow
 def test_the_claims_are_those_of_the_formulas() -> None:
     text = claims_text()
     assert CLAIMS.read_text(encoding="utf-8") == text, "run `make claims`"

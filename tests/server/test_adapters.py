@@ -121,6 +121,7 @@ def test_a_folder_that_is_not_there_is_a_404(running: Running) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
 
 
+@pytest.mark.slow
 def test_vllms_variable_opens_every_folder(running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
     other = {"lora_name": "other", "lora_path": str(folder / "adapters" / "b")}
@@ -133,6 +134,7 @@ def test_vllms_variable_opens_every_folder(running: Running, folder: Path, monke
         assert "must be a folder in" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_loading_needs_the_admin_key_and_a_root(running: Running) -> None:
     body = {"lora_name": "new", "lora_path": "b"}
     with running.http() as http:

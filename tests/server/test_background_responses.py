@@ -95,6 +95,7 @@ def test_a_stream_can_be_taken_up_again(shared: Running, client: openai.OpenAI) 
     assert client.responses.retrieve(response_id) == ended.response
 
 
+@pytest.mark.slow
 def test_a_response_that_fails_says_so() -> None:
     ends = EngineConfig.from_options(on_failure="exit")
     with serve(engine_config=ends) as running, running.openai() as client:

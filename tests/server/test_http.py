@@ -189,6 +189,7 @@ def test_client_that_leaves_while_it_sends_is_forgotten(shared: Running) -> None
     wait_until(lambda: len(shared.service.in_flight) == 0)
 
 
+@pytest.mark.slow
 def test_client_that_does_not_read_holds_up_nobody(shared: Running, http: httpx.Client) -> None:
     slow = raw_json(shared, {**ENDLESS, "stream": True, "n": 64, "logprobs": 4})
     wait_until(lambda: shared.engine.num_running() > 0)
@@ -212,6 +213,7 @@ def test_client_that_reads_slowly_gets_everything(shared: Running) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == REPLY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
 def test_large_bodies_are_refused(chunked: bool) -> None:
     with serve(ServerConfig(max_request_bytes="10Ki")) as running, running.http() as http:

@@ -104,6 +104,7 @@ def test_the_configuration_is_shown_without_secrets(configured: httpx.Client) ->
     assert configured.get("/server_info?config_format=xml").json()["error"]["param"] == "config_format"
 
 
+@pytest.mark.slow
 def test_the_documentation_loads_nothing(http: httpx.Client) -> None:
     page = http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from shardline.text.chat_template import ChatTemplate, Conversation
 from shardline.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -98,3 +100,15 @@ def save_folder(folder: Path, source: str, **config: object) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
+
+
+def render(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+) -> str:
+    """The prompt text of a conversation, with arguments as in transformers."""
+    return template.render(Conversation(messages, tools, variables, add_generation_prompt))

@@ -409,6 +409,7 @@ def test_reasoning_before_calls(name: str) -> None:
     assert parse(text, name, "deepseek_r1") == Answer("I shall call <tool_call>.", "", calls)
 
 
+@pytest.mark.slow
 @in_every_form
 def test_the_mark_of_a_call_ends_reasoning(name: str, write) -> None:
     calls = [("f", '{"text": "a"}')]
@@ -421,6 +422,7 @@ def test_the_mark_of_a_call_ends_reasoning(name: str, write) -> None:
     assert parse("<think>" + thoughts, name, "deepseek_r1") == Answer(thoughts.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reasoning", "tools"),
     [
@@ -516,6 +518,7 @@ def test_line_breaks_of_values_are_kept_if_the_format_adds_none() -> None:
         assert parse(seed_oss(calls), "seed_oss").calls == calls
 
 
+@pytest.mark.slow
 def test_a_whole_answer_is_parsed_in_time_in_proportion_to_its_length() -> None:
     """In quadratic time, each of these would take minutes."""
     long = json.dumps(json.dumps({"text": '"' * 500_000}))

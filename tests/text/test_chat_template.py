@@ -13,6 +13,7 @@ from shardline.text import chat_template
 from shardline.text.chat_messages import normalize_messages
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from tests.text import builders
+from tests.text.builders import render
 
 CHATML = """\
 {%- if tools %}
@@ -63,7 +64,7 @@ def test_a_rendered_prompt_is_encoded_as_a_whole() -> None:
     for chat in CHATS:
         given = Conversation(chat, variables={"enable_thinking": False}, **options)
         text, ids = render_and_encode(template, tokenizer, given)
-        assert text == template.render(chat, enable_thinking=False, **options)
+        assert text == render(template, chat, enable_thinking=False, **options)
         assert ids == tokenizer.encode_text(text, add_special_tokens=False)
 
 
@@ -81,7 +82,7 @@ def test_as_in_transformers(tmp_path: Path, source: str) -> None:
                 expected = oracle.apply_chat_template(
                     chat, tools=tools, add_generation_prompt=prompt, tokenize=False, enable_thinking=prompt
                 )
-                ours = template.render(chat, tools=tools, add_generation_prompt=prompt, enable_thinking=prompt)
+                ours = render(template, chat, tools=tools, add_generation_prompt=prompt, enable_thinking=prompt)
                 assert ours == expected
 
 
@@ -92,7 +93,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     def rendered(**options: Any) -> str:
         template = ChatTemplate.from_folder(tmp_path)
         assert template is not None
-        return template.render(chat, **options)
+        return render(template, chat, **options)
 
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -107,7 +108,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 def test_errors_of_templates_are_value_errors() -> None:
     with pytest.raises(ValueError, match="only user messages"):
-        ChatTemplate("{{ raise_exception('only user messages') }}").render(CHATS[0])
+        render(ChatTemplate("{{ raise_exception('only user messages') }}"), CHATS[0])
     with pytest.raises(ValueError, match="broken"):
         ChatTemplate("{% for %}")
     for source in (
@@ -117,9 +118,9 @@ def test_errors_of_templates_are_value_errors() -> None:
         "{{ 1 / 0 }}",
     ):
         with pytest.raises(ValueError, match="chat template"):
-            ChatTemplate(source).render(CHATS[0])
+            render(ChatTemplate(source), CHATS[0])
     with pytest.raises(ValueError, match="no default chat template, only tool_use"):
-        ChatTemplate({"tool_use": "x"}).render(CHATS[0])
+        render(ChatTemplate({"tool_use": "x"}), CHATS[0])
 
 
 @pytest.mark.parametrize(
@@ -137,21 +138,21 @@ def test_errors_of_templates_are_value_errors() -> None:
 )
 def test_a_template_cannot_reach_out(source: str) -> None:
     with contextlib.suppress(ValueError):
-        assert ChatTemplate(source).render(CHATS[0]) == "", "undefined is as good as refused"
+        assert render(ChatTemplate(source), CHATS[0]) == "", "undefined is as good as refused"
 
 
 def test_time_and_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = ChatTemplate("{% for i in range(9000) %}{% for j in range(9000) %}x{% endfor %}{% endfor %}")
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(ValueError, match="more than 1000 characters"):
-        loop.render(CHATS[0])
+        render(loop, CHATS[0])
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.0)
     with pytest.raises(ValueError, match="took more than"):
-        loop.render(CHATS[0])
+        render(loop, CHATS[0])
 
 
 def test_strftime_now() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y') }}").render(CHATS[0]).isdigit()
+    assert render(ChatTemplate("{{ strftime_now('%Y') }}"), CHATS[0]).isdigit()
 
 
 def test_messages_are_brought_into_shape() -> None:
@@ -195,13 +196,13 @@ def test_arguments_that_take_long_are_refused(arguments: str) -> None:
 )
 def test_malformed_messages(messages: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        ChatTemplate("x").render(messages)
+        render(ChatTemplate("x"), messages)
 
 
 def test_contents_may_be_lists_of_parts() -> None:
     template = ChatTemplate("{% for part in messages[0].content %}[{{ part.type }}:{{ part.text }}]{% endfor %}")
     template.content_as_parts = True
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert template.render([{"role": "user", "content": parts}]) == "[text:a\nb]"
-    assert template.render([{"role": "user", "content": "a"}]) == "[text:a]"
+    assert render(template, [{"role": "user", "content": parts}]) == "[text:a\nb]"
+    assert render(template, [{"role": "user", "content": "a"}]) == "[text:a]"
     template.close()

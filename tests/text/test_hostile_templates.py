@@ -12,6 +12,7 @@ import pytest
 from shardline.text import chat_template
 from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 from tests.text import builders
+from tests.text.builders import render
 
 pytestmark = pytest.mark.slow  # templates run in processes
 
@@ -67,7 +68,7 @@ def test_the_refusal_names_the_limit(source: str, limit: str) -> None:
         before = int(file.read().split()[1])
     template = ChatTemplate(source)
     with pytest.raises(ValueError, match=limit):
-        template.render(CHAT)
+        render(template, CHAT)
     with open("/proc/self/statm") as file:
         assert (int(file.read().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 80 << 20
     template.close()
@@ -77,7 +78,7 @@ def test_the_refusal_names_the_limit(source: str, limit: str) -> None:
 def test_constants_are_not_computed_before_the_template_runs(part: str) -> None:
     for source in ("{{ %s }}", "{%% if %s %%}{%% endif %%}", "{%% set x = %s %%}"):
         template = ChatTemplate("{% if messages[0].content == 'bad' %}" + source % part + "{% endif %}fine")
-        assert template.render(CHAT) == "fine"
+        assert render(template, CHAT) == "fine"
         template.close()
 
 
@@ -95,15 +96,15 @@ def test_chats_do_not_wait_for_hostile_ones() -> None:
     tokenizer = builders.tokenizer(builders.byte_level_json())
     template = ChatTemplate("{% if messages[0].content == 'bad' %}" + SLOW["loops"] + "{% endif %}fine")
 
-    async def render(content: str) -> str:
+    async def answer(content: str) -> str:
         chat = Conversation([{"role": "user", "content": content}])
         return (await render_and_encode_async(template, tokenizer, chat))[0]
 
     async def main() -> None:
-        bad = [asyncio.create_task(render("bad")) for _ in range(8)]
+        bad = [asyncio.create_task(answer("bad")) for _ in range(8)]
         await asyncio.sleep(0.2)
         started = time.monotonic()
-        assert await render("good") == "fine"
+        assert await answer("good") == "fine"
         assert time.monotonic() - started < 2.0
         assert all(isinstance(error, ValueError) for error in await asyncio.gather(*bad, return_exceptions=True))
 
@@ -114,13 +115,12 @@ def test_chats_do_not_wait_for_hostile_ones() -> None:
 def test_numbers_and_names_reach_the_template_as_they_are() -> None:
     template = ChatTemplate("{{ x | tojson }} {{ y }} {{ messages[0].tool_calls[0].function.arguments | tojson }}")
     call = {"function": {"name": "f", "arguments": '{"b": 1e3, "a": 100000000000000000000000000000000, "c": 1.10}'}}
-    text = template.render(
-        [{"role": "assistant", "tool_calls": [call]}], x={"ü": [10**30, 1.5, -0.0, None, True]}, y=2**70
-    )
+    chat = [{"role": "assistant", "tool_calls": [call]}]
+    text = render(template, chat, x={"ü": [10**30, 1.5, -0.0, None, True]}, y=2**70)
     assert text == (
         '{"ü": [1000000000000000000000000000000, 1.5, -0.0, null, true]} 1180591620717411303424 '
         '{"b": 1000.0, "a": 100000000000000000000000000000000, "c": 1.1}'
     )
     with pytest.raises(ValueError, match="must be JSON"):
-        template.render(CHAT, x=object())
+        render(template, CHAT, x=object())
     template.close()

@@ -180,6 +180,7 @@ def test_escapes_of_json_and_urls() -> None:
         render_and_encode(quoted, tokenizer, Conversation(chat))
 
 
+@pytest.mark.slow
 def test_private_characters_of_a_user_are_no_marks() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     template = ChatTemplate("{{ messages[0].content }}", tokenizer.special_tokens)

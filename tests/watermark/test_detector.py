@@ -25,6 +25,7 @@ def random_text(dice: random.Random, length: int, vocab_size: int) -> list[int]:
     return [dice.randrange(2, min(40, vocab_size)) for _ in range(length)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("lefthash", 3), ("selfhash", 1), ("selfhash", 3)])
 def test_green_tokens_are_those_of_transformers(scheme: str, width: int) -> None:
     dice = random.Random(width)
@@ -87,6 +88,7 @@ def test_p_of_green_tokens_is_that_of_a_binomial_distribution() -> None:
             assert binomial_tail(least, count, share) == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["kgw", "synthid"])
 def test_p_of_texts_without_a_mark_is_uniform(scheme: str) -> None:
     """Kolmogorov and Smirnov's distance, at the level 0.001, over keys. A number of green tokens is discrete, so its p

@@ -72,8 +72,7 @@ class ReadyModel:
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-    `grammars` writes and checks grammars. `dead_reason` says why
-    the state is "dead".
+    `grammars` writes and checks grammars. `dead_reason` says why the state is "dead".
     """
 
     def __init__(

@@ -22,7 +22,7 @@ import msgspec
 from shardline import env
 from shardline.api.adapters import Adapters, LoRARequest
 from shardline.api.batch import BatchRunner, Events, MakeBar, ProgressBar, RequestTimes, for_each
-from shardline.api.beam_search import BeamSearch, BeamSearchOutput, run_searches, step_params
+from shardline.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_searches, step_params
 from shardline.api.engines import Connect
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
@@ -47,7 +47,7 @@ from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
 from shardline.receipts.check import ContractDiffers, Verdict, check_contract, check_output
 from shardline.receipts.receipt import Receipt
-from shardline.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
 from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode

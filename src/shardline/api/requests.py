@@ -23,7 +23,6 @@ from shardline.text.tokenizer import Tokenizer
 MAX_CHOICES_PER_REQUEST = 1024
 """Largest `n`: each choice is a request of its own in the engine. HTTP clients may ask for fewer."""
 MAX_STOP_STRINGS = 1024
-
 MAX_STOP_CHARS = 65_536
 """The most characters of all stop strings together: every choice builds its own tables of them."""
 MAX_BAD_WORDS = 256

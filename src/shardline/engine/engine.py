@@ -15,7 +15,7 @@ from shardline.engine.commands import RankCommands
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_balancer import open_balancer
 from shardline.engine.expert_load import expert_load
-from shardline.engine.kv_events import KVEventPublisher
+from shardline.engine.kv_events import KVEventFeed
 from shardline.engine.masks.lanes import MaskLanes
 from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.scheduling.scheduler import Scheduler
@@ -69,13 +69,10 @@ class Engine:
             for _ in range(deployment.grid.data)
         ]
         self._files = open_tiers(deployment, [scheduler.kv.add_tier for scheduler in self._schedulers])
-        self._publishers: list[KVEventPublisher] = []
-        self._untold: list[KVEvent] | None = [] if deployment.cache.events_to_front else None
-        for replica, scheduler in enumerate(self._schedulers, number * deployment.grid.data):
-            if deployment.cache.events.publishes:
-                self._publishers.append(KVEventPublisher(deployment.cache.events, replica))
-            if self._publishers or self._untold is not None:
-                scheduler.kv.log_events()
+        self._events: KVEventFeed | None = None
+        if (cache := deployment.cache).events.publishes or cache.events_to_front:
+            logs = [scheduler.kv.log_events() for scheduler in self._schedulers]
+            self._events = KVEventFeed(cache, number * deployment.grid.data, logs)
         self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
         self._commands = RankCommands(executor)
         self._adapters: AdapterSlots | None = None
@@ -120,8 +117,8 @@ class Engine:
         self._masks.close()
         if self._files is not None:
             self._files.close()
-        for publisher in self._publishers:
-            publisher.close()
+        if self._events is not None:
+            self._events.close()
 
     def step(self) -> list[SequenceOutput]:
         """Submit as many steps as the executor takes, wait for the oldest one, and return its outputs.
@@ -167,26 +164,14 @@ class Engine:
                 self._balancer.note_step()
         if self._masks.followed:
             self._masks.forget_finished()
-        if self._publishers or self._untold is not None:
-            self._tell_events()
+        if self._events is not None:
+            self._events.tell()
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
 
-    def _tell_events(self) -> None:
-        for index, scheduler in enumerate(self._schedulers):
-            if scheduler.kv.events is None or not (events := scheduler.kv.events.take()):
-                continue
-            if self._publishers:
-                self._publishers[index].publish(events)
-            if self._untold is not None:
-                self._untold += events
-
     def take_events(self) -> Sequence[KVEvent]:
         """What happened to the prefix cache since the last call, if the front follows it."""
-        if not self._untold:
-            return ()
-        events, self._untold = self._untold, []
-        return events
+        return () if self._events is None else self._events.take()
 
     def _awaits_step(self) -> bool:
         """Whether a sequence cannot be planned before the steps in flight, or would have no draft.

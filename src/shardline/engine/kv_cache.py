@@ -171,8 +171,8 @@ class KVCache:
         """Whether blocks are held for prefixes that are on their way from the tier."""
         return self.traffic is not None and self.traffic.is_fetching
 
-    def log_events(self) -> None:
-        """Note in `events` what is published and what is lost. Call it after `add_tier`."""
+    def log_events(self) -> KVEventLog:
+        """Note in a log what is published and what is lost. Call it after `add_tier`."""
         self.events = log = KVEventLog()
         keep = self.pool.on_evict
 
@@ -182,6 +182,7 @@ class KVCache:
                 keep(content, block)
 
         self.pool.on_evict = note
+        return log
 
     def reset_prefixes(self) -> None:
         """Let later sequences find nothing that is published now. It stays until its blocks are handed out again.

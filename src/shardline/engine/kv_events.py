@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shardline.config.kv_events import KVEventsConfig, is_bound
+from shardline.deployment.deployment import CachePlan
 from shardline.engine.tiers import split_key
 from shardline.messages.kv_events import (
     END_OF_REPLAY,
@@ -127,3 +129,34 @@ class KVEventPublisher:
         self._context.term()
         if self._thread is not None:
             self._thread.join()
+
+
+class KVEventFeed:
+    """Passes on what the caches of an engine's replicas log."""
+
+    def __init__(self, cache: CachePlan, first_replica: int, logs: Sequence[KVEventLog]) -> None:
+        """`logs`: of the cache of each replica. Raises ValueError: as KVEventPublisher."""
+        self._logs = logs
+        replicas = range(first_replica, first_replica + len(logs)) if cache.events.publishes else ()
+        self._publishers = [KVEventPublisher(cache.events, replica) for replica in replicas]
+        self._keeps = cache.events_to_front
+        self._kept: list[KVEvent] = []
+
+    def tell(self) -> None:
+        """Publish and keep what was logged since the last call."""
+        for index, log in enumerate(self._logs):
+            events = log.take()
+            if events and self._publishers:
+                self._publishers[index].publish(events)
+            if self._keeps:
+                self._kept += events
+
+    def take(self) -> list[KVEvent]:
+        """The events since the last call, if they are kept."""
+        events, self._kept = self._kept, []
+        return events
+
+    def close(self) -> None:
+        """Publish no more."""
+        for publisher in self._publishers:
+            publisher.close()

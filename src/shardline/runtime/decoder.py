@@ -17,7 +17,7 @@ from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
 from shardline.models.parts import Norm
 from shardline.runtime.layers.adapted_vocabulary import make_embedding, make_lm_head
-from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
+from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
 from shardline.runtime.layers.feed_forward import DenseFeedForward
@@ -28,6 +28,7 @@ from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
 from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import Classifier
 from shardline.runtime.ops.add import add
+from shardline.runtime.ops.attention.rope import RotaryTables
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows, StepInput, empty_rows
 
@@ -142,7 +143,7 @@ class DecoderStage:
     def __init__(self, loader: LayerLoader, layers: Span) -> None:
         stage = loader.stage
         spec = stage.spec
-        tables = RotaryTables(stage)
+        tables = RotaryTables(stage.max_model_len, stage.device)
         self._kernels = stage.kernels
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
         last = layers.stop == len(spec.layers) and spec.head_input is None
@@ -162,12 +163,12 @@ class DecoderStage:
         for place in range(layers.size):
             with nullcontext() if self.stream is None else self.stream.loading(layers.start + place):
                 self.layers.append(DecoderLayer(loader, layers.start + place, tables, place))
-        self._finite_checker = stage.finite_checker
+        self.finite_checker = stage.finite_checker
         self._first_layer = layers.start
-        self._final_norm: InputNorm | None = None
+        self.final_norm: InputNorm | None = None
         if last:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
-            self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
+            self.final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
         self.is_last = last
         end = layers.stop + last  # what comes out of the last layer counts as one more
         self.kept = KeptOutput(stage, layers.start, end) if min(stage.kept_layers, default=end) < end else None
@@ -201,10 +202,10 @@ class DecoderStage:
         each row (see LMHead.find_best). If prompts are embedded, it returns the final hidden states [R, H], or the
         logits of a classifier [R, labels].
         """
-        hidden, delta = self._run_stage(step, hidden)
-        if self._final_norm is None:
+        hidden, delta = self.run_stage(step, hidden)
+        if self.final_norm is None:
             return hidden if delta is None else add(self._kernels, hidden, delta)
-        normed, _ = self._final_norm(hidden, delta)
+        normed, _ = self.final_norm(hidden, delta)
         if self._classifier is not None:
             return self._classifier(as_tensor(normed))
         if self.lm_head is None:
@@ -212,44 +213,11 @@ class DecoderStage:
         if step.greedy:
             return self.lm_head.find_best(normed, step.allowed)
         logits = self.lm_head(normed, step.rows.narrow())
-        if self._finite_checker is not None:
-            self._finite_checker.check_tensor("the logits", logits, step.rows.narrow().places)
+        if self.finite_checker is not None:
+            self.finite_checker.check_tensor("the logits", logits, step.rows.narrow().places)
         return logits
 
-    def forward_scored(
-        self, step: StepInput, hidden: Tensor, rows_each: int, read_logits: Callable[[slice, Tensor], None]
-    ) -> Tensor:
-        """As `forward`, on the last stage, for a step with scored tokens.
-
-        `read_logits` gets this rank's logits of the scored rows, for at most `rows_each` of them at a time. The logits
-        of the sampled rows are returned.
-        """
-        assert self._final_norm is not None
-        assert self.lm_head is not None
-        left = step.rows.narrow()
-        scored = left.scored
-        assert scored is not None
-        hidden, delta = self._run_stage(step, hidden)
-        for first in range(0, len(scored.rows), rows_each):
-            part = slice(first, first + rows_each)
-            read_logits(part, self._logits_of(hidden, delta, scored.rows[part], left))
-        if len(scored.sampled) == 0:
-            return torch.empty(0, 0, device=hidden.device)
-        return self._logits_of(hidden, delta, scored.sampled, left)
-
-    def _logits_of(self, hidden: Tensor, delta: Tensor | None, rows: Tensor, left: Rows) -> Tensor:
-        """This rank's logits of some rows of the last layer's output; `left`: the table of all its rows."""
-        assert self._final_norm is not None
-        assert self.lm_head is not None
-        own_delta = None if delta is None else torch.index_select(delta, 0, rows)
-        normed, _ = self._final_norm(torch.index_select(hidden, 0, rows), own_delta)
-        logits = self.lm_head(normed, left, rows)
-        if self._finite_checker is not None:
-            assert left.places is not None
-            self._finite_checker.check_tensor("the logits", logits, left.places[rows])
-        return logits
-
-    def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `run_layers`, for the rows that go on."""
         output = self.run_layers(step, hidden)
         return output if self.kept is None else self.kept.keep_output(step, *output)
@@ -258,7 +226,7 @@ class DecoderStage:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
         nothing."""
         delta: Tensor | None = None
-        rows, finite_checker = step.rows, self._finite_checker
+        rows, finite_checker = step.rows, self.finite_checker
         if finite_checker is not None:
             finite_checker.begin_step(len(hidden))
             finite_checker.check_tensor("the embedding" if self.embedding else "what the previous stage sent", hidden)

@@ -12,26 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.config.engine import LogprobsMode
 from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.features.adapters import RowAdapters
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.features.constraints import ConstraintRows
-from shardline.runtime.features.digests import Digests
-from shardline.runtime.features.drafts import Drafts
-from shardline.runtime.features.finite import Finite, FiniteChecker
-from shardline.runtime.features.pooling import Pooling
-from shardline.runtime.features.prompt_embeds import PromptRows
-from shardline.runtime.features.scores import Scores
-from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.kv_store import KVStore
-from shardline.runtime.machines.base import Backend, Counters, Download, Forward, StepSizes
+from shardline.runtime.machines.base import Counters, Download, Forward, StepInputs, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence, sampled_rows
 from shardline.runtime.step import StepInput
-from shardline.watermark.keys import WatermarkKey
 
 
 class PendingStep:
@@ -70,58 +59,39 @@ class Runner:
 
     def __init__(
         self,
-        backend: Backend,
         stage: DecoderStage,
         groups: RankGroups,
         kv_store: KVStore,
         forward: Forward,
         sizes: StepSizes,
-        finite_checker: FiniteChecker | None,
-        expert_load: Counters | None = None,
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        watermark: tuple[WatermarkKey, ...] = (),
-        make_draft: Callable[[SequenceTable], Feature] | None = None,
+        sequences: SequenceTable,
+        inputs: StepInputs,
+        sampler: Sampler | None,
+        features: Sequence[Feature],
+        expert_load: Counters | None,
     ) -> None:
-        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
-        `make_draft`: makes the feature of the model that drafts on this rank, or of what a stage sends it."""
+        """`forward`: the stage's forward pass, or a `Replay` of it. `inputs`: of these `sequences`. `sampler`: None: it
+        samples nothing. `features` read results in their order. `expert_load` is published after each launch."""
         self._stage = stage
         self._groups = groups
         self._kv_store = kv_store
         self._forward = forward
         self._sizes = sizes
+        self._sequences = sequences
+        self._inputs = inputs
+        self._sampler = sampler
+        self._features = features
         self._expert_load = expert_load
-        self._sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks, groups["context"].size)
-        self._inputs = backend.make_step_inputs(self._sequences, sizes)
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0
         """When the last step finished, by `time.perf_counter`."""
-        self._sampler: Sampler | None = None
         self._fuses_argmax = stage.lm_head is not None and stage.lm_head.fuses_argmax
-        # The first ones read the results of rows, those after the drafts the results of sequences.
-        self._features: list[Feature] = []
-        if stage.adapted:
-            self._features.append(RowAdapters(sizes.max_seqs, backend.device, stage))
-        if stage.is_first:
-            self._features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
-        if stage.lm_head is not None:
-            spans = stage.lm_head.spans
-            self._sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
-            vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
-            constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs)
-            self._features += [Digests(backend.kernels), Drafts(), Scores(stage, self._sampler), constraints]
-            self._features += [Watermark(key, vocab_size) for key in watermark]
-        if stage.embeds_prompts:
-            self._features.append(Pooling())
-        if finite_checker is not None:
-            self._features.append(Finite(finite_checker))
-        if make_draft is not None:
-            self._features.append(make_draft(self._sequences))
         self._met_by_all = frozenset(
-            place for place, feature in enumerate(self._features) if not (feature.start_fields or feature.step_fields)
+            place for place, feature in enumerate(features) if not (feature.start_fields or feature.step_fields)
         )
         """The places of features that meet all sequences."""
-        self._of_starts = _askers(feature.start_fields for feature in self._features)
-        self._of_steps = _askers(feature.step_fields for feature in self._features)
+        self._of_starts = _askers(feature.start_fields for feature in features)
+        self._of_steps = _askers(feature.step_fields for feature in features)
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens; other ranks return None, unless the plan

@@ -34,7 +34,7 @@ class NextTokens(Protocol):
     def append_token(self, token_id: int) -> None:
         """Note a token of the output."""
 
-    def set_grammar(self, allowed: bytes, num_guessed: int = 0) -> None:
+    def set_allowed(self, allowed: bytes, num_guessed: int = 0) -> None:
         """Note what the grammar allows next and after so many guesses, see `SequenceStep.allowed`."""
 
     def with_guesses(self, token_ids: Sequence[int]) -> NextTokens:
@@ -180,11 +180,6 @@ def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequen
     return rows
 
 
-def num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
-    """How many of a scored step's tokens have a next token in the prompt."""
-    return min(step.start + step.num_tokens, sequence.num_prompt_tokens - 1) - step.start
-
-
 class SequenceTable:
     """All sequences of a worker, with one block table per KV group as rows of a common array."""
 
@@ -251,7 +246,7 @@ class SequenceTable:
             sequence.append_token(step.token_id)
         sequence.append_guesses(step.draft_token_ids)
         if sequence.mask is not None:
-            sequence.mask.set_grammar(step.allowed, sequence.num_guessed)
+            sequence.mask.set_allowed(step.allowed, sequence.num_guessed)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 

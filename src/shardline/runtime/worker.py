@@ -19,10 +19,18 @@ from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
+from shardline.runtime.features.adapters import RowAdapters
 from shardline.runtime.features.base import Feature
+from shardline.runtime.features.constraints import ConstraintRows
+from shardline.runtime.features.digests import Digests
 from shardline.runtime.features.draft_head import DraftHead, SentStates
 from shardline.runtime.features.draft_model import DraftModel, draft_sizes
-from shardline.runtime.features.finite import FiniteChecker
+from shardline.runtime.features.drafts import Drafts
+from shardline.runtime.features.finite import Finite, FiniteChecker
+from shardline.runtime.features.pooling import Pooling
+from shardline.runtime.features.prompt_embeds import PromptRows
+from shardline.runtime.features.scores import Scores
+from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, Streams
@@ -31,10 +39,11 @@ from shardline.runtime.loader.adapters import AdapterLoader
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
-from shardline.runtime.machines.base import Backend, Counters, Replay, Share, StepSizes
+from shardline.runtime.machines.base import Backend, Counters, Forward, Replay, Share, StepSizes
 from shardline.runtime.parallel.collectives import Collectives, SingleRank
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
+from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.tiers import open_tier
 from shardline.sampling_params import SamplingParams
@@ -110,19 +119,7 @@ class Worker:
             replay.capture_steps()
         # What is recorded would neither be checked nor wait for weights.
         forward = replay if self._finite_checker is None and not stage.reads_weights else stage.forward
-        self._runner = Runner(
-            backend,
-            stage,
-            self._groups,
-            kv_store,
-            forward,
-            self._sizes,
-            self._finite_checker,
-            self._expert_load,
-            deployment.logprobs_mode,
-            deployment.watermark,
-            self._make_draft if self._draft_stage or stage.kept else None,
-        )
+        self._runner = self.make_runner(kv_store, forward)
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
@@ -266,6 +263,34 @@ class Worker:
         assert draft is not None
         return SingleRank() if draft.num_sharing == 1 else self._groups["tensor"]
 
+    def make_runner(self, kv_store: KVStore, forward: Forward, *, measures: bool = False) -> Runner:
+        """What runs steps with the blocks of `kv_store`, and with this rank's features; `forward`: that of its stage,
+        or a `Replay` of it. `measures`: there is no draft, and nothing is counted."""
+        backend, stage, groups, sizes = self._backend, self.stage, self._groups, self._sizes
+        sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks, groups["context"].size)
+        sampler: Sampler | None = None
+        # The first ones read the results of rows, those after the drafts the results of sequences.
+        features: list[Feature] = []
+        if stage.adapted:
+            features.append(RowAdapters(sizes.max_seqs, backend.device, stage))
+        if stage.is_first:
+            features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
+        if stage.lm_head is not None:
+            spans, logprobs_mode = stage.lm_head.spans, self._deployment.logprobs_mode
+            sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
+            vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
+            constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs)
+            features += [Digests(backend.kernels), Drafts(), Scores(stage, sampler), constraints]
+            features += [Watermark(key, vocab_size) for key in self._deployment.watermark]
+        if stage.embeds_prompts:
+            features.append(Pooling())
+        if self._finite_checker is not None:
+            features.append(Finite(self._finite_checker))
+        if not measures and (self._draft_stage or stage.kept):
+            features.append(self._make_draft(sequences))
+        inputs, expert_load = backend.make_step_inputs(sequences, sizes), None if measures else self._expert_load
+        return Runner(stage, groups, kv_store, forward, sizes, sequences, inputs, sampler, features, expert_load)
+
     def _make_draft(self, sequences: SequenceTable) -> Feature:
         """The draft model or head, once the pool is allocated, or what sends it hidden states."""
         deployment, backend, stage = self._deployment, self._backend, self._draft_stage
@@ -287,7 +312,7 @@ class Worker:
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
         """The memory that a step needs, measured by running the largest step on a cache of one block."""
         kv_store = self._allocate_cache(stage, 1)
-        runner = Runner(self._backend, stage, self._groups, kv_store, stage.forward, self._sizes, self._finite_checker)
+        runner = self.make_runner(kv_store, stage.forward, measures=True)
         step = largest_step(self._deployment)
         with torch.inference_mode():
             use = self._backend.measure_step(lambda: runner.run_step(step), replay)

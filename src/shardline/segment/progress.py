@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardline.config.topology import RankGrid
 from shardline.messages.stats import RankTimes
 
 _FIELDS = 16
@@ -61,25 +60,6 @@ class ProgressBoard:
     def read(self) -> list[RankProgress]:
         """The progress of the ranks of this host."""
         return [ProgressLine(line).read(rank) for rank, line in zip(self._ranks, self._lines, strict=True)]
-
-
-def late_ranks(grid: RankGrid, progress: Sequence[RankProgress], step_id: int) -> list[int]:
-    """The ranks that cause the delay of step `step_id`, given the progress of all ranks of the engine.
-
-    They belong to the first stage that has not finished the step, since later stages wait for it. They are the ranks
-    of that stage that do not wait for another rank. If all of them wait, they are the ranks that have arrived at the
-    fewest exchanges.
-    """
-    unfinished = [line for line in progress if line.finished <= step_id]
-    if not unfinished:
-        return []
-    stage = min(grid.place(line.rank).pp_rank for line in unfinished)
-    suspects = [line for line in unfinished if grid.place(line.rank).pp_rank == stage]
-    busy = [line.rank for line in suspects if not line.waiting]
-    if busy:
-        return busy
-    fewest = min(line.arrivals for line in suspects)
-    return [line.rank for line in suspects if line.arrivals == fewest]
 
 
 class ProgressLine:

@@ -17,8 +17,6 @@ from shardline.server.errors import bad_request
 
 MAX_TEMPLATE_VALUES = 65_536
 """Values in one field that chat templates write as JSON."""
-
-
 MAX_FIELDS = 256
 """The most fields of one object. Every unknown field would become an error of its own."""
 

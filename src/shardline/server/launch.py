@@ -247,8 +247,8 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
     parser = service.chat.tool_parser
     if service.config.tool_call_parser == "auto" and parser is not None:
         logger.info("tool calls: parser %s, chosen from the chat template", parser.__module__.split(".")[-1])
-    ambiguous = service.ambiguous_special_tokens
-    if ambiguous:
+    tokenizer, keeps_text = llm.model.tokenizer, not service.config.special_tokens_in_content
+    if tokenizer and service.chat.template and keeps_text and (ambiguous := tokenizer.spelled.find_ambiguous()):
         logger.warning(
             "the tokenizer cannot tell special tokens from text that spells them; in chats it becomes the tokens: %s",
             ", ".join(ambiguous[:20]),

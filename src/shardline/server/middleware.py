@@ -26,7 +26,7 @@ from shardline.config.server import ServerConfig
 from shardline.messages.stats import EngineStats
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import ADMIN_PREFIXES, PAGE_PREFIX, ApiKeys, owner_of
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, WRITE_NOW, make_event
+from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -195,18 +195,6 @@ class SlashMiddleware:
         await self._app(scope, receive, send)
 
 
-class WholeStreamMiddleware:
-    """Lets all of a stream pass through the middleware inside, which would otherwise miss what is written at once."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection event."""
-        scope.pop(WRITE_NOW, None)
-        await self._app(scope, receive, send)
-
-
 class BodyLimitMiddleware:
     """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive.
 
@@ -372,7 +360,7 @@ class Exchange:
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Answer the request with `app`."""
-        self._task = asyncio.create_task(_call_app(app, scope, self.receive, self.send))
+        self._task = asyncio.ensure_future(app(scope, self.receive, self.send))
         watcher = asyncio.create_task(self._cancel_on_disconnect(self._task))
         try:
             await self._task
@@ -431,7 +419,3 @@ class Exchange:
         elif self._streaming and not self._ended:
             last = make_event(error.body) + DONE_EVENT
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _call_app(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)

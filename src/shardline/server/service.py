@@ -66,14 +66,6 @@ class Service:
         """How chats are written and read; not before the engine is ready."""
         return make_chat_setup(self.llm, self.config, self.configured_template)
 
-    @property
-    def ambiguous_special_tokens(self) -> list[str]:
-        """Special tokens that become tokens in chats although they should stay text."""
-        tokenizer = self.llm.model.tokenizer
-        if tokenizer is None or self.chat.template is None or self.config.special_tokens_in_content:
-            return []
-        return tokenizer.spelled.find_ambiguous()
-
     async def require_ready(self) -> None:
         """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)
 

@@ -10,6 +10,7 @@ from shardline.config.server import ServerConfig
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def load_middleware(config: ServerConfig) -> list[Any]:
@@ -38,10 +39,22 @@ def user_middleware(config: ServerConfig) -> list[Middleware]:
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
 
-    from shardline.server.middleware import WholeStreamMiddleware
-
     stack = []
     for one in reversed(load_middleware(config)):
         is_class: bool = inspect.isclass(one)
         stack.append(Middleware(one) if is_class else Middleware(BaseHTTPMiddleware, dispatch=one))
     return [Middleware(WholeStreamMiddleware), *stack] if stack else []
+
+
+class WholeStreamMiddleware:
+    """Lets all of a stream pass through the middleware inside, which would otherwise miss what is written at once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        from shardline.server.sse import WRITE_NOW
+
+        scope.pop(WRITE_NOW, None)
+        await self._app(scope, receive, send)

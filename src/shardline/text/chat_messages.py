@@ -15,7 +15,6 @@ import msgspec
 
 Message = Mapping[str, Any]
 MAX_ARGUMENT_CHARS = 4 << 20
-
 MAX_ARGUMENT_VALUES = 131_072
 """The most values in the arguments of one tool call."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -108,36 +108,19 @@ class ChatTemplate:
         sources = read_chat_templates(folder)
         return cls(sources, special_tokens) if sources else None
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
+    def render(self, chat: Conversation) -> str:
         """The prompt text of a conversation. `render_and_encode` also encodes it.
-
-        Args:
-            messages: OpenAI chat messages; see `normalize_messages`.
-            tools: OpenAI tool definitions.
-            variables: other variables that the template reads, for example enable_thinking.
 
         Raises:
             ValueError: the messages are malformed, the template hits a limit, or it refuses the messages; then the text
                 is the template's.
         """
-        return self.render_chat(Conversation(messages, tools, variables, add_generation_prompt))
-
-    def render_chat(self, chat: Conversation) -> str:
-        """As `render`."""
         try:
             return _read_answer(self._pool.run_blocking(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
             raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
 
-    async def render_chat_async(self, chat: Conversation) -> str:
+    async def render_async(self, chat: Conversation) -> str:
         """As `render`, without holding up the event loop. Chats do not wait for one another."""
         try:
             return _read_answer(await self._pool.run(self._encode_render(chat), MAX_RENDER_SECONDS))
@@ -200,7 +183,7 @@ def render_and_encode(
         ValueError: the messages are malformed, or the template refuses them.
     """
     chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
-    return _encode(tokenizer, template.render_chat(chat), chat, marks, None)
+    return _encode(tokenizer, template.render(chat), chat, marks, None)
 
 
 async def render_and_encode_async(
@@ -216,7 +199,7 @@ async def render_and_encode_async(
     `max_tokens`: the longest prompt that is encoded; a longer one is refused before, where possible (PromptTooLong).
     """
     chat, marks = await asyncio.to_thread(_mark, tokenizer, chat, special_tokens_in_content)
-    text = await template.render_chat_async(chat)
+    text = await template.render_async(chat)
     if marks is None and len(text) <= MAX_INLINE_CHARS:
         return _encode(tokenizer, text, chat, marks, max_tokens)
     return await asyncio.to_thread(_encode, tokenizer, text, chat, marks, max_tokens)

@@ -24,7 +24,7 @@ from shardline.cli.main import main
 from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
-from shardline.text.chat_template import ChatTemplate
+from shardline.text.chat_template import ChatTemplate, Conversation
 from shardline.text.tokenizer import Tokenizer
 from tests.models.checkpoints import make_checkpoint
 from tests.runtime.loader.gguf_writer import write_gguf
@@ -179,7 +179,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (2,)
     template = ChatTemplate.from_folder(file, ours.special_tokens)
     assert template is not None
-    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert template.render(Conversation([{"role": "user", "content": "hi"}])) == "<s>hi"
     assert set(template.sources) == {"default", "tool_use"}
 
 

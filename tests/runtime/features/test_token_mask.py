@@ -50,17 +50,17 @@ def test_min_tokens_exclude_the_ends() -> None:
 
 def test_a_grammar_is_one_of_the_constraints() -> None:
     mask = make(bad_words=((9,),))
-    mask.set_grammar(bits(3, 9, 11, EOS))
+    mask.set_allowed(bits(3, 9, 11, EOS))
     assert allowed(mask) == {3, 11, EOS}
-    mask.set_grammar(bits(4)[:4])  # of a tokenizer with fewer tokens than the model
+    mask.set_allowed(bits(4)[:4])  # of a tokenizer with fewer tokens than the model
     assert allowed(mask) == {4}
-    mask.set_grammar(bits(4, 1999) + bits(5))  # and of one with more
+    mask.set_allowed(bits(4, 1999) + bits(5))  # and of one with more
     assert allowed(mask) == {4, 1999}
 
 
 def test_guesses_are_as_if_they_were_right() -> None:
     mask = make((10,), bad_words=((8, 9),), min_tokens=3)
-    mask.set_grammar(bits(8, 11, EOS) + bits(9, 11, EOS) + bits(9, EOS), 2)
+    mask.set_allowed(bits(8, 11, EOS) + bits(9, 11, EOS) + bits(9, EOS), 2)
     assert allowed(mask) == {8, 11}
     assert allowed(mask.with_guesses([])) == {8, 11}
     assert allowed(mask.with_guesses([8])) == {11}
@@ -84,7 +84,7 @@ def test_an_empty_mask_is_an_error() -> None:
     assert masks.rows.tolist() == [2]
     assert "no token may follow" in errors[1]
     excluded = make(allowed_token_ids=(3,))
-    excluded.set_grammar(bits(4))
+    excluded.set_allowed(bits(4))
     with pytest.raises(ValueError, match="no token"):
         excluded.find_allowed()
 

@@ -218,6 +218,7 @@ def test_a_form_in_small_pieces(shared: Running) -> None:
     assert b'"bytes":8,' in answer
 
 
+@pytest.mark.slow
 def test_cancel_keeps_the_answers_so_far(tmp_path: Path) -> None:
     with serve(config(tmp_path)) as running, running.openai() as client:
         file_id = upload(client, [request(1), request(2, ignore_eos=True, max_tokens=400)])
@@ -233,6 +234,7 @@ def test_cancel_keeps_the_answers_so_far(tmp_path: Path) -> None:
         wait_until(lambda: running.engine.num_running() == 0)
 
 
+@pytest.mark.slow
 def test_batches_go_on_when_the_server_starts_again(tmp_path: Path) -> None:
     entries = [request(1), *(request(number, ignore_eos=True, max_tokens=40) for number in range(2, 6))]
     with serve(config(tmp_path)) as running, running.openai() as client:
@@ -247,6 +249,7 @@ def test_batches_go_on_when_the_server_starts_again(tmp_path: Path) -> None:
         assert len(running.engine.requests) == 4, "the first one had its answer"
 
 
+@pytest.mark.slow
 def test_the_folder_is_bounded_and_belongs_to_one_server(tmp_path: Path) -> None:
     with serve(config(tmp_path, batch_dir_bytes=2000)) as running, running.openai() as client:
         with pytest.raises(openai.APIStatusError, match="--batch-dir-bytes") as caught:
@@ -266,6 +269,7 @@ def test_the_folder_is_bounded_and_belongs_to_one_server(tmp_path: Path) -> None
             BatchStore(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_an_upload_may_be_larger_than_a_body(tmp_path: Path) -> None:
     with serve(config(tmp_path, max_request_bytes=1000)) as running, running.openai() as client:
         entries = [request(1), request(2, user="x" * 2000), request(3)]
@@ -275,6 +279,7 @@ def test_an_upload_may_be_larger_than_a_body(tmp_path: Path) -> None:
         assert (error["custom_id"], error["error"]["code"]) == ("r2", "invalid_batch_line")
 
 
+@pytest.mark.slow
 def test_keys_are_asked_of_clients_and_not_of_batches(tmp_path: Path) -> None:
     with serve(config(tmp_path, api_key=("secret",))) as running:
         with running.openai() as stranger, pytest.raises(openai.AuthenticationError):
@@ -292,6 +297,7 @@ def test_without_a_folder_the_answer_says_how(tmp_path: Path) -> None:
                 call()
 
 
+@pytest.mark.slow
 def test_embeddings_in_a_batch(tmp_path: Path) -> None:
     engine = EngineConfig.from_options(runner="pooling")
     with serve(config(tmp_path), engine_config=engine) as running, running.openai() as client:

@@ -115,6 +115,7 @@ def test_an_early_long_request_does_not_hold_up_others(runs: Runs, tmp_path: Pat
     assert ids(tmp_path / "out") == [f"r{number}" for number in range(1, 30)]
 
 
+@pytest.mark.slow
 def test_broken_lines_have_errors_and_an_exit_code(runs: Runs, tmp_path: Path) -> None:
     lines = [request(1), "{", "", request(2, stream=True), request(3, model="other"), request(4)]
     source = write(tmp_path / "in", lines)
@@ -131,6 +132,7 @@ def test_broken_lines_have_errors_and_an_exit_code(runs: Runs, tmp_path: Path) -
     assert runs.run(source, tmp_path / "out2") == 0, "an endpoint's error is an answer"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(runs: Runs, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [*map(request, range(1, 9)), *map(long, range(9, 30)), request(30)])
     output = tmp_path / "out"
@@ -152,6 +154,7 @@ def test_a_stopped_run_goes_on(runs: Runs, tmp_path: Path) -> None:
     assert len(runs.engine.requests) == 30 - (num_done - 1)
 
 
+@pytest.mark.slow
 def test_answers_to_other_requests_are_not_touched(runs: Runs, tmp_path: Path) -> None:
     output = tmp_path / "out"
     runs.run(write(tmp_path / "in", [request(1), request(2)]), output)
@@ -165,6 +168,7 @@ def test_answers_to_other_requests_are_not_touched(runs: Runs, tmp_path: Path) -
         runs.run(tmp_path / "in", output)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_leaves_what_is_done(runs: Runs, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [request(1), *(request(n, ignore_eos=True, max_tokens=400) for n in range(2, 5))])
     output = tmp_path / "out"
@@ -211,6 +215,7 @@ def test_wrong_paths(tmp_path: Path) -> None:
             BatchFiles(*files)
 
 
+@pytest.mark.slow
 def test_a_pipe(runs: Runs, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, "\n".join([request(1), request(2)]).encode())
@@ -267,6 +272,7 @@ def test_urls(runs: Runs, tmp_path: Path, site: str, with_folder: bool, monkeypa
         runs.run(f"{site}/no", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_uploaded_stay(
     runs: Runs, tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) ->
 
 def _apply_template(args: argparse.Namespace, tokenizer: PromptTokenizer, prompts: list[str]) -> list[str]:
     """Each prompt as a chat with one message; unchanged if the model has no chat template."""
-    from shardline.text.chat_template import ChatTemplate
+    from shardline.text.chat_template import ChatTemplate, Conversation
 
     if isinstance(tokenizer, ServerTokenizer):
         raise ValueError("chat templates need the model's files: give --tokenizer FOLDER, or --skip-chat-template")
@@ -62,5 +62,8 @@ def _apply_template(args: argparse.Namespace, tokenizer: PromptTokenizer, prompt
     if template is None:
         return prompts
     options = args.chat_template_kwargs
-    options = json.loads(options) if isinstance(options, str) else options or {}
-    return [template.render([{"role": "user", "content": text}], **options) for text in prompts]
+    variables = dict(json.loads(options) if isinstance(options, str) else options or {})
+    asks = variables.pop("add_generation_prompt", True)
+    return [
+        template.render(Conversation([{"role": "user", "content": text}], None, variables, asks)) for text in prompts
+    ]

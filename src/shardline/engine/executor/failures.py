@@ -1,15 +1,18 @@
-"""Which rank is at fault when several fail at once: the first cause, not the ranks that only lost a connection."""
+"""Which rank is at fault when a step does not end, or several ranks fail at once: the first cause, not the ranks that
+only lost a connection or wait for others."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from shardline.channel import Channel, readable
+from shardline.config.topology import RankGrid
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.messages.worker import RankEnded, RankFailed, WorkerReply
+from shardline.segment.progress import RankProgress
 
 _ERROR_SECONDS = 0.3
 """Seconds to look for a rank that was killed when another one reports an error that may follow from it."""
@@ -97,3 +100,22 @@ class FailureSearch:
         if self._processes.was_killed(rank):
             return _KILLED
         return _ERROR if self._processes.has_crashed(rank) else _FOLLOWED
+
+
+def late_ranks(grid: RankGrid, progress: Sequence[RankProgress], step_id: int) -> list[int]:
+    """The ranks that cause the delay of step `step_id`, given the progress of all ranks of the engine.
+
+    They belong to the first stage that has not finished the step, since later stages wait for it. They are the ranks
+    of that stage that do not wait for another rank. If all of them wait, they are the ranks that have arrived at the
+    fewest exchanges.
+    """
+    unfinished = [line for line in progress if line.finished <= step_id]
+    if not unfinished:
+        return []
+    stage = min(grid.place(line.rank).pp_rank for line in unfinished)
+    suspects = [line for line in unfinished if grid.place(line.rank).pp_rank == stage]
+    busy = [line.rank for line in suspects if not line.waiting]
+    if busy:
+        return busy
+    fewest = min(line.arrivals for line in suspects)
+    return [line.rank for line in suspects if line.arrivals == fewest]

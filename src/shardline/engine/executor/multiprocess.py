@@ -11,6 +11,7 @@ from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
+from shardline.engine.executor.failures import late_ranks
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_answers import StepAnswers
@@ -29,7 +30,7 @@ from shardline.messages.worker import (
     StepDone,
 )
 from shardline.segment.expert_load import Counts
-from shardline.segment.progress import RankProgress, late_ranks
+from shardline.segment.progress import RankProgress
 from shardline.segment.pulse import CHECK_INTERVAL, note_work
 
 _LOADING_NOTICE = 30.0

@@ -47,7 +47,7 @@ class TokenMask:
         """Note a token of the output."""
         self._output.append(token_id)
 
-    def set_grammar(self, allowed: bytes, num_guessed: int = 0) -> None:
+    def set_allowed(self, allowed: bytes, num_guessed: int = 0) -> None:
         """Note what the grammar allows next and after so many guesses, see `SequenceStep.allowed`."""
         size = len(allowed) // (1 + num_guessed)
         self._grammar = [allowed[start : start + size] for start in range(0, len(allowed), size or 1)]

@@ -5,11 +5,13 @@ All logits of a long prompt would not fit, so they are computed and read a few r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
 from shardline.messages.request import TokenLogprobs
@@ -18,8 +20,8 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.sampling.reports import Reports, Wanted, read_reports
 from shardline.runtime.sampling.sampler import Sampler
-from shardline.runtime.sequences import WorkerSequence, num_scored
-from shardline.runtime.step import StepInput
+from shardline.runtime.sequences import WorkerSequence
+from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 
 class ScoringPlan(NamedTuple):
@@ -38,9 +40,34 @@ def plan_scoring(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequen
     for step, sequence in zip(steps, sequences, strict=True):
         if step.score:
             plan.seq_ids.append(step.seq_id)
-            plan.counts.append(num_scored(step, sequence))
+            plan.counts.append(_num_scored(step, sequence))
             plan.wanted.append(Wanted(sequence.sampling.prompt_logprobs or 0))
     return plan
+
+
+def scored_rows(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredRows:
+    """The scored tokens among the rows that go on; those behind the prompt are not scored."""
+    rows, targets = [], []
+    sampled: list[int] = []
+    first = 0
+    for entry, sequence in zip(steps, sequences, strict=True):
+        if entry.score:
+            count = _num_scored(entry, sequence)
+            rows.append(np.arange(first, first + count))
+            targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
+        first += entry.num_samples
+        if entry.sample:
+            sampled += range(first - entry.num_newest, first)
+    return ScoredRows(
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(targets)),
+        torch.tensor(sampled, dtype=torch.int64),
+    )
+
+
+def _num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
+    """How many of a scored step's tokens have a next token in the prompt."""
+    return min(step.start + step.num_tokens, sequence.num_prompt_tokens - 1) - step.start
 
 
 class Scores(Feature):
@@ -81,7 +108,7 @@ class StepScores(Feature):
             reports = self._sampler.score_rows(logits, targets[rows], self._wanted[rows])
             self._parts.append((rows, reports))
 
-        return self._stage.forward_scored(step, hidden, self._sampler.scored_rows_each, read_logits)
+        return forward_scored(self._stage, step, hidden, self._sampler.scored_rows_each, read_logits)
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         self._places = [running.download(*reports.list_tensors()) for _, reports in self._parts]
@@ -93,6 +120,43 @@ class StepScores(Feature):
             # No tokens are named, so it is no matter which ones were scored.
             scores += read_reports(Reports.from_copies(running.copies[place]), wanted, [0] * len(wanted))
         return add_scores(results, self._plan, [one for one in scores if one is not None])
+
+
+def forward_scored(
+    stage: DecoderStage,
+    step: StepInput,
+    hidden: Tensor,
+    rows_each: int,
+    read_logits: Callable[[slice, Tensor], None],
+) -> Tensor:
+    """As `DecoderStage.forward`, of the last stage, for a step with scored tokens.
+
+    `read_logits` gets this rank's logits of the scored rows, for at most `rows_each` of them at a time. The logits
+    of the sampled rows are returned.
+    """
+    left = step.rows.narrow()
+    scored = left.scored
+    assert scored is not None
+    hidden, delta = stage.run_stage(step, hidden)
+    for first in range(0, len(scored.rows), rows_each):
+        part = slice(first, first + rows_each)
+        read_logits(part, _logits_of(stage, hidden, delta, scored.rows[part], left))
+    if len(scored.sampled) == 0:
+        return torch.empty(0, 0, device=hidden.device)
+    return _logits_of(stage, hidden, delta, scored.sampled, left)
+
+
+def _logits_of(stage: DecoderStage, hidden: Tensor, delta: Tensor | None, rows: Tensor, left: Rows) -> Tensor:
+    """This rank's logits of some rows of the last layer's output; `left`: the table of all its rows."""
+    assert stage.final_norm is not None
+    assert stage.lm_head is not None
+    own_delta = None if delta is None else torch.index_select(delta, 0, rows)
+    normed, _ = stage.final_norm(torch.index_select(hidden, 0, rows), own_delta)
+    logits = stage.lm_head(normed, left, rows)
+    if stage.finite_checker is not None:
+        assert left.places is not None
+        stage.finite_checker.check_tensor("the logits", logits, left.places[rows])
+    return logits
 
 
 def add_scores(

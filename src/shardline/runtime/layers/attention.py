@@ -10,38 +10,15 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.attention import GQA
-from shardline.models.parts import KVDType, KVPart, QueryScale, Rope
-from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.models.parts import KVDType, KVPart
+from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
 from shardline.runtime.ops.attention.paged import paged_attention
-from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
+from shardline.runtime.ops.attention.rope import RotaryTables, apply_rope, query_factors
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
-
-
-class RotaryTables:
-    """cos/sin tables of a stage, one per distinct Rope."""
-
-    def __init__(self, stage: StageContext) -> None:
-        self._max_positions = stage.max_model_len
-        self._device = stage.device
-        self._tables: dict[Rope, Tensor] = {}
-
-    def of(self, rope: Rope) -> Tensor:
-        """[max_positions, rotary_dim] float32: cosines, then sines."""
-        if rope not in self._tables:
-            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
-            table = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
-            self._tables[rope] = table.to(self._device)
-        return self._tables[rope]
-
-
-def query_factors(scale: QueryScale, stage: StageContext) -> Tensor:
-    """The factor of queries at each position, float32 [max_positions]; it is computed in float64."""
-    steps = (torch.arange(stage.max_model_len, dtype=torch.float64) + scale.offset) // scale.length
-    return (1 + scale.beta * torch.log1p(steps)).float().to(stage.device)
 
 
 class KVPages(NamedTuple):
@@ -85,7 +62,9 @@ class AttentionLayer:
         stage = loader.stage
         # The weights of norms without weights.
         self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device)
-        self._query_factors = query_factors(scale, stage) if (scale := spec.positions.query_scale) else None
+        self._query_factors: Tensor | None = None
+        if spec.positions.query_scale is not None:
+            self._query_factors = query_factors(spec.positions.query_scale, stage.max_model_len).to(stage.device)
         self._sinks = loader.load(f"{name}.sinks.bias") if spec.score.sinks else None
         self.table = tables.of(spec.positions.rope) if spec.positions.rope else None
         self.pages: KVPages | None = None

@@ -24,10 +24,11 @@ from shardline.models.kv_groups import SPLIT_TOKENS
 from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.key_share import SharedRun, Tables
-from shardline.runtime.layers.attention import AttentionLayer, KVPages, RotaryTables
+from shardline.runtime.layers.attention import AttentionLayer, KVPages
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.ops.attention.partials import Partials
+from shardline.runtime.ops.attention.rope import RotaryTables
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
 

@@ -15,14 +15,13 @@ from shardline.kernels.tensors import InputForm, LatentCache, LinearInput, Quant
 from shardline.models.attention import Score
 from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
-from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.attention.kv_cache import write_latent
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.linear_heads import PackedHeads, linear_heads, pack_heads
-from shardline.runtime.ops.attention.rope import apply_rope
+from shardline.runtime.ops.attention.rope import RotaryTables, apply_rope, query_factors
 from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Rows
 
@@ -61,7 +60,9 @@ class LatentAttentionLayer:
         num_heads = [span.size // linears.query_head_dim for span in stage.spans(f"{q}.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", [n * spec.value_head_dim for n in num_heads], linears.bias)
         self._table, self._interleaved = tables.of(rope), rope.interleaved
-        self._query_factors = query_factors(scale, stage) if (scale := spec.positions.query_scale) else None
+        self._query_factors: Tensor | None = None
+        if spec.positions.query_scale is not None:
+            self._query_factors = query_factors(spec.positions.query_scale, stage.max_model_len).to(stage.device)
         self._cache: LatentCache | None = None
 
     @property

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from shardline.server.errors import bad_request
 from shardline.server.openai.chat.tools import ToolUse
 from shardline.structured.grammar import lark_text
 from shardline.text.answer_parser import AnswerParser, ReasoningCounter
 from shardline.text.reasoning_parsers.base import ReasoningParser, ThinkingBudget
 from shardline.text.tokenizer import Tokenizer
+
+_MAX_BUDGET = 1 << 24
+"""More tokens than any answer has."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,24 @@ class AnswerFormat:
     def _make_reasoning(self) -> ReasoningParser | None:
         marks = None if self.tool_use is None else self.tool_use.parser.call_marks()
         return None if self.reasoning is None else self.reasoning(self.prompt, call_marks=marks)
+
+
+def thinking_budget(budget: Any, reasoning: type[ReasoningParser] | None, tokenizer: Tokenizer) -> int | None:
+    """The most tokens of reasoning that a request's `thinking_token_budget` allows; None: any number. `reasoning`: how
+    the server tells it apart; None: not at all.
+
+    Raises:
+        ApiError: 400, it is no number of tokens, or there is nothing that it could limit.
+    """
+    param = "thinking_token_budget"
+    if budget is None or budget == -1:
+        return None
+    if type(budget) is not int or budget < 0:
+        raise bad_request(f"'{param}' must be a non-negative integer, or -1 for unlimited.", param)
+    if reasoning is None:
+        needs = "server that knows how the model reasons: use --reasoning-parser."
+    elif tokenizer.token_id(reasoning.end) is None:
+        needs = f"tokenizer in which the mark '{reasoning.end}' is one token, and this model's has no such token."
+    else:
+        return min(budget, _MAX_BUDGET)
+    raise bad_request(f"'{param}' needs a {needs}", param, "unsupported_parameter")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.api.beam_search import search_async
+from shardline.api.beam_search import BeamSearchParams, search_async
 from shardline.api.outputs import RequestOutput
 from shardline.api.prompts import Prompt
-from shardline.sampling_params import BeamSearchParams, SamplingParams
+from shardline.sampling_params import SamplingParams
 from shardline.server.errors import answer_failed
 from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if

@@ -14,21 +14,14 @@ from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.resume import Resume, read_resume
-from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-_MAX_BUDGET = 1 << 24
-"""More tokens than any answer has."""
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
-
-
 _TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
 MAX_BIASES = 4096
 _MAX_NAMED = 16
@@ -187,29 +180,6 @@ class SamplingFields(IgnoredFields):
     def wants_mark(self) -> bool | None:
         """`watermark`, or its other name."""
         return self.watermarking if self.watermark is None else self.watermark
-
-    def max_reasoning_tokens(self, reasoning: type[ReasoningParser] | None, tokenizer: Tokenizer) -> int | None:
-        """The budget of reasoning; None: there is none. `reasoning`: how the server tells it apart; None: not at all.
-
-        Raises:
-            ApiError: 400, it is no number of tokens, or there is nothing that it could limit.
-        """
-        budget = self.thinking_token_budget
-        if budget is None or budget == -1:
-            return None
-        if type(budget) is not int or budget < 0:
-            message = "'thinking_token_budget' must be a non-negative integer, or -1 for unlimited."
-            raise bad_request(message, "thinking_token_budget")
-        needs = "'thinking_token_budget' needs a"
-        if reasoning is None:
-            message = f"{needs} server that knows how the model reasons: use --reasoning-parser."
-            raise bad_request(message, "thinking_token_budget", "unsupported_parameter")
-        refuse_if(
-            tokenizer.token_id(reasoning.end) is None,
-            "thinking_token_budget",
-            f"{needs} tokenizer in which the mark '{reasoning.end}' is one token, and this model's has no such token.",
-        )
-        return min(budget, _MAX_BUDGET)
 
     @property
     def reports_logprobs(self) -> bool:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
+from shardline.runtime.features.scores import scored_rows
 from shardline.runtime.key_share import KeyShare, SharedRows, share_rows
 from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import WorkerSequence, num_scored
+from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 _MAX_SHAPES = 1024
@@ -83,7 +84,7 @@ class StepLayout:
         np.concatenate(tokens, out=step.token_ids.numpy())
         if decodes:
             return step
-        scored = _scored_rows(steps, sequences) if any(entry.score for entry in steps) else None
+        scored = scored_rows(steps, sequences) if any(entry.score for entry in steps) else None
         narrowed = _narrowed(rows, steps, rank_step.replica_samples, scored)
         if self._share is not None:
             counts = [entry.num_samples for entry in steps if entry.num_samples]
@@ -172,26 +173,6 @@ def _narrowed(
         replicas=replica_samples,
         places=places,
         scored=scored,
-    )
-
-
-def _scored_rows(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredRows:
-    """The scored tokens among those of `_narrowed`; those behind the prompt are not scored."""
-    rows, targets = [], []
-    sampled: list[int] = []
-    first = 0
-    for entry, sequence in zip(steps, sequences, strict=True):
-        if entry.score:
-            count = num_scored(entry, sequence)
-            rows.append(np.arange(first, first + count))
-            targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
-        first += entry.num_samples
-        if entry.sample:
-            sampled += range(first - entry.num_newest, first)
-    return ScoredRows(
-        torch.from_numpy(np.concatenate(rows)),
-        torch.from_numpy(np.concatenate(targets)),
-        torch.tensor(sampled, dtype=torch.int64),
     )
 
 

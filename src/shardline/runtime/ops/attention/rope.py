@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and what else depends on the position of a token alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.contract import Kernels
+from shardline.models.parts import QueryScale, Rope
 
 
 def rotary_table(inv_freq: Tensor, max_positions: int, attention_scaling: float = 1.0) -> Tensor:
@@ -17,6 +18,29 @@ def rotary_table(inv_freq: Tensor, max_positions: int, attention_scaling: float 
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inv_freq.float()).double()
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * attention_scaling).float()
+
+
+class RotaryTables:
+    """The tables of a stage, one per distinct Rope."""
+
+    def __init__(self, max_positions: int, device: torch.device) -> None:
+        self._max_positions = max_positions
+        self._device = device
+        self._tables: dict[Rope, Tensor] = {}
+
+    def of(self, rope: Rope) -> Tensor:
+        """See `rotary_table`."""
+        if rope not in self._tables:
+            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
+            table = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
+            self._tables[rope] = table.to(self._device)
+        return self._tables[rope]
+
+
+def query_factors(scale: QueryScale, max_positions: int) -> Tensor:
+    """The factor of queries at each position, float32 [max_positions]; it is computed in float64."""
+    steps = (torch.arange(max_positions, dtype=torch.float64) + scale.offset) // scale.length
+    return (1 + scale.beta * torch.log1p(steps)).float()
 
 
 def apply_rope(

@@ -21,9 +21,7 @@ from shardline.server.service import Service
 from shardline.text.chat_template import Conversation
 
 MAX_MESSAGES = 4096
-
 MAX_ROLE_CHARS = 64
-
 MAX_PARTS = 4096
 """The most parts of one message."""
 

@@ -12,7 +12,7 @@ from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
-from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
 from shardline.server.openai.generation import Prepared
@@ -219,7 +219,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         with_reasoning=body.include_reasoning is not False,
         max_reasoning_tokens=None
         if body.thinking_token_budget is None
-        else body.max_reasoning_tokens(service.chat.reasoning_parser, service.require_tokenizer()),
+        else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_format import thinking_budget
 from shardline.server.openai.chat.conversation import ChatMessage
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
@@ -230,7 +231,9 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
         body.text_format,
         reasoning=service.chat.reasoning_parser,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=body.max_reasoning_tokens(service.chat.reasoning_parser, service.require_tokenizer()),
+        max_reasoning_tokens=thinking_budget(
+            body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()
+        ),
         requested_form=body.requested_form,
         param="input",
         format_param="text.format",
