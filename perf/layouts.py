@@ -7,12 +7,14 @@ lockstep   2 replicas that share experts in lockstep / 2 replicas with all exper
 latent     a DeepSeek-V2-Lite-like model of about 1 B parameters / the same in transformers
 pipeline   a dense model in 2 stages of one thread, a micro-batch in each / the same micro-batches, one at a time
 whole      the same pipeline / its stages with all requests in one batch at a time
+bubble     no ratio: the share of time in which the stages of this pipeline do not compute, 64 requests at a time
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -28,6 +30,7 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
+from shardline.engine.executor.base import Executor
 from shardline.messages.request import Request
 
 Run = Callable[[list[list[int]], int], None]
@@ -110,25 +113,67 @@ def offline(model: str, **options: Any) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]:
-    """Run two stages of one thread each. Requests are split over `micro_batches`; at most `in_flight` run at once."""
+def stages(model: str, micro_batches: int) -> Iterator[tuple[Engine, Executor]]:
+    """Two stages of one thread each. Requests are split over `micro_batches`."""
     options = {"pipeline_parallel_size": 2, "cpu_threads": 1, "max_model_len": 512, "enable_prefix_caching": False}
     setup = resolve_here(EngineConfig.from_options(model=model, **options))
     executor = make_executor(setup)
     executor.start()
     executor.max_in_flight = micro_batches
-    engine = Engine(setup, executor)
-    executor.max_in_flight = in_flight
-
-    def run(prompts: list[list[int]], output_len: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        for index, prompt in enumerate(prompts):
-            engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, sampling=params))
-        while engine.busy:
-            engine.step()
-
-    yield run
+    yield Engine(setup, executor), executor
     executor.close()
+
+
+def bubble(model: str, rng: random.Random) -> None:
+    """Print the bubble of 64 requests at a time, whose lengths differ, and how many tokens come a second."""
+    shares, speeds = [], []
+    with stages(model, micro_batches=2) as (engine, executor):
+        for round_ in range(ROUNDS + 1):
+            requests = (
+                Request(
+                    request_id=f"{round_}/{number}",
+                    prompt_token_ids=[rng.randrange(10, VOCAB_SIZE) for _ in range(rng.randint(32, 96))],
+                    sampling=SamplingParams(temperature=0.0, max_tokens=rng.randint(24, 72), ignore_eos=True),
+                )
+                for number in range(192)
+            )
+            before, started, num_tokens = executor.rank_times(), time.perf_counter(), 0
+            for request in itertools.islice(requests, 64):
+                engine.add_request(request)
+            while engine.busy:
+                for output in engine.step():
+                    num_tokens += len(output.token_ids)
+                    if output.finish_reason and (following := next(requests, None)):
+                        engine.add_request(following)
+            seconds = time.perf_counter() - started
+            busy = (
+                after.busy_seconds - rank.busy_seconds
+                for rank, after in zip(before, executor.rank_times(), strict=True)
+            )
+            if round_ > 0:  # the first warms up
+                shares.append(1 - statistics.mean(busy) / seconds)
+                speeds.append(num_tokens / seconds)
+    print(
+        f"bubble: {statistics.median(shares):.1%} [{min(shares):.1%}-{max(shares):.1%}], "
+        f"{statistics.median(speeds):.1f} tokens/s",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]:
+    """Run two stages. At most `in_flight` micro-batches run at once."""
+    with stages(model, micro_batches) as (engine, executor):
+        executor.max_in_flight = in_flight
+
+        def run(prompts: list[list[int]], output_len: int) -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+            for index, prompt in enumerate(prompts):
+                engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, sampling=params))
+            while engine.busy:
+                engine.step()
+
+        yield run
 
 
 @contextlib.contextmanager
@@ -173,7 +218,7 @@ def compare(
 def main() -> None:
     """Run the cases named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = ["experts", "lockstep", "latent", "pipeline", "whole"]
+    cases = ["experts", "lockstep", "latent", "pipeline", "whole", "bubble"]
     parser.add_argument("folder", type=Path, help="where the random checkpoints are kept")
     parser.add_argument("case", nargs="*", choices=[*cases, []])
     options = parser.parse_args()
@@ -200,6 +245,8 @@ def main() -> None:
             with both as a, one as b:
                 # Micro-batches should compute rather than wait for memory, and run long after the pipeline has filled.
                 compare(name, a, b, rng, num_prompts=64, output_len=96)
+    if "bubble" in wanted:
+        bubble(checkpoint(folder, DENSE), rng)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,11 @@ def test_drafts() -> None:
         resolve_on(machine((80 * GIB, 79 * GIB)), speculative_config=asked)
 
 
+def test_pipelines_of_cpus_cut_prompts_finer() -> None:
+    shares = [resolve_on(one).limits.least_prefill_share for one in (machine(), machine((80 * GIB, 79 * GIB)))]
+    assert shares == [32, 128]
+
+
 @pytest.mark.parametrize("gpus", [(), ((80 * GIB, 79 * GIB),) * 2])
 def test_nothing_is_left_open(gpus: tuple[tuple[int, int], ...]) -> None:
     for value in leaves(resolve_on(machine(*gpus), tensor_parallel_size=2)):

@@ -33,6 +33,7 @@ class Shape:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 64
     max_prefill_tokens: int = 0
+    least_prefill_share: int = 128
     max_in_flight: int = 1
     pipeline: bool = False
     prefix_caching: bool = True
@@ -61,7 +62,13 @@ class Engine:
         files: set[bytes] | None = set() if shape.tier_files else None
         self.tier = CountingTier(shape.tier_slots, files, shape.context) if shape.tier_slots else None
         self.scheduler = Scheduler(
-            StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation, shape.max_prefill_tokens),
+            StepLimits(
+                shape.max_num_seqs,
+                shape.max_num_batched_tokens,
+                shape.speculation,
+                shape.max_prefill_tokens,
+                shape.least_prefill_share,
+            ),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching, context=shape.context),
             shape.num_blocks,
             shape.max_model_len,

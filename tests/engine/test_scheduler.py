@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import deque
 from itertools import pairwise
 
@@ -114,15 +115,25 @@ def test_a_pipeline_cuts_a_long_prompt_for_all_its_stages() -> None:
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_rarely_wait_for_each_other() -> None:
-    """64 requests at a time, each with 64 tokens of a prompt and 24 of an answer, and as many that follow. Both stages
-    take a second for a token, in virtual time."""
-    shape = Shape(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=2048, max_in_flight=2, pipeline=True)
-    engine = Engine(shape)
-    following = iter(range(64, 128))
+@pytest.mark.parametrize(("spread", "most"), [(0, 0.07), (12, 0.08)])
+def test_stages_of_a_pipeline_rarely_wait_for_each_other(spread: int, most: float) -> None:
+    """64 requests at a time, each with 64 tokens of a prompt and 24 of an answer, more or less; as many follow. Both
+    stages take a second for a token, in virtual time."""
+    engine = Engine(
+        Shape(
+            num_blocks=4096,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            least_prefill_share=32,
+            max_in_flight=2,
+            pipeline=True,
+        )
+    )
+    following, rng = iter(range(64, 128)), random.Random(0)
 
     def add(number: int) -> None:
-        engine.add(make_request(str(number), [1, 1 + number, *long_prompt(62)], 24, ignore_eos=True))
+        more, later = (rng.randint(-spread, spread) for _ in range(2))
+        engine.add(make_request(str(number), [1, 1 + number, *long_prompt(62 + more)], 24 + later, ignore_eos=True))
 
     for number in range(64):
         add(number)
@@ -141,7 +152,7 @@ def test_stages_of_a_pipeline_rarely_wait_for_each_other() -> None:
                 add(follower)
     engine.check_done()
     bubble = 1 - busy / now
-    assert bubble < 0.1
+    assert bubble < most
 
 
 @pytest.mark.parametrize(

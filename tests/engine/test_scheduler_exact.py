@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.config.speculation import NO_SPECULATION, DraftModel, Speculation, Suffixes
-from shardline.engine.scheduling import scheduler as scheduler_module
 from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
 from shardline.models.kv_groups import KVGroup, blocks_per_request
@@ -60,6 +59,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_in_flight=draw(st.integers(1, 4)),
         pipeline=draw(st.booleans()),
         prefix_caching=draw(st.booleans()),
+        least_prefill_share=draw(st.sampled_from([3, 128])),
         speculation=draw(st.just(NO_SPECULATION) | SPECULATIONS),
         tier_slots=draw(st.sampled_from([0, 0, 1, 3, 40])),
         tier_files=draw(st.booleans()),
@@ -134,10 +134,7 @@ def test_any_schedule_gives_the_reference(
 @pytest.mark.parametrize("pipeline", [False, True])
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_tiny_pools(
-    monkeypatch: pytest.MonkeyPatch, pipeline: bool, max_in_flight: int, groups: tuple[KVGroup, ...]
-) -> None:
-    monkeypatch.setattr(scheduler_module, "MIN_PREFILL_TOKENS", 3)
+def test_tiny_pools(pipeline: bool, max_in_flight: int, groups: tuple[KVGroup, ...]) -> None:
     preemptions = 0
     for seed in range(6):
         shape = Shape(
@@ -147,6 +144,7 @@ def test_tiny_pools(
             max_in_flight=max_in_flight,
             pipeline=pipeline,
             max_num_batched_tokens=16,
+            least_prefill_share=3,
         )
         preemptions += drive(shape, random.Random(seed), 12, 0.02, growing_request).scheduler.stats().num_preemptions
     assert preemptions > 0

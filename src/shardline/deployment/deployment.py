@@ -215,6 +215,8 @@ class StepLimits(msgspec.Struct, frozen=True):
     """How tokens are drafted."""
     max_prefill_tokens: int = 0
     """The most tokens of one prompt in a step; 0: as many as there are."""
+    least_prefill_share: int = 128
+    """A pipeline does not cut prompts finer than this to keep its stages busy, since tinier steps are not shorter."""
 
     @property
     def drafts(self) -> bool:

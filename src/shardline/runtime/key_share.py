@@ -69,7 +69,8 @@ class KeyShare(NamedTuple):
 
     def mask_slots(self, slots: Tensor, positions: Tensor) -> None:
         """Let only keys of this rank's splits be stored."""
-        slots.masked_fill_(positions // SPLIT_TOKENS % self.num_ranks != self.rank, -1)
+        owners = positions.numpy() // SPLIT_TOKENS % self.num_ranks
+        slots.numpy()[owners != self.rank] = -1
 
     def plan_rows(self, query_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[SharedRun, ...]:
         """How the sequences of a step attend in the layers of a KV group: consecutive ones together, if that is

@@ -21,8 +21,6 @@ from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import STEP_TOKEN_BOUNDS, EngineStats
 from shardline.messages.step import SequenceResult, SequenceStep, StepPlan, StepResult
 
-MIN_PREFILL_TOKENS = 128
-"""A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 _PARTS = 4
 """Steps of each stage over which it spreads what it has to prefill. All other stages wait for a step that is longer."""
 
@@ -122,6 +120,7 @@ class Scheduler:
         self._num_step_tokens = 0
         self.preemptions = PreemptionLog(warns=warns)
         self._max_prefill_tokens = limits.max_prefill_tokens
+        self._least_share = limits.least_prefill_share
         self._max_tokens = limits.max_num_batched_tokens
         self._builder = self._make_builder(limits.max_num_batched_tokens)
 
@@ -287,7 +286,7 @@ class Scheduler:
         if self.last_token_known and (prefills or waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + waiting.num_tokens
             share = -(-unscheduled // (_PARTS * self.max_in_flight))
-            builder.budget = min(builder.budget, max(share, MIN_PREFILL_TOKENS))
+            builder.budget = min(builder.budget, max(share, self._least_share))
         for sequence in prefills:
             if builder.budget == 0:
                 return

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
+from shardline.runtime.key_share import KeyShare, SharedGroup
 from shardline.runtime.machines.base import StepSizes
 from shardline.runtime.machines.host.step_inputs import StepLayout
 from shardline.runtime.sequences import SequenceTable
@@ -145,3 +146,27 @@ def test_what_would_not_fit_is_refused() -> None:
     lens, query_starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="positions"):
         _cpu.lay_out_tokens([0], [2], slots, query_starts, lens)
+
+
+@given(st.lists(st.lists(st.sampled_from([3, 511, 512, 1030]), min_size=1, max_size=3), min_size=2, max_size=6))
+def test_decode_steps_with_shared_keys_do_not_depend_on_those_before(steps: list[list[int]]) -> None:
+    share = KeyShare(1, 2, 16, (SharedGroup(None, 50), SharedGroup(100, 50)))
+    sizes = StepSizes(3, 80, 2, 16, hidden_size=1, dtype=torch.float32, share=share)
+    table = SequenceTable(2, 80, 2)
+    tokens = list(range(1100))
+    for seq_id in range(3):
+        table.start_sequence(SequenceStart(seq_id, tokens, len(tokens), SamplingParams(), 0, ()))
+    used = StepLayout(table, sizes, reuses_memory=True)
+    for starts in steps:
+        entries = [SequenceStep(number, start, 1, [[], []], -1, True) for number, start in enumerate(starts)]
+        sequences = [table.advance_sequence(entry) for entry in entries]
+        plan = RankStep(StepPlan(1, [], entries, []), (len(starts),), (len(starts),))
+        fresh = StepLayout(table, sizes, reuses_memory=True)
+        rows, expected = (layout.make_step(plan, sequences, True).rows for layout in (used, fresh))
+        assert [slots.tolist() for slots in rows.slots] == [slots.tolist() for slots in expected.slots]
+        assert rows.shared is not None
+        assert expected.shared is not None
+        for own, other in zip(rows.shared, expected.shared, strict=True):
+            assert own.runs == other.runs
+            of_own, of_other = ([part.tolist() for run in group.tables for part in run] for group in (own, other))
+            assert of_own == of_other

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
 from shardline.runtime.features.scores import scored_rows
-from shardline.runtime.key_share import KeyShare, SharedRows, share_rows
+from shardline.runtime.key_share import KeyShare, SharedRows, SharedRun, share_rows
 from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -49,6 +49,8 @@ class StepLayout:
         self._max_seqs = sizes.max_seqs if reuses_memory else 0
         memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
         self._shared_memory = torch.empty(self._num_kv_groups, 2 * self._max_seqs, dtype=torch.int32)
+        self._last_shared: tuple[StepInput, object, StepInput] | None = None
+        """The last decode step whose keys are shared, without and with what that needs, and of what it depends."""
         self._decode_step = lru_cache(_MAX_SHAPES)(partial(_decode_step, memory))
 
     def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
@@ -88,7 +90,8 @@ class StepLayout:
         narrowed = _narrowed(rows, steps, rank_step.replica_samples, scored)
         if self._share is not None:
             counts = [entry.num_samples for entry in steps if entry.num_samples]
-            narrowed = dataclasses.replace(narrowed, shared=self._plan_shared(self._share, counts, narrowed, False))
+            plan = self._plan_shared(self._share, counts, narrowed)
+            narrowed = dataclasses.replace(narrowed, shared=_in_own_memory(plan, counts, narrowed))
         return dataclasses.replace(step, rows=dataclasses.replace(rows, narrowed=narrowed))
 
     def _shared(self, step: StepInput, share: KeyShare, lengths: Sequence[int]) -> StepInput:
@@ -96,21 +99,27 @@ class StepLayout:
         rows, reuses = step.rows, step.is_replayable
         for slots in rows.slots:
             share.mask_slots(slots, rows.positions)
-        shared = self._plan_shared(share, lengths, rows, reuses)
+        plan = self._plan_shared(share, lengths, rows)
+        if reuses and self._last_shared is not None:
+            before, like, shared_step = self._last_shared
+            if before is step and like == (lengths, plan):
+                return shared_step
+        shared = (
+            share_rows(plan, lengths, rows.block_tables, rows.context_lens, self._shared_memory)
+            if reuses
+            else _in_own_memory(plan, lengths, rows)
+        )
         narrowed = rows.narrowed and dataclasses.replace(rows.narrowed, shared=shared)
         travels = any(run.brings_keys for group in shared for run in group.runs)
         rows = dataclasses.replace(rows, shared=shared, narrowed=narrowed)
-        return dataclasses.replace(step, rows=rows, is_replayable=reuses and not travels)
+        shared_step = dataclasses.replace(step, rows=rows, is_replayable=reuses and not travels)
+        if reuses:
+            self._last_shared = step, (lengths, plan), shared_step
+        return shared_step
 
-    def _plan_shared(
-        self, share: KeyShare, lengths: Sequence[int], rows: Rows, reuses_memory: bool
-    ) -> tuple[SharedRows, ...]:
+    def _plan_shared(self, share: KeyShare, lengths: Sequence[int], rows: Rows) -> list[tuple[SharedRun, ...]]:
         context_lens = rows.context_lens.tolist()
-        plan = [share.plan_rows(lengths, context_lens, group) for group in range(self._num_kv_groups)]
-        memory = self._shared_memory
-        if not reuses_memory:
-            memory = torch.empty(self._num_kv_groups, 2 * len(lengths), dtype=torch.int32)
-        return share_rows(plan, lengths, rows.block_tables, rows.context_lens, memory)
+        return [share.plan_rows(lengths, context_lens, group) for group in range(self._num_kv_groups)]
 
     def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
         groups = range(self._num_kv_groups)
@@ -122,6 +131,11 @@ class StepLayout:
             block_tables=tuple(torch.zeros(num_seqs, num_blocks, dtype=torch.int32) for _ in groups),
             slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
         )
+
+
+def _in_own_memory(plan: Sequence[tuple[SharedRun, ...]], lengths: Sequence[int], rows: Rows) -> tuple[SharedRows, ...]:
+    memory = torch.empty(len(plan), 2 * len(lengths), dtype=torch.int32)
+    return share_rows(plan, lengths, rows.block_tables, rows.context_lens, memory)
 
 
 def _decode_step(
