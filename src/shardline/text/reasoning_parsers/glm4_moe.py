@@ -1,4 +1,4 @@
-"""GLM-4.5 and later: an answer may begin with reasoning."""
+"""GLM-4.5 and later: an answer begins with reasoning, unless that is forbidden or a form is required."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from shardline.text.reasoning_parsers.base import ReasoningParser
 class Parser(ReasoningParser):
     """`<think>…</think>`. With enable_thinking=False the prompt ends with both marks."""
 
-    other_names = ("glm45", "glm47", "ling3", "poolside_v1")
+    other_names = ("glm45", "glm47", "ling3")
     begin = "<think>"
     end = "</think>"
     ends_at_calls = True
+    free_begins_unmarked = True

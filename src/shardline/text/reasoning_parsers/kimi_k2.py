@@ -11,3 +11,4 @@ class Parser(ReasoningParser):
     begin = "<think>"
     end = "</think>"
     ends_at_calls = True
+    free_begins_unmarked = True
