@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from shardline.text.reasoning_parsers import qwen3
+from shardline.text.reasoning_parsers.base import ReasoningParser
 
 
-class Parser(qwen3.Parser):
+class Parser(ReasoningParser):
     """`<think>…</think>`. Unless thinking is asked for, the prompt ends with the second mark."""
 
     other_names = ("hy_v3", "hy_v4", "poolside_v1")
-    free_begins_unmarked = False
+    begin = "<think>"
+    end = "</think>"
+    ends_at_calls = True
