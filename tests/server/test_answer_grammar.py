@@ -83,6 +83,14 @@ def test_reasoning_before_calls() -> None:
         assert accepts(COMPILER, auto, text), text
 
 
+def test_a_line_break_behind_a_required_call_begins_no_other() -> None:
+    made = grammar(use_tools(True))
+    for text in (CALL, CALL + "\n", f"{CALL}\n{CALL}\n"):
+        assert accepts(COMPILER, made, text), text
+    for text in (CALL + "\n\n", CALL + "\nx", "\n" + CALL):
+        assert not accepts(COMPILER, made, text), text
+
+
 def test_calls_within_reasoning() -> None:
     for begin, prompt in (("<think>", ""), ("", "<think>\n")):
         auto, required = (grammar(use_tools(is_required), "qwen3", prompt) for is_required in (False, True))

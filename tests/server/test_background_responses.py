@@ -17,7 +17,7 @@ from tests.server.test_responses import TEMPLATE, last_prompt
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    with serve(ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")) as running:
+    with serve(ServerConfig(chat_template=TEMPLATE, reasoning_parser="deepseek_v3")) as running:
         yield running
 
 

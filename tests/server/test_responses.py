@@ -24,7 +24,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    with serve(ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")) as running:
+    with serve(ServerConfig(chat_template=TEMPLATE, reasoning_parser="deepseek_v3")) as running:
         yield running
 
 
@@ -44,6 +44,17 @@ def test_a_whole_answer(shared: Running, client: openai.OpenAI) -> None:
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert last_prompt(shared).endswith("<|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>")
+
+
+def test_an_empty_answer_has_a_message_whose_text_has_a_delta(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = ""
+    events = list(client.responses.create(model="demo", input="Hi", stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events[2:]]
+    assert kinds == [
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    assert [event.delta for event in events if event.type == "response.output_text.delta"] == [""]
 
 
 def test_the_events_of_a_stream_come_in_order(shared: Running, client: openai.OpenAI) -> None:

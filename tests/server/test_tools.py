@@ -33,7 +33,7 @@ FOUND = [("weather", '{"city": "Köln", "days": {}}'), ("time", "{}")]
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3", enable_auto_tool_choice=True)
+    config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="deepseek_v3", enable_auto_tool_choice=True)
     with serve(config) as running:
         yield running
 
@@ -240,6 +240,31 @@ def test_an_answer_without_reasoning_counts_none(shared: Running, client: openai
     shared.engine.reply = "Two."
     answer = client.chat.completions.create(model="demo", messages=HI)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0  # type: ignore[union-attr]
+
+
+def test_an_unmarked_answer_is_reasoning_unless_that_is_forbidden_or_a_form_is_required() -> None:
+    """As with vLLM's parser of this name."""
+    config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
+    with serve(config) as running, running.http() as http:
+        running.engine.reply = "two"
+        ids = [5, 6, 7]
+        for fields, is_reasoning in (
+            ({}, True),
+            ({"chat_template_kwargs": {"enable_thinking": True, "thinking": False}}, True),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+            ({"reasoning_effort": "none"}, False),
+            ({"reasoning_effort": "none", "kv_transfer_params": {"prompt_token_ids": ids}}, False),
+            ({"kv_transfer_params": {"prompt_token_ids": ids}}, True),
+            ({"structured_outputs": {"regex": "[a-z]+"}}, False),
+            ({"tools": TOOLS, "tool_choice": "required"}, False),
+            ({"tools": TOOLS}, True),
+        ):
+            answer = http.post("/v1/chat/completions", json={"messages": HI, **fields}).json()
+            message = answer["choices"][0]["message"]
+            expected = ("two", None) if is_reasoning else (None, "two")
+            assert (message["reasoning"], message["content"]) == expected, fields
+            counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert (counted > 0) is is_reasoning, fields
 
 
 @pytest.mark.parametrize(

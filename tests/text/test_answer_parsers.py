@@ -307,6 +307,12 @@ def test_reasoning_without_marks() -> None:
     assert parse("think</think>\n\nso", reasoning="deepseek_r1") == Answer("think", "so")
     assert parse("no marks", reasoning="deepseek_r1") == Answer("no marks")
     assert parse(" no marks ", reasoning="qwen3") == Answer(content=" no marks ")
+    for name in ("qwen3", "glm45", "kimi_k2", "deepseek_v3"):
+        free = find_reasoning_parser(name)("<|assistant|>", is_free=True)
+        expected = ("", "no marks") if name == "deepseek_v3" else ("no marks", "")
+        assert tuple(map("".join, zip(free.add_text("no marks"), free.end_text(), strict=True))) == expected
+        over = find_reasoning_parser(name)("<think></think>", is_free=True)
+        assert over.add_text("no marks") == ("", "no marks")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ class AnswerFormat:
     reasoning: type[ReasoningParser] | None = None
     max_reasoning_tokens: int | None = None
     """None: any number."""
+    is_free: bool = False
+    """Whether the answer is free to have reasoning, and has no required form."""
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +91,7 @@ class AnswerFormat:
 
     def _make_reasoning(self) -> ReasoningParser | None:
         marks = None if self.tool_use is None else self.tool_use.parser.call_marks()
-        return None if self.reasoning is None else self.reasoning(self.prompt, call_marks=marks)
+        return None if self.reasoning is None else self.reasoning(self.prompt, call_marks=marks, is_free=self.is_free)
 
 
 def thinking_budget(budget: Any, reasoning: type[ReasoningParser] | None, tokenizer: Tokenizer) -> int | None:

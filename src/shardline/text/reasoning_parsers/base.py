@@ -39,6 +39,8 @@ class ReasoningParser(ABC):
     """Other spellings of the marks."""
     begins_unmarked: ClassVar[bool] = False
     """Whether an answer begins with reasoning even if the first mark is missing."""
+    free_begins_unmarked: ClassVar[bool] = False
+    """The same, of an answer that is free to have reasoning, and has no required form."""
     markers: ClassVar[tuple[str, ...]] = ()
     """Marks of the format besides `begin` and `end` that may be special tokens, and which the parser must see."""
     ends_at_calls: ClassVar[bool] = False
@@ -48,10 +50,11 @@ class ReasoningParser(ABC):
     template_marks: ClassVar[tuple[str, ...]] = ()
     """If not empty, answers cannot be read without this parser, so that it is chosen for templates with these texts."""
 
-    def __init__(self, prompt: str, *, call_marks: tuple[str, ...] | None = ()) -> None:
+    def __init__(self, prompt: str, *, call_marks: tuple[str, ...] | None = (), is_free: bool = False) -> None:
         """`prompt`: the prompt, or its last part.
 
         `call_marks`: those of the parser that reads tool calls in the rest; None: there is no such parser.
+        `is_free`: whether the answer is free to have reasoning, and has no required form.
         """
         self._has_tools = call_marks is not None
         self._call_marks = (call_marks or ()) if self.ends_at_calls else ()
@@ -63,7 +66,8 @@ class ReasoningParser(ABC):
         """Whether all that follows is no reasoning."""
         self.is_marked = False
         """Whether the answer has reasoning, as far as it has come."""
-        self._is_open = self.starts_in_reasoning(prompt) or self.begins_unmarked
+        unmarked = self.begins_unmarked or (is_free and self.free_begins_unmarked)
+        self._is_open = unmarked or self.starts_in_reasoning(prompt)
         self._steps = self._parse()
         next(self._steps, None)
 

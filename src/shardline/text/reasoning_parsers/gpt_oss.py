@@ -19,10 +19,10 @@ class Parser(ReasoningParser):
     reads_content = True
     template_marks = (harmony.CHANNEL, harmony.CALL)
 
-    def __init__(self, prompt: str, *, call_marks: tuple[str, ...] | None = ()) -> None:
+    def __init__(self, prompt: str, *, call_marks: tuple[str, ...] | None = (), is_free: bool = False) -> None:
         self._prompt_header = harmony.header_of_prompt(prompt)
         self._has_reasoning = self._has_content = False
-        super().__init__(prompt, call_marks=call_marks)
+        super().__init__(prompt, call_marks=call_marks, is_free=is_free)
 
     @classmethod
     def write_rules(

@@ -119,6 +119,11 @@ class CallRules:
             return rule
         return f"{rule} ({lark_text(separator)} {rule})*" if separator else f"{rule}+"
 
+    def last(self, rule: str, separator: str) -> str:
+        """The same at the end of an answer, where a line break need not begin another call."""
+        calls = self.repeated(rule, separator)
+        return f"{calls} {lark_text(separator)}?" if separator.isspace() else calls
+
     def text_before(self, trigger: str, rule: str = "lead", terminal: str = "TEXT") -> str:
         """A rule for any text up to `trigger`, a mark, and for this mark; `terminal`: a name for the text."""
         if trigger in self.special_tokens:

@@ -35,9 +35,8 @@ class Parser(TaggedParser):
         line = "" if cls.key[1] + cls.value[0] in rules.template else "\n"
         tags = ArgumentTags([cls.key[0]], [cls.key[1], line, cls.value[0]], [cls.value[1], line])
         functions = TaggedRules(rules, tags).write([], [cls.name_end, line], [])
-        calls = rules.repeated("call", line)
         forms = f"""
-calls: {calls}
+calls: {rules.last("call", line)}
 auto: {"(lead rest)* TEXT" if rules.parallel else "TEXT | lead rest"}
 rest: function {rules.mark(cls.end)}
 call: {rules.mark(cls.begin)} rest
@@ -48,7 +47,7 @@ call: {rules.mark(cls.begin)} rest
             forms = f"""
 calls: {rules.mark(cls.outer[0])} rest
 auto: TEXT | lead rest
-rest: {between} {calls} {between} {rules.mark(cls.outer[1])}
+rest: {between} {rules.repeated("call", line)} {between} {rules.mark(cls.outer[1])}
 call: {rules.mark(cls.begin)} function {rules.mark(cls.end)}
 {rules.text_before(cls.outer[0])}
 """

@@ -35,7 +35,7 @@ class Parser(ToolParser):
         between = rules.text(f'", "{cls.arguments_key}": ')
         second = f"{rules.mark(cls.after_begin)} " if cls.after_begin else ""
         return f"""
-calls: {rules.repeated("call", chr(10))}
+calls: {rules.last("call", chr(10))}
 call: {rules.mark(cls.begin)} rest
 auto: {"(lead rest)* TEXT" if rules.parallel else "TEXT | lead rest"}
 rest: {second}function {rules.mark(cls.end) if cls.end else ""}

@@ -28,7 +28,7 @@ class Parser(minimax_m2.Parser):
         tags = ArgumentTags([cls.parameter], [minimax_m2.NAME_END], [cls.parameter_end])
         functions = TaggedRules(rules, tags).write([], [minimax_m2.NAME_END], [cls.invoke_end])
         return f"""
-calls: {rules.repeated("call", chr(10))}
+calls: {rules.last("call", chr(10))}
 call: {rules.text(cls.invoke)} function
 auto: {"(lead function)* TEXT" if rules.parallel else "TEXT | lead function"}
 {rules.text_before(cls.invoke)}

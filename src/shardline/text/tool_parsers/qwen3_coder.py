@@ -36,7 +36,7 @@ class Parser(TaggedParser):
         tags = ArgumentTags([_PARAMETER], [_NAME_END, space], [space + _PARAMETER_END, "\n"])
         functions = TaggedRules(rules, tags).write(["\n", _FUNCTION], [_NAME_END, "\n"], [_FUNCTION_END, "\n"])
         return f"""
-calls: {rules.repeated("call", chr(10))}
+calls: {rules.last("call", chr(10))}
 call: {rules.mark(cls.begin)} rest
 auto: {"(lead rest)* TEXT" if rules.parallel else "TEXT | lead rest"}
 rest: function {rules.mark(cls.end)}

@@ -14,7 +14,7 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_grammar import make_answer_grammar
-from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
+from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages, allows_reasoning
 from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
@@ -157,11 +157,15 @@ async def prepare_answer(
         ApiError: 400, a schema, or what a tool takes, cannot be used.
     """
     has_form = requested_form is not None or (response_format is not None and response_format.type != "text")
-    if reasoning is not None and not with_reasoning and not reasoning.template_marks:
-        reasoning = None if has_form or (chat.tool_use is not None and chat.tool_use.required) else reasoning
+    must_fit = has_form or (chat.tool_use is not None and chat.tool_use.required)
+    if must_fit and reasoning is not None and not with_reasoning and not reasoning.template_marks:
+        reasoning = None
     if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
         max_reasoning_tokens = None  # the answer ends before, and needs no grammar
-    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens)
+    is_free = chat.may_reason and not must_fit and max_reasoning_tokens is None
+    answer_format = AnswerFormat(
+        service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens, is_free
+    )
     grammar, is_plain = "", chat.tool_use is None and reasoning is None
     if has_form or not is_plain:
         grammar = await make_answer_grammar(
@@ -234,4 +238,5 @@ async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
         return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
     if len(ids) > service.llm.model.max_model_len:
         return EncodedChat("", ids, None)  # the request is refused below
-    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service))
+    may_reason = allows_reasoning({**service.config.template_variables, **body.template_variables})
+    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service), may_reason=may_reason)

@@ -221,9 +221,10 @@ class ItemWriter:
                 self._add_item_event("response.function_call_arguments.delta", item, delta=call.arguments)
 
     def end_answer(self, *, cut: bool) -> None:
-        """End the last item; `cut`: although the answer had not come to its end. There is at least one item then."""
+        """End the last item; `cut`: although the answer had not come to its end. There is at least one item then, and a
+        delta before the end of its text, as clients expect."""
         if not self.items:
-            self._begin_message()
+            self._add_text("", [])
         self._end_item(cut=cut)
 
     def _add_reasoning(self, text: str) -> None:
