@@ -45,8 +45,8 @@ def hash_once(prompt: list[int]) -> object:
 def hash_twice(prompt: list[int]) -> object:
     """What the caches of replicas hold is known in their blocks."""
     chain = 0
-    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
-        chain = hash((chain, "", *prompt[start : start + BLOCK]))
+    for block in zip(*[iter(prompt)] * BLOCK, strict=False):
+        chain = hash((chain, block))
     return hash_once(prompt)
 
 

@@ -86,31 +86,58 @@ def test_the_index_is_bounded_and_forgets_what_was_not_used() -> None:
 def test_the_index_equals_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     index = KVIndex()
-    truth: list[set[tuple[int, ...]]] = [set(), set()]
-    for _ in range(40):
-        replica = draw.randrange(2)
-        tokens = [draw.randrange(2) for _ in range(draw.randrange(4))]
-        tokens = [one for one in tokens for _ in range(SIZE)]
-        event = stored(tokens)
-        assert isinstance(event, BlockStored)
-        what = draw.choice("SSSRC" if draw.random() < 0.3 else "SR")
-        prefixes = [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
-        if what == "S":
-            index.apply(replica, 0, [event])
-            truth[replica].update(prefixes)
-        elif what == "R" and prefixes:
-            place = draw.randrange(len(prefixes))
-            index.apply(replica, 0, [removed(event, place)])
-            truth[replica].discard(prefixes[place])
+    caches = [(replica, rank) for replica in range(3) for rank in range(draw.choice((1, 2)))]
+    truth: dict[tuple[int, int], set[tuple[int, ...]]] = {cache: set() for cache in caches}
+    most_blocks = draw.choice((3, 6))
+
+    def some_tokens() -> list[int]:
+        return [one for one in (draw.randrange(2) for _ in range(draw.randrange(most_blocks + 1))) for _ in range(SIZE)]
+
+    def prefixes(tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
+
+    for _ in range(60):
+        cache, tokens = draw.choice(caches), some_tokens()
+        blocks, event = prefixes(tokens), stored(tokens)
+        what = draw.choice("SSSRC" if draw.random() < 0.2 else "SSR")
+        if what == "S" and blocks:
+            start = draw.randrange(len(blocks)) if draw.random() < 0.5 else 0
+            index.apply(*cache, [stored(tokens, start=start)])
+            if not start or blocks[start - 1] in truth[cache]:
+                truth[cache].update(blocks[start:])
+        elif what == "R" and blocks:
+            place = draw.randrange(len(blocks))
+            index.apply(*cache, [removed(event, place)])
+            truth[cache].discard(blocks[place])
         elif what == "C":
-            index.apply(replica, 0, [AllBlocksCleared()])
-            truth[replica].clear()
-        probe = [one for one in (draw.randrange(2) for _ in range(3)) for _ in range(SIZE)]
-        for number in range(2):
+            index.apply(*cache, [AllBlocksCleared()])
+            truth[cache].clear()
+        assert len(index) == sum(map(len, truth.values()))
+        probe = some_tokens()
+        most = draw.choice((len(probe), draw.randrange(len(probe) + 1)))
+        found = index.cached_tokens(probe, most=most)
+        for number in range(3):
             held = 0
-            while tuple(probe[: held + SIZE]) in truth[number] and held < len(probe):
+            for block in prefixes(probe[:most]):
+                if not any(block in truth[one] for one in caches if one[0] == number):
+                    break
                 held += SIZE
-            assert index.cached_tokens(probe).get(number, 0) == held
+            assert found.get(number, 0) == held
+    for replica in range(3):
+        index.forget(replica)
+    assert (len(index), len(index._holders), len(index._gaps)) == (0, 0, 0)
+
+
+def test_events_that_make_no_sense_change_little() -> None:
+    index, tokens = KVIndex(), list(range(2 * SIZE))
+    index.apply(0, 0, [stored(tokens)])
+    twice = BlockStored([7, 7, 7], None, [*range(100, 100 + 3 * SIZE)], SIZE, None, "GPU", None)
+    huge = BlockStored([], None, [], 1 << 60, None, "GPU", None)
+    index.apply(0, 0, [twice, huge, removed(stored(tokens, start=1), 0), removed(twice, 0, 1, 2)])
+    assert index.cached_tokens(tokens) == {0: SIZE}
+    assert index.cached_tokens(twice.token_ids) == {0: 0}
+    index.forget(0)
+    assert (len(index), len(index._holders), len(index._gaps)) == (0, 0, 0)
 
 
 class Publisher:

@@ -108,7 +108,7 @@ def serve(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert up.wait(10)
+    assert up.wait(60)
     running, server = box
     assert isinstance(running, Running)
     assert isinstance(server, uvicorn.Server)

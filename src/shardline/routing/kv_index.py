@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from shardline.messages.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 ENTRY_BYTES = 640
 """About what one block of one cache takes here."""
+_PIECE = 64
+"""Blocks of a prompt that are hashed before it is looked whether anybody has them."""
 
 
 class _Block(NamedTuple):
@@ -22,29 +28,40 @@ class _Block(NamedTuple):
     name: BlockHash
 
 
-class _Holders(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Holding:
+    """A block that a cache holds, or has held."""
+
+    replica: int
+    chain: int
+    """What the block and all before it hold, under a name that is the same for all caches."""
+    parent: _Holding | None
+    """The block before it in the same cache."""
+    media: tuple[str | None, ...] = ()
+    """Where it is; empty: it is gone."""
+    num_children: int = 0
+    """Blocks after it that the cache holds."""
+
+
+@dataclass(eq=False, slots=True)
+class _Holders:
     """Where the same tokens are, after the same ones."""
 
     blocks: tuple[_Block, ...]
     replicas: frozenset[int]
+    used: int
+    """How many blocks had been stored when it, and all before it, were last noted as used."""
 
-
-class _Holding(NamedTuple):
-    chain: int
-    """What the block and all before it hold, under a name that is the same for all caches."""
-    media: tuple[str | None, ...]
-
-
-_NOWHERE = _Holders((), frozenset())
-_NOTHING = repr(())
-"""What a block depends on that depends on its tokens only."""
+    def change(self, blocks: tuple[_Block, ...]) -> None:
+        """They have these blocks now."""
+        self.blocks, self.replicas = blocks, _shared(frozenset(block.replica for block in blocks))
 
 
 class KVIndex:
     """The blocks of all caches; those that were neither stored nor asked for lately are forgotten.
 
     Caches name blocks each in its own way, so tokens are hashed again here. Of several KV groups, a block counts if one
-    has it.
+    has it. Who holds a block mostly holds all before it, so of a prompt's blocks few are looked up.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
@@ -52,7 +69,11 @@ class KVIndex:
         self._most = max(1, max_bytes // ENTRY_BYTES)
         self._held: dict[_Block, _Holding] = {}
         self._holders: OrderedDict[int, _Holders] = OrderedDict()
-        """Those of each chain, the chain that was used last at the end."""
+        """Those of each chain, those that were used last at the end. What comes before a block counts as used after it,
+        since without that the block is of no use."""
+        self._gaps: dict[int, set[_Holding]] = {}
+        """For each chain the blocks that are gone from caches that hold blocks after them."""
+        self._num_stored = 0
         self._block_sizes: dict[int, int] = {}
         """Tokens per block of each replica from which events have come."""
 
@@ -83,78 +104,135 @@ class KVIndex:
         if rank is None:
             self._block_sizes.pop(replica, None)
 
-    def cached_tokens(self, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> dict[int, int]:
-        """Leading tokens of a prompt that each replica has, of those from which events have come."""
+    def cached_tokens(
+        self, token_ids: Sequence[int], salt: str = "", adapter: str = "", most: int = sys.maxsize
+    ) -> dict[int, int]:
+        """Of the first `most` tokens of a prompt, how many each replica has from which events have come."""
         found: dict[int, int] = {}
         for size in set(self._block_sizes.values()):
             there = {replica for replica, its_size in self._block_sizes.items() if its_size == size}
-            chain, extra = _root(adapter), repr((salt,)) if salt else _NOTHING
-            for start in range(0, len(token_ids) - size + 1, size):
-                chain = hash((chain, extra, *token_ids[start : start + size]))
-                extra = _NOTHING
-                holders = self._holders.get(chain, _NOWHERE).replicas
-                if not there <= holders:
-                    found |= dict.fromkeys(there - holders, start)
-                    there &= holders
-                if not there:
+            chain, chains = _root(adapter, salt), list[int]()
+            blocks = _blocks(token_ids, size)
+            while len(chains) * size < most and (
+                piece := [chain := hash((chain, tokens)) for tokens in islice(blocks, _PIECE)]
+            ):
+                chains += piece
+                if chain not in self._holders:
                     break
-                self._holders.move_to_end(chain)
-            found |= dict.fromkeys(there, len(token_ids) // size * size)
+            del chains[most // size :]
+            counts = self._count(chains, there)
+            if self._gaps and any(self._is_gap(chain) for chain in chains[: max(counts.values())]):
+                counts = self._count(chains, there, has_gaps=True)
+            self._use(chains[: max(counts.values())])
+            found |= {replica: count * size for replica, count in counts.items()}
         return found
+
+    def _count(self, chains: list[int], replicas: set[int], *, has_gaps: bool = False) -> dict[int, int]:
+        """How many of a prompt's blocks each replica has from the first on. `has_gaps`: one may hold a block without
+        those before it."""
+        counts: dict[int, int] = {}
+        there, count = replicas, 0
+        while there:
+
+            def ends(chain: int, there: set[int] = there) -> bool:
+                return not there <= self._replicas(chain)
+
+            if has_gaps:
+                count = next((place for place in range(count, len(chains)) if ends(chains[place])), len(chains))
+            else:
+                count = bisect_left(chains, True, count, key=ends)
+            staying = there & self._replicas(chains[count]) if count < len(chains) else set[int]()
+            counts |= dict.fromkeys(there - staying, count)
+            there = staying
+        return counts
+
+    def _replicas(self, chain: int) -> frozenset[int]:
+        holders = self._holders.get(chain)
+        return frozenset() if holders is None else holders.replicas
+
+    def _is_gap(self, chain: int) -> bool:
+        """Whether a replica holds a block after this one, which it does not hold."""
+        gone = self._gaps.get(chain)
+        return gone is not None and not self._replicas(chain).issuperset(holding.replica for holding in gone)
+
+    def _use(self, chains: list[int]) -> None:
+        """Note that a prompt begins with these, unless that was noted lately."""
+        if chains and self._num_stored - self._holders[chains[-1]].used > self._most // 8:
+            for chain in reversed(chains):
+                self._holders[chain].used = self._num_stored
+                self._holders.move_to_end(chain)
 
     def _store(self, replica: int, rank: int, event: BlockStored) -> None:
         size, group, adapter = event.block_size, event.group_idx or 0, event.lora_name or ""
-        if size < 1 or len(event.token_ids) < size * len(event.block_hashes):
+        if size < 1 or not event.block_hashes or len(event.token_ids) < size * len(event.block_hashes):
             return
         self._block_sizes[replica] = max(size, self._block_sizes.get(replica, 0))
-        chain: int | None = _root(adapter)
+        before = None
         if event.parent_block_hash is not None:
             before = self._held.get(_Block(replica, rank, group, event.parent_block_hash))
-            chain = None if before is None else before.chain
-        if chain is None:
-            return  # what comes before it is not known, so no prompt leads here
+            if before is None:
+                return  # what comes before it is not known, so no prompt leads here
+        chain = _root(adapter, "") if before is None else before.chain
         extras = event.extra_keys or [None] * len(event.block_hashes)
-        for index, (name, extra) in enumerate(zip(event.block_hashes, extras, strict=False)):
-            others = tuple(key for key in _keys(extra) if key != event.lora_name)
-            chain = hash((chain, repr(others), *event.token_ids[index * size : (index + 1) * size]))
-            self._add(_Block(replica, rank, group, name), chain, event.medium)
-
-    def _add(self, block: _Block, chain: int, medium: str | None) -> None:
-        known = self._held.get(block)
-        if known is not None and known.chain != chain:
-            self._drop(block)
-            known = None
-        media = () if known is None else known.media
-        if medium not in media:
-            self._held[block] = _Holding(chain, (*media, medium))
-        if known is None:
-            self._note_holders(chain, (*self._holders.get(chain, _NOWHERE).blocks, block))
-        self._holders.move_to_end(chain)
+        chains: list[int] = []
+        for name, extra, tokens in zip(event.block_hashes, extras, _blocks(event.token_ids, size), strict=False):
+            keys = [key for key in _keys(extra) if key != event.lora_name]
+            chain = hash((_with_keys(chain, keys), tokens))
+            before = self._add(_Block(replica, rank, group, name), chain, before, event.medium)
+            chains.append(chain)
+        for chain in reversed(chains):
+            if chain in self._holders:  # else its name has come once more, for another chain
+                self._holders.move_to_end(chain)
         while len(self._held) > self._most:
             for oldest in next(iter(self._holders.values())).blocks:
                 self._drop(oldest)
 
+    def _add(self, block: _Block, chain: int, parent: _Holding | None, medium: str | None) -> _Holding:
+        holding = self._held.get(block)
+        if holding is None or holding.chain != chain:
+            if parent is not None:
+                parent.num_children += 1
+            if holding is not None:
+                self._drop(block)  # it may be the parent
+            holding = self._held[block] = _Holding(block.replica, chain, parent)
+            self._num_stored += 1
+            if chain in self._holders:
+                self._holders[chain].change((*self._holders[chain].blocks, block))
+            else:
+                before = None if parent is None else self._holders.get(parent.chain)
+                used = self._num_stored if before is None else before.used
+                self._holders[chain] = _Holders((block,), _shared(frozenset({block.replica})), used)
+        if medium not in holding.media:
+            holding.media = (*holding.media, medium)
+        return holding
+
     def _remove(self, block: _Block, medium: str | None) -> None:
-        known = self._held.get(block)
-        if known is None:
-            return
-        media = tuple(one for one in known.media if one != medium)
-        if media and media != known.media:
-            self._held[block] = known._replace(media=media)
-        elif not media:
-            self._drop(block)
+        holding = self._held.get(block)
+        if holding is not None:
+            media = tuple(one for one in holding.media if one != medium)
+            if media:
+                holding.media = media
+            else:
+                self._drop(block)
 
     def _drop(self, block: _Block) -> None:
-        chain = self._held.pop(block).chain
-        others = tuple(other for other in self._holders[chain].blocks if other != block)
-        if others:
-            self._note_holders(chain, others)
+        holding = self._held.pop(block)
+        chain, parent = holding.chain, holding.parent
+        holding.media, holding.parent = (), None
+        holders = self._holders[chain]
+        if len(holders.blocks) > 1:
+            holders.change(tuple(other for other in holders.blocks if other != block))
         else:
             del self._holders[chain]
-
-    def _note_holders(self, chain: int, blocks: tuple[_Block, ...]) -> None:
-        replicas = frozenset(block.replica for block in blocks)
-        self._holders[chain] = _Holders(blocks, _shared(replicas))
+        if holding.num_children:
+            self._gaps.setdefault(chain, set()).add(holding)
+        if parent is not None:
+            parent.num_children -= 1
+            if not parent.num_children and not parent.media:
+                gone = self._gaps[parent.chain]
+                gone.remove(parent)
+                if not gone:
+                    del self._gaps[parent.chain]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,8 +241,17 @@ def _shared(replicas: frozenset[int]) -> frozenset[int]:
     return replicas
 
 
-def _root(adapter: str) -> int:
-    return hash(("root", adapter))
+def _root(adapter: str, salt: str) -> int:
+    return _with_keys(hash(("root", adapter)), [salt] if salt else [])
+
+
+def _with_keys(chain: int, keys: Sequence[Any]) -> int:
+    """What is before a block, and on what the block depends beside its tokens."""
+    return hash((chain, repr(keys))) if keys else chain
+
+
+def _blocks(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    return zip(*[iter(token_ids)] * min(size, len(token_ids) + 1), strict=False)
 
 
 def _keys(extra: Any) -> Sequence[Any]:

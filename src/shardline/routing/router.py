@@ -103,10 +103,12 @@ class Router:
         `warm_chunks`, `num_seen` and costs of `replicas` are filled in.
         """
         prefix = hash_chunks(prompt, f"{model}\0{salt}" if model else salt) if self._policy.USES_PREFIX else ()
-        warm = self._warm_chunks(prefix)
+        warm: dict[int, int] = {}
         if prefix and not isinstance(prompt, bytes):
-            held = self.kv.cached_tokens(prompt[: len(prefix) * CHUNK_TOKENS], salt, adapter)
-            warm |= {number: tokens // CHUNK_TOKENS for number, tokens in held.items()}
+            held = self.kv.cached_tokens(prompt, salt, adapter, len(prefix) * CHUNK_TOKENS)
+            warm = {number: tokens // CHUNK_TOKENS for number, tokens in held.items()}
+        if not all(one.number in warm for one in replicas):
+            warm = self._warm_chunks(prefix) | warm
         marks = prefix
         if session and self._policy.USES_WARM_CHUNKS:
             mark = hash((model, salt, "session", session))
