@@ -8,8 +8,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from shardline.models.adapters import is_of_expert
 from shardline.models.feed_forward import Dense
-from shardline.models.parameters import parse_name
+from shardline.models.parameters import kind_of, parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.low_rank import LinearAdapters
@@ -43,7 +44,9 @@ class ExpertAdapters:
         assert layer is not None
         shapes = dict(stage.spec.layers[layer].parameters(stage.spec.hidden_size, num_experts=1))
 
-        def adapters(parts: tuple[str, ...]) -> LinearAdapters:
+        def adapters(parts: tuple[str, ...]) -> LinearAdapters | None:
+            if not any(kind_of(f"{name}.experts.{own}.weight") in stage.adapters.kinds for own in parts):
+                return None
             outputs, inputs = shapes[f"{part}.experts.0.{parts[0]}.weight"]
             names = [f"{name}.experts.{expert}.{own}" for expert in experts for own in parts]
             span = stage.shard(f"{names[0]}.weight", stage.group.rank)[0] or Span(0, outputs)
@@ -74,8 +77,8 @@ class ExpertAdapters:
         """What the second products add, whose inputs x `expert_up` has returned."""
         return self._bias(self._down, x[: len(chosen.slots)], chosen, bias)
 
-    def _bias(self, own: LinearAdapters, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
-        if not len(x):
+    def _bias(self, own: LinearAdapters | None, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
+        if own is None or not len(x):
             return bias
         added = low_rank(self._kernels, x, chosen.slots, own.weights, scaled=chosen.scaled)
         added = added if chosen.scaled else added[:, None]
@@ -86,4 +89,5 @@ class ExpertAdapters:
 
 def make_expert_adapters(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]) -> ExpertAdapters | None:
     """The adapters of a layer's experts with these numbers; None: the deployment takes none of experts."""
-    return ExpertAdapters(loader, name, spec, experts) if loader.stage.adapters.experts else None
+    takes_any = any(map(is_of_expert, loader.stage.adapters.kinds))
+    return ExpertAdapters(loader, name, spec, experts) if takes_any else None
