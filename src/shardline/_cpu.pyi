@@ -144,6 +144,26 @@ def low_rank(
     order: Tensor,
     out: Tensor,
 ) -> None: ...
+def expert_low_rank(
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    num_experts: int,
+    compact: bool,
+    sorted: bool,
+    adapters: Tensor,
+    down: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    factors: Tensor,
+    scaled: Tensor,
+    bounds: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    order: Tensor,
+    out: Tensor,
+) -> None: ...
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
 def rms_norm(
     x: Tensor,

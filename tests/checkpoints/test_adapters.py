@@ -14,12 +14,14 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
+from shardline.checkpoints.adapter_targets import chosen_kinds
 from shardline.checkpoints.adapters import find_adapter, read_adapter, state_of
 from shardline.checkpoints.description import read_model
+from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.engine import HubAccess, ModelConfig
 from shardline.models.spec import DecoderSpec
 from tests.models.adapters import make_adapter, write_gguf_adapter
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint, make_config
 
 EMBED = "base_model.model.model.embed_tokens.weight"
 
@@ -231,6 +233,26 @@ def test_experts(tmp_path: Path) -> None:
     change_tensors(folder, lambda old: renamed(old, "layers.2.mlp.experts.9.up_proj", "layers.2.mlp.gate"))
     with pytest.raises(ValueError, match=r"it changes model\.layers\.2\.mlp\.gate, which .* routers"):
         read_adapter(folder, spec, 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "kinds"),
+    [
+        ("llama", ["qkv_proj", "mlp.down_proj"], ["attention.k", "attention.q", "attention.v", "feed_forward.down"]),
+        ("phi3", ["qkv_proj"], ["attention.k", "attention.q", "attention.v"]),
+        ("gemma2", ["embed_tokens", "lm_head"], ["embed", "lm_head"]),
+        ("qwen3_moe", ["experts.gate_up_proj"], ["feed_forward.experts.gate", "feed_forward.experts.up"]),
+        ("mixtral", ["experts"], [f"feed_forward.experts.{part}" for part in ("down", "gate", "up")]),
+        ("qwen2_moe", ["shared_expert.up_proj", "w"], None),
+    ],
+)
+def test_kinds_by_the_names_of_modules(family: str, targets: list[str], kinds: list[str] | None) -> None:
+    found = decoder_spec(make_config(family).to_dict())
+    if kinds is not None:
+        assert sorted(chosen_kinds(found, tuple(targets))) == kinds
+        return
+    with pytest.raises(ValueError, match=r"names .w., and qwen2_moe has no such modules .* experts, gate_proj"):
+        chosen_kinds(found, tuple(targets))
 
 
 def test_stacked_experts(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve -n 2 --master-addr a -dpa b", "with data_parallel_address leave nnodes out"),
         ("serve --data-parallel-hybrid-lb", "is not supported yet: one head serves all replicas"),
         ("serve --lora-modules a=b", "lora_modules needs enable_lora"),
+        ("serve --lora-target-modules q_proj", "lora_target_modules needs enable_lora"),
         ("serve --enable-lora --lora-modules b", "lora_modules must be name=folder, got 'b'"),
         ("serve --enable-lora --lora-modules a=b a=c", "lora_modules names 'a' twice"),
         ('serve --enable-lora --lora-modules {"name":1}', "lora_modules must be name=folder, or JSON with name, path"),

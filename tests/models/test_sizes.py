@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.checkpoints.lookup import decoder_spec
 from shardline.config.topology import RankGrid
-from shardline.models.adapters import EMBEDDING, ExpertChanges, adaptable_parameters, adapter_bytes
+from shardline.models.adapters import EMBEDDING, adaptable_parameters, adapter_bytes, is_of_expert
 from shardline.models.attention import GQA
 from shardline.models.kv_groups import kv_groups
 from shardline.models.mla import MLA
-from shardline.models.parameters import parameters, stage_parameters
+from shardline.models.parameters import kind_of, parameters, stage_parameters
 from shardline.models.partition import ExpertShare, Span, split_heads
 from shardline.models.sharding import Numerics, check_tensor_parallel, shard, shard_shape
 from shardline.models.sizes import (
@@ -131,22 +129,28 @@ def test_weight_bytes_count_what_each_rank_holds(
 
 
 @settings(deadline=None, max_examples=50)
-@given(spec=decoder_specs(), size=st.integers(1, 5), experts=st.sampled_from(get_args(ExpertChanges)))
-def test_adapter_bytes_count_what_each_rank_holds(spec: DecoderSpec, size: int, experts: ExpertChanges) -> None:
+@given(spec=decoder_specs(), size=st.integers(1, 5), whole_experts=st.booleans(), data=st.data())
+def test_adapter_bytes_count_what_each_rank_holds(
+    spec: DecoderSpec, size: int, whole_experts: bool, data: st.DataObject
+) -> None:
     if not _fits(spec, size):
         return
     grid, stages = RankGrid(size, 1), stage_spans(spec, 1)
+    changeable = sorted({kind_of(name) for name, _ in adaptable_parameters(spec)})
+    kinds = data.draw(st.sets(st.sampled_from(changeable)).map(frozenset))
     for rank in range(size):
-        share, held = ExpertShare(rank, size) if experts == "whole" else None, 0
+        share, held = ExpertShare(rank, size) if whole_experts else None, 0
         for name, (outputs, inputs) in adaptable_parameters(spec):
-            is_expert = ".experts." in name
+            if kind_of(name) not in kinds:
+                continue
             if name == EMBEDDING:
                 held += 2 * 7 * (inputs + outputs) + 4 * outputs
-            elif not (is_expert and experts == "none"):
+            else:
                 span = shard(name, spec, rank, size, "exact", share)[0] or Span(0, outputs)
-                is_absent = is_expert and experts == "whole" and not span.size
+                is_absent = is_of_expert(name) and whole_experts and not span.size
                 held += 0 if is_absent else 2 * 7 * (inputs + span.size) + 4 * span.size
-        assert adapter_bytes(spec, grid.place(rank), stages, "bfloat16", 7, experts) == held
+        place = grid.place(rank)
+        assert adapter_bytes(spec, place, stages, "bfloat16", 7, kinds, whole_experts=whole_experts) == held
 
 
 def test_weight_bytes_of_a_known_model() -> None:

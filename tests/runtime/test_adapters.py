@@ -103,6 +103,20 @@ def test_gguf_adapters_are_those_that_were_converted(
     assert torch.equal(of_gguf, logits)
 
 
+def test_modules_that_may_not_change_need_no_memory(tmp_path: Path) -> None:
+    """Some of a stacked product, and one product of the experts, but not the other."""
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", targets=("q_proj", "v_proj", "experts.3.down_proj"))
+    given: dict[str, Any] = {"prompt": [3, 5, 7, 9], "num_tokens": 3, "chunk": 2, "adapter": adapter}
+    tokens, logits = generate(model, **given)
+    targets = ["q_proj", "self_attn.v_proj", "experts.down_proj"]
+    again, restricted = generate(model, **given, lora_target_modules=targets)
+    assert again == tokens
+    assert torch.equal(restricted, logits)
+    with pytest.raises(ValueError, match=r"changes layers\.0\.attention\.v, for which .* start with down_proj, v_proj"):
+        generate(model, **given, lora_target_modules=["q_proj"])
+
+
 def test_loads_run_beside_steps_one_after_another() -> None:
     loader, done, go = AdapterLoader([Mock()], Mock(), Mock()), list[int](), threading.Event()
 

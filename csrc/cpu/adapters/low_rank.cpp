@@ -27,7 +27,7 @@ struct Groups {
   int64_t count;
 };
 
-// Groups rows by adapter, in the order of the slots; then those without one.
+// Groups rows by adapter, in the order of their first rows; then those without one.
 Groups group_rows(const LowRankArgs& args) {
   int32_t *first = args.order, *next = first + args.num_slots;
   RowGroup* groups = reinterpret_cast<RowGroup*>(next + args.num_rows);
@@ -39,14 +39,17 @@ Groups group_rows(const LowRankArgs& args) {
     head = static_cast<int32_t>(row);
   }
   int64_t count = 0;
-  for (int64_t slot = 0; slot <= args.num_slots; ++slot) {
-    const bool without = slot == args.num_slots;
-    for (int32_t row = without ? first_without : first[slot]; row >= 0;) {
+  const auto add_groups = [&](int32_t row, int32_t slot) {
+    while (row >= 0) {
       RowGroup& group = groups[count++];
-      group.slot = without ? -1 : static_cast<int32_t>(slot);
+      group.slot = slot;
       for (group.count = 0; row >= 0 && group.count < kAdapterRows; row = next[row]) group.rows[group.count++] = row;
     }
+  };
+  for (int32_t row = 0; row < args.num_rows; ++row) {
+    if (args.slots[row] >= 0 && first[args.slots[row]] == row) add_groups(row, args.slots[row]);
   }
+  add_groups(first_without, -1);
   return {groups, count};
 }
 
@@ -85,7 +88,9 @@ void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t
   const int64_t steps = ceil_div(args.depth, kStep<T>), whole = args.depth / kStep<T>;
   const T* down = static_cast<const T*>(args.down) + (slot * width + place) * steps * kStep<T> * kRankBlock;
   const T* x[kRows];
-  for (int r = 0; r < kRows; ++r) x[r] = static_cast<const T*>(args.x) + rows[r] * args.x_stride;
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = static_cast<const T*>(args.x) + (args.x_rows == nullptr ? rows[r] : args.x_rows[rows[r]]) * args.x_stride;
+  }
   F32 sum[kChains][kRows][kBlockVectors] = {};
   int64_t step = 0;
   for (; step + kChains <= whole; step += kChains) {
@@ -104,7 +109,8 @@ void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t
   }
 }
 
-inline F32 bias_at(const LowRankArgs& args, int64_t column, int64_t left) {
+inline F32 bias_at(const LowRankArgs& args, int32_t row, int64_t column, int64_t left) {
+  if (args.biases != nullptr) column += args.biases[row] * args.num_columns;
   return args.bias_dtype == DType::kFloat32 ? load_n(static_cast<const float*>(args.bias) + column, left)
                                             : load_n(static_cast<const bf16*>(args.bias) + column, left);
 }
@@ -112,8 +118,8 @@ inline F32 bias_at(const LowRankArgs& args, int64_t column, int64_t left) {
 // Columns of rows that no adapter changes. Nothing changes if -0 is added, and +0 would turn -0 into +0.
 void write_bias(const LowRankArgs& args, const RowGroup& group, int64_t begin, int64_t end) {
   for (int64_t column = begin; column < end; column += kLanes) {
-    const F32 value = args.bias == nullptr ? broadcast(-0.0f) : bias_at(args, column, end - column);
     for (int32_t r = 0; r < group.count; ++r) {
+      const F32 value = args.bias == nullptr ? broadcast(-0.0f) : bias_at(args, group.rows[r], column, end - column);
       float* out = args.out + group.rows[r] * args.out_stride() + column;
       store_n(out, value, end - column);
       if (args.factors != nullptr) store_n(out + args.num_columns, broadcast(1.0f), end - column);
@@ -123,13 +129,15 @@ void write_bias(const LowRankArgs& args, const RowGroup& group, int64_t begin, i
 
 template <class T, int kRows, int kVectors>
 inline void expand_columns(const LowRankArgs& args, const int32_t* rows, const float* const (&hidden)[kRows],
-                           const T* up, const float* factors, int64_t rank, int64_t column, int64_t left) {
+                           const T* up, int64_t up_stride, const float* factors, int64_t rank, int64_t column,
+                           int64_t left) {
   F32 sum[kRows][kVectors] = {};
   for (int64_t j = 0; j < rank; ++j) {
     F32 weight[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      weight[v] = load_n(up + j * args.num_columns + column + v * kLanes, left - v * kLanes);
+      const T* const place = up + j * up_stride + column + v * kLanes;
+      weight[v] = kVectors > 1 ? load(place) : load_n(place, left);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -143,7 +151,8 @@ inline void expand_columns(const LowRankArgs& args, const int32_t* rows, const f
     const F32 factor = factors == nullptr ? broadcast(1.0f) : load_n(factors + at, lanes);
     for (int r = 0; r < kRows; ++r) {
       float* out = args.out + rows[r] * args.out_stride() + at;
-      const F32 value = args.bias == nullptr ? sum[r][v] * factor : fma(sum[r][v], factor, bias_at(args, at, lanes));
+      const F32 value =
+          args.bias == nullptr ? sum[r][v] * factor : fma(sum[r][v], factor, bias_at(args, rows[r], at, lanes));
       store_n(out, value, lanes);
       if (args.factors != nullptr) store_n(out + args.num_columns, factor, lanes);
     }
@@ -156,16 +165,17 @@ void expand(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t 
   const int64_t blocks = args.rank_blocks(), width = args.num_parts * blocks;
   const float* hidden[kRows];
   for (int r = 0; r < kRows; ++r) hidden[r] = args.hidden + (rows[r] * width + part * blocks) * kRankBlock;
-  const T* up = static_cast<const T*>(args.up) + slot * args.max_rank * args.num_columns;
+  const int64_t first = args.bounds[part], up_stride = args.bounds[part + 1] - first;
+  const T* up = static_cast<const T*>(args.up) + args.max_rank * (slot * args.num_columns + first) - first;
   const int64_t rank = args.ranks[slot * args.num_parts + part];
   const bool scaled = args.factors != nullptr && args.scaled[slot * args.num_parts + part] != 0;
   const float* factors = scaled ? args.factors + slot * args.num_columns : nullptr;
   int64_t column = begin;
   for (; column + kColumnVectors * kLanes <= end; column += kColumnVectors * kLanes) {
-    expand_columns<T, kRows, kColumnVectors>(args, rows, hidden, up, factors, rank, column, end - column);
+    expand_columns<T, kRows, kColumnVectors>(args, rows, hidden, up, up_stride, factors, rank, column, end - column);
   }
   for (; column < end; column += kLanes) {
-    expand_columns<T, kRows, 1>(args, rows, hidden, up, factors, rank, column, end - column);
+    expand_columns<T, kRows, 1>(args, rows, hidden, up, up_stride, factors, rank, column, end - column);
   }
 }
 

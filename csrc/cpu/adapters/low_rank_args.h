@@ -18,15 +18,17 @@ struct LowRankArgs {
   DType dtype, bias_dtype;
   const void* x;
   int64_t x_stride;
+  const int32_t* x_rows;  // [num_rows]: the row of x of each row; null: they are in order
   const int32_t* slots;   // [num_rows]: the adapter of each row; negative: none
   const void* down;       // [num_slots][num_parts][rank_blocks][depth / step][16][step], step 2 for bf16, else 1
-  const void* up;         // [num_slots][max_rank][num_columns]
+  const void* up;         // [num_slots], and for each part [max_rank][its columns]
   const int32_t* ranks;   // [num_slots][num_parts]; 0: the adapter leaves this part alone
   const float* scales;    // [num_slots][num_parts]
   const float* factors;   // [num_slots][num_columns]; null: all are 1, and none is written
   const int32_t* scaled;  // [num_slots][num_parts]: whether `factors` has those of the part; else they are 1
   const int64_t* bounds;  // [num_parts + 1]: the columns of each part
-  const void* bias;       // [num_columns] or null
+  const void* bias;       // [rows of the bias][num_columns] or null
+  const int32_t* biases;  // [num_rows]: the row of the bias of each row; null: all have the first one
   float* hidden;          // scratch, [num_rows][num_parts][rank_blocks][16]
   int32_t* order;         // scratch, num_slots + num_rows * (kAdapterRows + 3)
   float* out;             // [num_rows][num_columns], or [num_rows][2][num_columns] with the factors behind

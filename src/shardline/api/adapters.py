@@ -72,6 +72,7 @@ class Adapters:
         Raises:
             ValueError: adapters are not enabled, or it cannot be used.
         """
+        from shardline.checkpoints.adapter_targets import chosen_kinds
         from shardline.checkpoints.adapters import find_adapter, read_adapter, state_of
 
         if not self._config.enable_lora:
@@ -83,7 +84,8 @@ class Adapters:
             known = self._known.get(str(path))
             if known is not None and known[0] == state:
                 return known[1]
-            adapter = read_adapter(path, self._spec, self._config.max_lora_rank, experts=self._experts)
+            kinds = chosen_kinds(self._spec, self._config.targets)
+            adapter = read_adapter(path, self._spec, self._config.max_lora_rank, kinds=kinds, experts=self._experts)
             ref = AdapterRef(adapter.digest(), str(path))
             self._known[str(path)] = state, ref
             return ref

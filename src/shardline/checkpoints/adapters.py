@@ -20,15 +20,24 @@ from typing import Any
 
 import msgspec
 
+from shardline.checkpoints.adapter_targets import chosen_kinds, target_of
 from shardline.checkpoints.checkpoint import read_header
 from shardline.checkpoints.gguf.adapter import read_changes
 from shardline.checkpoints.hub import fetch_files
 from shardline.checkpoints.lookup import family
 from shardline.checkpoints.wrapper import language_model_key
 from shardline.config.engine import HubAccess
-from shardline.models.adapters import EMBEDDING, LARGEST_ALPHA, LM_HEAD, LinearChange, WholeWeight, adaptable_parameters
+from shardline.models.adapters import (
+    EMBEDDING,
+    LARGEST_ALPHA,
+    LM_HEAD,
+    LinearChange,
+    WholeWeight,
+    adaptable_parameters,
+    is_of_expert,
+)
 from shardline.models.llama_like import StackedExperts
-from shardline.models.parameters import expert_of, parse_name
+from shardline.models.parameters import kind_of
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
@@ -116,15 +125,20 @@ def find_adapter(name: str, hub: HubAccess) -> Path:
     return fetch_files(name, (CONFIG_FILE, WEIGHTS_FILE), hub)
 
 
-def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int, *, experts: bool = True) -> Adapter:
+def read_adapter(
+    folder: Path, spec: DecoderSpec, max_rank: int, *, kinds: Collection[str] | None = None, experts: bool = True
+) -> Adapter:
     """Read and check an adapter for the model `spec`: a folder that PEFT has written, or a GGUF file. Only headers are
-    read. `experts`: whether the deployment lets adapters change experts.
+    read. `kinds`: what the deployment lets adapters change; None: all. `experts`: whether it could let them change
+    experts.
 
     Raises:
         ValueError: it is no adapter, is damaged, fits another model, or needs what is not supported.
     """
     try:
-        return _checked(_read_adapter(folder, spec), spec, max_rank, experts)
+        return _checked(
+            _read_adapter(folder, spec), spec, max_rank, chosen_kinds(spec) if kinds is None else kinds, experts
+        )
     except ValueError as error:
         raise ValueError(f"the adapter in {folder} cannot be used: {error}") from None
     except OSError as error:
@@ -167,7 +181,7 @@ def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     """Rows of each module that is used."""
     has_experts = any(".experts" in module for module in modules)
     for name, shape in adaptable_parameters(spec):
-        if not has_experts and _is_of_expert(name):
+        if not has_experts and is_of_expert(name):
             continue  # there may be thousands of them
         source = family(spec.model_type).tensor_source(name, spec)
         keys = [key.removesuffix(".weight") for key in (source.key, *source.aliases)]
@@ -195,7 +209,7 @@ def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     return Adapter(folder, tuple(linears), tuple(wholes))
 
 
-def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) -> Adapter:
+def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, kinds: Collection[str], experts: bool) -> Adapter:
     """The adapter.
 
     Raises:
@@ -203,17 +217,25 @@ def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) 
     """
     if not adapter.linears and not adapter.wholes:
         raise ValueError("it changes no linear of this model")
-    expert = next((one.name for one in adapter.linears if _is_of_expert(one.name)), None)
+    expert = next((one.name for one in adapter.linears if is_of_expert(one.name)), None)
     if not experts and expert is not None:
         raise ValueError(
             f"it changes the expert {expert.removesuffix('.weight')}, which adapters cannot where experts move "
             "(--enable-eplb), or where replicas share them (--enable-expert-parallel with --data-parallel-size)"
         )
+    names = [*(one.name for one in adapter.linears), *(one.name for one in adapter.wholes)]
+    if (left := next((name for name in names if kind_of(name) not in kinds), None)) is not None:
+        more = sorted({target_of(spec, kind) for kind in map(kind_of, names) if kind not in kinds})
+        raise ValueError(
+            f"it changes {left.removesuffix('.weight')}, for which --lora-target-modules keeps no memory; start with "
+            f"{', '.join(more)} there as well"
+        )
     if adapter.rank > max_rank:
         raise ValueError(f"its rank is {adapter.rank}, and at most {max_rank} is allowed (--max-lora-rank)")
     if adapter.wholes:
         changeable = adaptable_parameters(spec)
-        per_rank = {name: sum(shape) for name, shape in changeable if experts or not _is_of_expert(name)}
+        may_change = {kind for kind in kinds if experts or not is_of_expert(kind)}
+        per_rank = {name: sum(shape) for name, shape in changeable if kind_of(name) in may_change}
         own = sum(one.rank * per_rank[one.name] for one in adapter.linears)
         own += len(adapter.wholes) * spec.vocab_size * spec.hidden_size
         if own > max_rank * sum(per_rank.values()):
@@ -223,10 +245,6 @@ def _checked(adapter: Adapter, spec: DecoderSpec, max_rank: int, experts: bool) 
                 f"which has {max_rank} now"
             )
     return adapter
-
-
-def _is_of_expert(name: str) -> bool:
-    return expert_of(parse_name(name).part) is not None
 
 
 def _read_config(folder: Path) -> _Config:

@@ -455,10 +455,13 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     _ = config.cache.kv_events
     check_parallel(config.parallel)
-    if isinstance(config.lora.lora_modules, str):
-        raise ValueError("lora_modules must be a sequence of strings, not one string")
+    for name in ("lora_modules", "lora_target_modules"):
+        if isinstance(getattr(config.lora, name), str):
+            raise ValueError(f"{name} must be a sequence of strings, not one string")
     if config.lora.modules and not config.lora.enable_lora:
         raise ValueError("lora_modules needs enable_lora")
+    if config.lora.targets and not config.lora.enable_lora:
+        raise ValueError("lora_target_modules needs enable_lora")
     if config.lora.max_lora_rank > MOST_RANK:
         raise ValueError(f"max_lora_rank must be at most {MOST_RANK}, got {config.lora.max_lora_rank}")
     _ = config.cache.offloading_bytes

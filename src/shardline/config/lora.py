@@ -36,6 +36,11 @@ class LoRAConfig:
     )
     max_loras: int = option(8, "adapters in memory at once; requests with further ones wait until one is not in use")
     max_lora_rank: int = option(16, f"largest rank of an adapter, at most {MOST_RANK}")
+    lora_target_modules: tuple[str, ...] = option(
+        (),
+        "ends of the names of the modules that adapters may change, such as q_proj or experts: memory is kept free for "
+        "these only, and adapters of others are refused; default: all that can be changed",
+    )
     max_cpu_loras: int | None = option(
         None, "adapters in host memory, from where CPUs compute: if it is larger than --max-loras, it counts"
     )
@@ -55,6 +60,11 @@ class LoRAConfig:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"lora_modules names {twice!r} twice")
         return found
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """`lora_target_modules`; empty: adapters may change all that can be changed."""
+        return tuple(self.lora_target_modules or ())
 
     @property
     def num_slots(self) -> int:

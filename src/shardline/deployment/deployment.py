@@ -175,8 +175,10 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     max_rank: int = 0
     num_bytes: tuple[int, ...] = ()
     """Bytes on each rank of an engine, if every slot has an adapter of this rank that changes all that it can."""
+    kinds: tuple[str, ...] = ()
+    """The kinds (`kind_of`) of parameters that they may change."""
     experts: bool = False
-    """Whether they may change experts."""
+    """Whether they may change experts, if these are among the kinds."""
 
 
 NO_ADAPTERS = AdapterPlan()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 from shardline.config.topology import RankPlace
 from shardline.models.parameters import (
     counted_parameters,
     embeds_tokens,
     is_linear,
+    kind_of,
     parameters,
     parse_name,
 )
@@ -21,9 +21,6 @@ from shardline.models.spec import DecoderSpec
 from shardline.models.stored_layout import TensorEntry
 
 EMBEDDING, LM_HEAD = "embed.weight", "lm_head.weight"
-ExpertChanges = Literal["split", "whole", "none"]
-"""How a rank holds what adapters change of experts: its outputs of each, or its own experts whole; or nothing, where
-they cannot be changed."""
 LARGEST_ALPHA = (2 - 2**-23) * 2.0**127
 """The largest number of fp32, in which scales are held; a scale is never larger than its alpha."""
 
@@ -83,35 +80,48 @@ def is_adaptable(name: str) -> bool:
     return layer is not None and is_linear(name) and not part.startswith("token_input.")
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether the parameter `name`, or parameters of this kind (`kind_of`), belong to experts."""
+    return ".experts." in name
+
+
 @functools.lru_cache(maxsize=512)
 def adapter_bytes(
-    spec: DecoderSpec, place: RankPlace, stages: tuple[Span, ...], dtype: DType, max_rank: int, experts: ExpertChanges
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: tuple[Span, ...],
+    dtype: DType,
+    max_rank: int,
+    kinds: frozenset[str],
+    *,
+    whole_experts: bool,
 ) -> int:
-    """Bytes of an adapter of rank `max_rank` that changes all it can, on the rank at `place`.
+    """Bytes of an adapter of rank `max_rank` that changes all parameters of `kinds`, on the rank at `place`, which has
+    whole experts, or its outputs of each.
 
     The rank holds the inner part, [rank, in], of each linear whole, and its own rows of the outer part, [out, rank],
     with a factor of each (DoRA). That of the embedding it holds whole, and those of whole experts.
     """
     stage, size = stages[place.pp_rank], len(place.peers("tensor"))
     total = factors = 0
-    if embeds_tokens(spec, stage):
+    if embeds_tokens(spec, stage) and kind_of(EMBEDDING) in kinds:
         total += max_rank * (spec.vocab_size + spec.hidden_size)
         factors += spec.hidden_size
-    if stage.stop == len(spec.layers) and spec.num_labels is None:
+    if stage.stop == len(spec.layers) and kind_of(LM_HEAD) in kinds:
         own = shard(LM_HEAD, spec, place.share, size)[0]
         assert own is not None
         total += max_rank * (spec.hidden_size + own.size)
         factors += own.size
     for one in counted_parameters(spec, stage):
-        if one.name.endswith(".weight") and is_adaptable(one.name):
+        if one.name.endswith(".weight") and is_adaptable(one.name) and kind_of(one.name) in kinds:
             outputs, inputs = one.shape
             span = shard(one.name, spec, place.share, size)[0]
             local, copies = outputs if span is None else span.size, one.num_layers
-            if one.num_experts and experts == "whole":
+            if one.num_experts and whole_experts:
                 peers = place.peers("expert")
                 local, copies = outputs, copies * split_dim(one.num_experts, len(peers))[peers.index(place.rank)].size
             elif one.num_experts:
-                copies *= one.num_experts if experts == "split" else 0
+                copies *= one.num_experts
             total += copies * max_rank * (inputs + local)
             factors += copies * local
     return total * DTYPE_BYTES[dtype] + factors * DTYPE_BYTES["float32"]

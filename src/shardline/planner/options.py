@@ -64,6 +64,7 @@ _REFUSED = {
     "max_loras": _ADAPTERS,
     "max_lora_rank": _ADAPTERS,
     "max_cpu_loras": _ADAPTERS,
+    "lora_target_modules": _ADAPTERS,
     "fully_sharded_loras": _ADAPTERS,
     "cpu_offload_gb": "weights are read from a disk on CPUs only so far; --gpus here takes it",
     "offload_to": "weights are read from a disk on CPUs only so far; --gpus here takes it",

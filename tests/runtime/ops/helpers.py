@@ -24,6 +24,14 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, rng: torch.Generator)
     return torch.randn(*shape, generator=rng).to(dtype)
 
 
+def sorted_slots(ids: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The tokens [R] of the rows of `expert_up` on a CPU, and the experts [R], counted from the first; int64."""
+    experts = ids.view(-1).long() - first_expert
+    held = ((experts >= 0) & (experts < num_experts)).nonzero()[:, 0]
+    held = held[torch.argsort(experts[held], stable=True)]
+    return held // ids.shape[1], experts[held]
+
+
 def assert_close(actual: Tensor, expected: Tensor, *, scale: float | Tensor | None = None) -> None:
     """Within 1e-5 of the values' scale in fp32; in bf16 within one unit in the last place, and mostly equal.
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.adapters.low_rank import LowRankWeights, low_rank, low_rank_reference
-from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from shardline.runtime.ops.adapters.low_rank import LowRankWeights, expert_low_rank, low_rank, low_rank_reference
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn, sorted_slots
 
 SLOTS, MAX_RANK, WIDTHS = 4, 20, (70, 33, 5)
 
@@ -85,6 +85,44 @@ def test_columns_have_the_same_bits_on_every_rank(dtype, rng):
         own.put(0, 1, downs[1], ups[1][second], 0.7)
         columns = torch.cat([expected[:, :90][:, first], expected[:, 90:][:, second]], dim=1)
         assert_same_bits(low_rank(KERNELS, x, slots, own), columns)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize(("first", "scaled", "has_bias"), [(0, False, True), (1, True, True), (1, False, False)])
+def test_rows_of_experts_are_those_of_linears(dtype, rng, num_tokens, first, scaled, has_bias):
+    """Two adapters, each with weights for two experts: a row has the weights of its token's adapter and its expert."""
+    weights, num_experts, all_experts = adapters(50, dtype, rng), 2, 4
+    ids = torch.stack([torch.randperm(all_experts, generator=rng)[:2] for _ in range(num_tokens)]).int()
+    chosen = torch.randint(-1, SLOTS // num_experts, (num_tokens,), generator=rng, dtype=torch.int32)
+    bias = randn(num_experts, sum(WIDTHS), dtype=dtype, rng=rng) if has_bias else None
+    x = randn(num_tokens, 50, dtype=dtype, rng=rng)
+    tokens, experts = sorted_slots(ids, first, num_experts)
+    slots = torch.where(chosen[tokens] < 0, -1, chosen[tokens] * num_experts + experts).int()
+    rows, held = x[tokens], x[tokens.unique()]
+    if not len(rows):
+        rows = held = x[:0]
+    for given, form in ((x, {}), (held, {"compact": True}), (rows, {"sorted": True})):
+        out = expert_low_rank(
+            KERNELS, given, ids, chosen, weights, num_experts, bias, first_expert=first, scaled=scaled, **form
+        )
+        assert out.shape == (num_tokens * 2, 1 + scaled, sum(WIDTHS))
+        for row, expert in enumerate(experts.tolist()):
+            own = None if bias is None else bias[expert]
+            alone = low_rank(KERNELS, rows[row : row + 1], slots[row : row + 1], weights, own, scaled=scaled)
+            assert_same_bits(out[row].flatten(), alone.flatten())
+
+
+def test_wrong_rows_of_experts_are_refused(rng):
+    weights, x = adapters(10, torch.float32, rng), torch.zeros(2, 10)
+    ids = torch.tensor([[0, 1], [1, 0], [1, 0]], dtype=torch.int32)
+    none = torch.full((3,), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="x has too few rows"):
+        expert_low_rank(KERNELS, x, ids, none, weights, 2)
+    with pytest.raises(ValueError, match="adapters have a slot for each expert"):
+        expert_low_rank(KERNELS, x, ids, none, weights, 3)
+    with pytest.raises(ValueError, match="an adapter that does not exist"):
+        expert_low_rank(KERNELS, x[:1], ids[:1], none[:1] + 3, weights, 2)
 
 
 def test_slots_are_used_again(dtype, rng):

@@ -23,6 +23,7 @@ class HostKernels(Fp8PanelKernels):
     layer_norm = staticmethod(_cpu.layer_norm)
     add = staticmethod(_cpu.add)
     low_rank = staticmethod(_cpu.low_rank)
+    expert_low_rank = staticmethod(_cpu.expert_low_rank)
     apply_rope = staticmethod(_cpu.apply_rope)
     activation = staticmethod(_cpu.activation)
     scale_rows = staticmethod(_cpu.scale_rows)

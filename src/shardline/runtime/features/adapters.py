@@ -39,6 +39,6 @@ class RowAdapters(Feature):
         scaled, experts = not own.isdisjoint(self._scaling_slots), not own.isdisjoint(self._expert_slots)
         if step.is_replayable:
             column = self._memory[: len(slots)].copy_(column)
-            if experts or (self._head is not None and any(self._head.wholes[slot] is not None for slot in own)):
+            if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
                 step = replace(step, is_replayable=False)
         return replace(step, rows=step.rows.with_adapters(column, scaled=scaled, adapts_experts=experts))

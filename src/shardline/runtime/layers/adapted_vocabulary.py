@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
 from shardline.models.adapters import EMBEDDING, LM_HEAD
+from shardline.models.parameters import kind_of
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.low_rank import LinearAdapters, dora_factors
@@ -177,9 +178,11 @@ class AdaptedLMHead(LMHead):
 
 def make_embedding(loader: LayerLoader, look_up_rows: Callable[[Tensor], Tensor] | None) -> TokenEmbedding:
     """The embedding of a stage, see `TokenEmbedding`."""
-    return (AdaptedEmbedding if loader.stage.adapters.num_slots else TokenEmbedding)(loader, look_up_rows)
+    return (AdaptedEmbedding if kind_of(EMBEDDING) in loader.stage.adapters.kinds else TokenEmbedding)(
+        loader, look_up_rows
+    )
 
 
 def make_lm_head(loader: LayerLoader) -> LMHead:
     """The lm_head of a stage."""
-    return (AdaptedLMHead if loader.stage.adapters.num_slots else LMHead)(loader)
+    return (AdaptedLMHead if kind_of(LM_HEAD) in loader.stage.adapters.kinds else LMHead)(loader)

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
+from shardline.models.adapters import is_of_expert
 from shardline.models.feed_forward import Dense
-from shardline.models.parameters import parse_name
+from shardline.models.parameters import kind_of, parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.low_rank import LinearAdapters
-from shardline.runtime.ops.adapters.low_rank import LowRankKernels, low_rank
-from shardline.runtime.ops.moe.experts import sort_slots
+from shardline.runtime.ops.adapters.low_rank import LowRankKernels, expert_low_rank
 from shardline.runtime.step import Rows
-
-
-class AdaptedSlots(NamedTuple):
-    """What the rows of the experts' products need to know in a step whose adapters change experts."""
-
-    tokens: Tensor
-    """[R] int64: the row of x of each row."""
-    experts: Tensor
-    """[R] int64: which of this rank's experts."""
-    slots: Tensor
-    """[R] int32: adapter * experts + expert; negative: no adapter."""
-    scaled: bool
-    """Whether an adapter has factors of outputs (DoRA)."""
 
 
 class ExpertAdapters:
@@ -43,7 +29,9 @@ class ExpertAdapters:
         assert layer is not None
         shapes = dict(stage.spec.layers[layer].parameters(stage.spec.hidden_size, num_experts=1))
 
-        def adapters(parts: tuple[str, ...]) -> LinearAdapters:
+        def adapters(parts: tuple[str, ...]) -> LinearAdapters | None:
+            if not any(kind_of(f"{name}.experts.{own}.weight") in stage.adapters.kinds for own in parts):
+                return None
             outputs, inputs = shapes[f"{part}.experts.0.{parts[0]}.weight"]
             names = [f"{name}.experts.{expert}.{own}" for expert in experts for own in parts]
             span = stage.shard(f"{names[0]}.weight", stage.group.rank)[0] or Span(0, outputs)
@@ -54,36 +42,28 @@ class ExpertAdapters:
         self._up = adapters(("gate", "up") if spec.gated else ("up",))
         self._down = adapters(("down",))
 
-    def sort(self, ids: Tensor, rows: Rows, first: int, *, compact: bool) -> AdaptedSlots | None:
-        """The rows of `expert_up` for the tokens of `rows`, which chose `ids` [T, k]; None: no adapter changes experts
-        in this step. `first`, `compact`: see `expert_up`."""
-        if rows.adapters is None or not rows.adapts_experts:
-            return None
-        tokens, experts = sort_slots(ids, first, self._num_experts)
-        adapters = rows.adapters[tokens]
-        slots = torch.where(adapters < 0, -1, adapters * self._num_experts + experts).int()
-        if compact:
-            tokens = torch.unique(tokens, return_inverse=True)[1]
-        return AdaptedSlots(tokens, experts, slots, rows.scaled)
+    def up_bias(
+        self, x: Tensor, ids: Tensor, rows: Rows, first: int, bias: Tensor | None, *, compact: bool
+    ) -> Tensor | None:
+        """What the first products of x add for the tokens of `rows`, which chose `ids` [T, k]; `bias`: that of the
+        experts, and all that is added if no adapter of the step changes experts. `first`, `compact`: see `expert_up`.
+        """
+        return self._bias(self._up, x, ids, rows, bias, first_expert=first, compact=compact)
 
-    def up_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
-        """What the first products of x add, see `expert_up`; `bias`: that of the experts."""
-        return self._bias(self._up, torch.index_select(x, 0, chosen.tokens), chosen, bias)
-
-    def down_bias(self, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
+    def down_bias(self, x: Tensor, ids: Tensor, rows: Rows, first: int, bias: Tensor | None) -> Tensor | None:
         """What the second products add, whose inputs x `expert_up` has returned."""
-        return self._bias(self._down, x[: len(chosen.slots)], chosen, bias)
+        return self._bias(self._down, x, ids, rows, bias, first_expert=first, sorted=True)
 
-    def _bias(self, own: LinearAdapters, x: Tensor, chosen: AdaptedSlots, bias: Tensor | None) -> Tensor | None:
-        if not len(x):
+    def _bias(
+        self, own: LinearAdapters | None, x: Tensor, ids: Tensor, rows: Rows, bias: Tensor | None, **options: Any
+    ) -> Tensor | None:
+        if own is None or rows.adapters is None or not rows.adapts_experts or not ids.numel():
             return bias
-        added = low_rank(self._kernels, x, chosen.slots, own.weights, scaled=chosen.scaled)
-        added = added if chosen.scaled else added[:, None]
-        if bias is not None:
-            added[:, 0] += bias[chosen.experts].float()
-        return added
+        options["scaled"] = rows.scaled
+        return expert_low_rank(self._kernels, x, ids, rows.adapters, own.weights, self._num_experts, bias, **options)
 
 
 def make_expert_adapters(loader: LayerLoader, name: str, spec: Dense, experts: Sequence[int]) -> ExpertAdapters | None:
     """The adapters of a layer's experts with these numbers; None: the deployment takes none of experts."""
-    return ExpertAdapters(loader, name, spec, experts) if loader.stage.adapters.experts else None
+    takes_any = any(map(is_of_expert, loader.stage.adapters.kinds))
+    return ExpertAdapters(loader, name, spec, experts) if takes_any else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import InputForm, LinearInput, as_tensor
 from shardline.models.adapters import is_adaptable
-from shardline.models.parameters import expert_of, parse_name
+from shardline.models.parameters import expert_of, kind_of, parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.loader.folded_norms import FoldedNorms
@@ -110,7 +110,8 @@ def dora_factors(
 def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:
     """The adapters of stacked linears; None: the deployment takes none, or none can change these linears."""
     stage = loader.stage
-    if not stage.adapters.num_slots or not all(is_adaptable(f"{name}.weight") for name in names):
+    kinds = {kind_of(f"{name}.weight") for name in names}
+    if kinds.isdisjoint(stage.adapters.kinds) or not all(is_adaptable(f"{name}.weight") for name in names):
         return None
     layer, part, _ = parse_name(f"{names[0]}.weight")
     assert layer is not None

@@ -25,7 +25,7 @@ from shardline.models.parameters import parse_name
 from shardline.models.partition import split_dim
 from shardline.models.parts import Norm
 from shardline.runtime.layers.context import LayerLoader
-from shardline.runtime.layers.expert_adapters import AdaptedSlots, ExpertAdapters, make_expert_adapters
+from shardline.runtime.layers.expert_adapters import ExpertAdapters, make_expert_adapters
 from shardline.runtime.layers.expert_places import ExpertPlaces
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.norm import NormLayer
@@ -173,17 +173,13 @@ class Experts:
         self.first = first
         self._adapters = adapters
 
-    def adapted(self, ids: Tensor, rows: Rows, compact: bool = False) -> AdaptedSlots | None:
-        """See `ExpertAdapters.sort`."""
-        return None if self._adapters is None else self._adapters.sort(ids, rows, self.first, compact=compact)
-
-    def activate(self, x: Tensor, ids: Tensor, adapted: AdaptedSlots | None = None, compact: bool = False) -> Tensor:
-        """The activations between the two products, see `expert_up`."""
+    def activate(self, x: Tensor, ids: Tensor, rows: Rows | None = None, compact: bool = False) -> Tensor:
+        """The activations between the two products, see `expert_up`. `rows`: those whose adapters change experts."""
         if self._acquire is not None:
             self._acquire(ids, self.first)
         bias = self.weights.up_bias
-        if adapted is not None and self._adapters is not None:
-            bias = self._adapters.up_bias(x, adapted, bias)
+        if rows is not None and self._adapters is not None:
+            bias = self._adapters.up_bias(x, ids, rows, self.first, bias, compact=compact)
         return expert_up(
             self._kernels,
             x,
@@ -196,12 +192,10 @@ class Experts:
             bias=bias,
         )
 
-    def down_bias(self, inner: Tensor, adapted: AdaptedSlots | None) -> Tensor | None:
+    def down_bias(self, inner: Tensor, ids: Tensor, rows: Rows) -> Tensor | None:
         """What the second products of `inner` add, see `expert_down`."""
         bias = self.weights.down_bias
-        if adapted is None or self._adapters is None:
-            return bias
-        return self._adapters.down_bias(inner, adapted, bias)
+        return bias if self._adapters is None else self._adapters.down_bias(inner, ids, rows, self.first, bias)
 
 
 class DenseBeside:
@@ -307,8 +301,7 @@ class MoEFeedForward:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
         routed, experts = self._router(router_input, rows.padding), self._experts
-        adapted = experts.adapted(routed.ids, rows)
-        inner = experts.activate(self._expert_input(x, routed), routed.ids, adapted)
+        inner = experts.activate(self._expert_input(x, routed), routed.ids, rows)
         inner = self._group.all_gather_columns(inner, self._inner_widths)
         shared = self._shared.compute_columns(x, rows) if self._shared is not None else None
         local = expert_down(
@@ -319,7 +312,7 @@ class MoEFeedForward:
             experts.weights.down,
             shared=shared,
             shared_scale=routed.shared_scale,
-            bias=experts.down_bias(inner, adapted),
+            bias=experts.down_bias(inner, routed.ids, rows),
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
@@ -344,9 +337,8 @@ class MoEFeedForward:
         exchanged = count_exchanged(kernels, ids, token_bounds, self.places.bounds)
         sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
         tokens = group.all_to_all_rows(sent, exchanged.tokens, sum(counts))
-        adapted = experts.adapted(ids, rows, compact=True)
-        inner = experts.activate(tokens, ids, adapted, compact=True)
-        bias = experts.down_bias(inner, adapted)
+        inner = experts.activate(tokens, ids, rows, compact=True)
+        bias = experts.down_bias(inner, ids, rows)
         slots = expert_slots(kernels, inner, ids, experts.weights.down, first_expert=experts.first, bias=bias)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(

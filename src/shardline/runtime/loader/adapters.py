@@ -115,7 +115,7 @@ def load_adapter(
     """
     for linear in linears:
         linear.clear(slot)
-    adapter = read_adapter(folder, spec, plan.max_rank, experts=plan.experts)
+    adapter = read_adapter(folder, spec, plan.max_rank, kinds=plan.kinds, experts=plan.experts)
     if adapter.digest() != digest:
         raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}

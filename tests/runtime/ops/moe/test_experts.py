@@ -26,10 +26,9 @@ from shardline.runtime.ops.moe.experts import (
     expert_up,
     expert_up_reference,
     slot_products_reference,
-    sort_slots,
 )
 from shardline.weights.base import PackedExperts, weight_format
-from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn, sorted_slots
 
 FORMATS = ["plain", "int8", "int4_fast"]
 
@@ -120,7 +119,7 @@ def test_rows_may_have_biases_of_their_own(dtype, rng, name, scaled):
     stack, linears = packed(weights, name), [weight_format(name).pack_linear(KERNELS, weight) for weight in weights]
     x, ids = randn(num_tokens, depth, dtype=dtype, rng=rng), choose(num_tokens, num_experts, k, rng)
     ids[:60, 0], ids[:60, 1] = 2, 1  # one expert with many rows
-    tokens, experts = sort_slots(ids, 0, num_experts)
+    tokens, experts = sorted_slots(ids, 0, num_experts)
     biases = randn(num_tokens * k, 1 + scaled, 2 * width, rng=rng)
     up = expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=biases)
     given = torch.index_select(x, 0, tokens)

@@ -116,6 +116,7 @@ def _shape(step: StepInput) -> object:
     """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
     it, because they determine the exchanges."""
     rows = step.rows
-    adapted, shared = (rows.adapters is not None, rows.scaled), tuple(group.runs for group in rows.shared or ())
+    adapted = rows.adapters is not None, rows.scaled, rows.adapts_experts
+    shared = tuple(group.runs for group in rows.shared or ())
     masked = step.allowed is not None
     return len(rows.context_lens), rows.replicas, rows.narrow().replicas, step.greedy, masked, adapted, shared

@@ -35,6 +35,28 @@ class LowRankKernels(Protocol):
         out: Tensor,
         /,
     ) -> None: ...
+    def expert_low_rank(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        num_experts: int,
+        compact: bool,
+        sorted: bool,
+        adapters: Tensor,
+        down: Tensor,
+        up: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        factors: Tensor,
+        scaled: Tensor,
+        bounds: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        order: Tensor,
+        out: Tensor,
+        /,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,8 @@ class LowRankWeights:
     """[num_slots, num_parts * rank blocks, in_features / step, 16 * step]: for each block of ranks and each step of x,
     the weights of the block. A step is one number of x, or in bf16 two, which are neighbours for each rank."""
     up: Tensor
-    """[num_slots, max_rank, out_features]: a column belongs to one part."""
+    """[num_slots, max_rank, out_features]: in the memory of a slot lie the parts, one after another, each as [max_rank,
+    its columns]. So memory of parts that are left as they are is not touched."""
     ranks: Tensor
     """[num_slots, num_parts] int32; 0: the adapter leaves this part as it is."""
     scales: Tensor
@@ -56,6 +79,11 @@ class LowRankWeights:
     """[num_slots, num_parts] int32: whether the part has factors; elsewhere they are 1."""
     bounds: Tensor
     """[num_parts + 1] int64: the columns of each part."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All of them, as the kernels take them."""
+        return self.down, self.up, self.ranks, self.scales, self.factors, self.scaled, self.bounds
 
     @classmethod
     def empty(
@@ -74,6 +102,12 @@ class LowRankWeights:
             torch.tensor([0, *widths]).cumsum(0),
         )
 
+    def part_of_up(self, slot: int, part: int) -> Tensor:
+        """[max_rank, columns of the part]"""
+        begin, end = int(self.bounds[part]), int(self.bounds[part + 1])
+        max_rank = self.up.shape[1]
+        return self.up[slot].view(-1)[max_rank * begin : max_rank * end].view(max_rank, -1)
+
     def clear(self, slot: int, count: int = 1) -> None:
         """Empty a slot, or so many from it on."""
         self.ranks[slot : slot + count] = 0
@@ -90,7 +124,7 @@ class LowRankWeights:
         by_step = padded.view(blocks, RANK_BLOCK, -1, step).transpose(1, 2)
         self.down[slot, first : first + blocks] = by_step.flatten(2)
         begin, end = int(self.bounds[part]), int(self.bounds[part + 1])
-        self.up[slot, :rank, begin:end] = up.T.to(dtype)
+        self.part_of_up(slot, part)[:rank] = up.T.to(dtype)
         self.scales[slot, part] = scale
         self.scaled[slot, part] = factors is not None
         if factors is not None:
@@ -114,26 +148,44 @@ def low_rank(
     nothing when it is added. Sums are fp32: those over in_features in a few chains, those over the rank in one, and
     the scale is applied between them. The bits of a row depend on that row and its adapter alone.
     """
-    width = weights.down.shape[1] * RANK_BLOCK
-    hidden = kernels.activation_empty(torch.float32, len(x), width)
-    order = kernels.activation_empty(torch.int32, len(weights.ranks) + len(x) * _ROW_WORDS)
     out = kernels.activation_empty(torch.float32, len(x), *[2] * scaled, weights.up.shape[2])
-    kernels.low_rank(
-        x,
-        slots,
-        weights.down,
-        weights.up,
-        weights.ranks,
-        weights.scales,
-        weights.factors,
-        weights.scaled,
-        weights.bounds,
-        bias,
-        hidden,
-        order,
-        out,
-    )
+    kernels.low_rank(x, slots, *weights.tensors, bias, *_scratch(kernels, len(x), weights), out)
     return out
+
+
+def expert_low_rank(
+    kernels: LowRankKernels,
+    x: Tensor,
+    ids: Tensor,
+    adapters: Tensor,
+    weights: LowRankWeights,
+    num_experts: int,
+    bias: Tensor | None = None,
+    *,
+    first_expert: int = 0,
+    compact: bool = False,
+    sorted: bool = False,
+    scaled: bool = False,
+) -> Tensor:
+    """`low_rank` for the rows of `expert_up` and `expert_down` on a CPU: float32 [T * k, 1, out_features], or with
+    `scaled` [T * k, 2, out_features]; rows after those of the experts are undefined.
+
+    `ids` [T, k], `first_expert`, `compact`: see `expert_up`. `adapters` [T] int32: of each token. The weights of
+    adapter a for expert e have the slot a * num_experts + e. `bias` [num_experts, out_features]: that of each expert.
+    x: the input of `expert_up`, or with `sorted` that of `expert_down`.
+    """
+    num_rows = ids.numel()
+    out = kernels.activation_empty(torch.float32, num_rows, 1 + scaled, weights.up.shape[2])
+    scratch = _scratch(kernels, num_rows, weights)
+    chosen = ids, first_expert, num_experts, compact, sorted, adapters
+    kernels.expert_low_rank(x, *chosen, *weights.tensors, bias, *scratch, out)
+    return out
+
+
+def _scratch(kernels: LowRankKernels, num_rows: int, weights: LowRankWeights) -> tuple[Tensor, Tensor]:
+    """Memory for the products with `down`, and for the order of rows."""
+    hidden = kernels.activation_empty(torch.float32, num_rows, weights.down.shape[1] * RANK_BLOCK)
+    return hidden, kernels.activation_empty(torch.int32, len(weights.ranks) + num_rows * _ROW_WORDS)
 
 
 def low_rank_reference(
@@ -155,7 +207,8 @@ def low_rank_reference(
             hidden = down[slot, part, :rank] @ x[row].double() * float(weights.scales[slot, part])
             if weights.scaled[slot, part] and rank:
                 factors[row, columns] = weights.factors[slot, columns].double()
-            out[row, columns] += factors[row, columns] * (hidden @ weights.up[slot, :rank, columns].double())
+            up = weights.part_of_up(slot, part)[:rank].double()
+            out[row, columns] += factors[row, columns] * (hidden @ up)
     return torch.stack([out, factors], dim=1).float() if scaled else out.float()
 
 

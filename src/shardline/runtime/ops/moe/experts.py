@@ -68,14 +68,6 @@ def expert_down(
     return out
 
 
-def sort_slots(ids: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The tokens [R] of the rows of `expert_up` on a CPU, and the experts [R], counted from the first; int64."""
-    experts = ids.view(-1).long() - first_expert
-    held = ((experts >= 0) & (experts < num_experts)).nonzero()[:, 0]
-    held = held[torch.argsort(experts[held], stable=True)]
-    return held // ids.shape[1], experts[held]
-
-
 def expert_up_reference(
     x: Tensor,
     ids: Tensor,
