@@ -120,11 +120,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Give each choice a receipt, see `receipts.receipt.Receipt`, by which `LLM.verify` can check it."""
 
     def __post_init__(self) -> None:
+        try:
+            self._resolve_aliases()
+            self._check_ranges()
+        except TypeError as error:
+            raise ValueError(wrong_type(self) or str(error)) from error
+
+    def _check_ranges(self) -> None:
         def require(holds: bool, message: str) -> None:
             if not holds:
                 raise ValueError(message)
 
-        self._resolve_aliases()
         require(self.n >= 1, f"n must be at least 1, got {self.n}")
         require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
@@ -151,12 +157,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             require(count is None or count >= -1, f"{name} must be at least 0, or -1 for all, got {count}")
         for bias in self.logit_bias.values():
             require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
-        require(all(self.stop_strings), "stop strings must not be empty")
+        require(all(map(len, self.stop_strings)), "stop strings must not be empty")
         require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids must not be empty; leave it out to allow all tokens",
         )
-        require(all(self.bad_words or ()), "bad_words must not have empty texts")
+        require(
+            not isinstance(self.bad_words, str) and all(map(len, self.bad_words or ())),
+            "bad_words must be a list of texts, none of them empty",
+        )
         require(
             self.detokenize or not self.stop_strings,
             "stop strings are found in the text, so they need detokenize=True; use stop_token_ids",
@@ -180,6 +189,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             self.logit_bias = {}
         if self.seed == -1:
             self.seed = None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):
                 setattr(self, name, 1 if getattr(self, name) else None)
@@ -197,6 +208,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings as a tuple, also if `stop` is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def wrong_type(params: msgspec.Struct) -> str:
+    """What a value of a wrong type should be, for the first one that has one; empty: all types are right."""
+    for field in msgspec.structs.fields(params):
+        value = getattr(params, field.name)
+        try:
+            if not isinstance(value, enum.Enum):
+                msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            return f"{field.name} has a wrong type: {error}"
+    return ""
 
 
 CHOOSE_NO_TOKEN = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import time
 from array import array
@@ -148,6 +149,48 @@ def test_parameters_may_be_changed_and_are_checked_later() -> None:
         params.top_p = 7.0
         with pytest.raises(ValueError, match="top_p must be in"):
             llm.generate("dog", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"max_tokens": "5"}, "max_tokens has a wrong type: Expected `int | null`, got `str`"),
+        ({"temperature": None}, "temperature has a wrong type: Expected `float`"),
+        ({"logit_bias": {5: "a"}}, "logit_bias has a wrong type"),
+        ({"stop": [1]}, "stop has a wrong type"),
+        ({"bad_words": "word"}, "bad_words must be a list of texts"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs has a wrong type: .*unknown field `jsn`"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_named(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**values)
+    assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputsParams(regex="a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keywords", "says"),
+    [
+        (None, {}, "a prompt is text, .* or a list of these; got NoneType"),
+        ("a", {"sampling_params": {"max_tokens": 3}}, "sampling_params: give one SamplingParams for all prompts"),
+        ("a", {"sampling_params": SamplingParams(allowed_token_ids=[1.5])}, "allowed_token_ids has token id 1.5"),  # type: ignore[list-item]
+        ("a", {"priority": 1.5}, "priorities: give one int for all prompts"),
+        (
+            "a",
+            {"lora_request": "sql"},
+            "lora_requests: give one LoRARequest for all prompts",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_type_never_reach_an_engine(prompts: Any, keywords: dict[str, Any], says: str) -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        with pytest.raises(ValueError, match=says):
+            llm.generate(prompts, use_tqdm=False, **keywords)
+        with pytest.raises(ValueError, match="beam_search takes BeamSearchParams"):
+            llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="an LLM cannot be pickled or copied"):
+            pickle.dumps(llm)
 
 
 def test_defaults_as_vllm_writes_them() -> None:
@@ -315,7 +358,7 @@ def test_an_interrupt_aborts_and_leaves_the_engine_usable(monkeypatch: pytest.Mo
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="unknown option 'tensor_parallel'"):
+    with pytest.raises(ValueError, match="unknown option 'tensor_parallel'; did you mean tensor_parallel_size"):
         LLM("demo", tensor_parallel=2)
 
 

@@ -68,6 +68,8 @@ def test_parts_of_json_are_joined() -> None:
     [
         ("prt: 1", "unknown option --prt; did you mean --port?"),
         ("[1]", "must have flags and their values"),
+        ("port: [1, 2]", "port takes one value, and no list"),
+        ("served-model-name: [[a]]", "served-model-name has a list within a list"),
         ("a: [", "cannot be read"),
         (None, "cannot be read"),
         ("enable-sleep-mode: true", "--enable-sleep-mode is not supported"),

@@ -475,6 +475,16 @@ def test_listens_on_a_unix_socket(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+def test_does_not_take_the_socket_of_another_server(tmp_path: Path) -> None:
+    config = ServerConfig(uds=str(tmp_path / "http.sock"))
+    with contextlib.closing(open_listener(config)), pytest.raises(ValueError, match="another server listens there"):
+        open_listener(config)
+    with pytest.raises(ValueError, match="--uds is empty: give the path"):
+        open_listener(ServerConfig(uds=""))
+    with pytest.raises(ValueError, match="too long"):
+        open_listener(ServerConfig(uds=str(tmp_path / ("x" * 200))))
+
+
 def test_answers_on_a_unix_socket(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
 

@@ -31,13 +31,16 @@ class RequestTimes:
     finished: float
 
 
-def for_each(given: T | Sequence[T], count: int, name: str) -> list[T]:
-    """For each of `count` prompts, what is given for all or for each of them.
+def for_each(given: T | Sequence[T], count: int, name: str, *kinds: type) -> list[T]:
+    """For each of `count` prompts, what is given for all or for each of them: objects of `kinds`.
 
     Raises:
-        ValueError: it is given for another number of prompts; the message calls it `name`.
+        ValueError: it is given for another number of prompts, or is something else; the message calls it `name`.
     """
-    if not isinstance(given, Sequence):
+    is_one = isinstance(given, str) or not isinstance(given, Sequence)
+    if wrong := [one for one in ([given] if is_one else given) if not isinstance(one, kinds)]:
+        raise ValueError(f"{name}: give one {kinds[0].__name__} for all prompts or one for each, not {wrong[0]!r:.80}")
+    if is_one:
         return [given] * count
     if len(given) != count:
         raise ValueError(f"there are {count} prompts but {len(given)} {name}; give one for all, or one for each")

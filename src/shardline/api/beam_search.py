@@ -17,7 +17,7 @@ from shardline.api.logprobs import Logprob, logprobs_by_token
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.prompts import Prompt
 from shardline.messages.request import AdapterRef, TokenLogprobs
-from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams, wrong_type
 from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 
@@ -46,6 +46,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     """Refused: a beam is made of requests, and none of them knows the grammar's state."""
 
     def __post_init__(self) -> None:
+        if wrong := wrong_type(self):
+            raise ValueError(wrong)
         if self.beam_width < 1 or self.max_tokens < 1:
             raise ValueError(
                 f"beam_width and max_tokens must be at least 1, got {self.beam_width} and {self.max_tokens}"

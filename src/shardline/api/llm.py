@@ -190,7 +190,8 @@ class LLM:
             raise ValueError(f"this LLM generates nothing (runner='pooling'); use {self._text.pooler.tasks[0]}()")
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params, priorities = for_each(given, len(batch), "sampling_params"), _priorities(priority, len(batch))
+        params = for_each(given, len(batch), "sampling_params", SamplingParams)
+        priorities = _priorities(priority, len(batch))
         adapters = self._read_adapters(lora_request, len(batch))
         return self._run_batch(batch, params, use_tqdm, priorities, adapters)
 
@@ -209,7 +210,7 @@ class LLM:
         self, requests: LoRARequest | Sequence[LoRARequest | None] | None, count: int
     ) -> list[AdapterRef | None]:
         """The adapter of each of `count` prompts."""
-        each = for_each(requests, count, "lora_requests")
+        each = for_each(requests, count, "lora_requests", LoRARequest, type(None))
         return [None if one is None else self._text.adapters.read(one.lora_path) for one in each]
 
     def _build_requests(
@@ -283,6 +284,8 @@ class LLM:
             ValueError: a prompt is invalid, or the beams need more log probabilities than `max_logprobs` allows.
             RuntimeError: a step has failed.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"beam_search takes BeamSearchParams(beam_width=4, max_tokens=32), not {params!r:.80}")
         adapter = self._read_adapters(lora_request, 1)
         sampling = step_params(params, self.config.model.seed)
         batch = as_prompts(prompts)
@@ -324,7 +327,8 @@ class LLM:
         """
         batch = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params, priorities = for_each(given, len(batch), "sampling_params"), _priorities(priority, len(batch))
+        params = for_each(given, len(batch), "sampling_params", SamplingParams)
+        priorities = _priorities(priority, len(batch))
         with self._lock:
             requests = self._build_requests(batch, params, priorities)
             self._enqueued += requests
@@ -449,6 +453,9 @@ class LLM:
             if self._text.chat_template is not None:
                 self._text.chat_template.close()
 
+    def __reduce__(self) -> str:
+        raise TypeError("an LLM cannot be pickled or copied: it runs processes; make one in each process that needs it")
+
     def __enter__(self) -> LLM:
         return self
 
@@ -475,7 +482,7 @@ class EngineView:
 
 
 def _priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
-    return for_each(0 if priority is None else priority, count, "priorities")
+    return for_each(0 if priority is None else priority, count, "priorities", int)
 
 
 def _build_from_receipt(

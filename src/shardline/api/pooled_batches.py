@@ -200,7 +200,7 @@ class PooledBatches:
 def _one_each(
     params: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask
 ) -> list[PoolingParams]:
-    given = for_each(PoolingParams() if params is None else params, count, "pooling_params")
+    given = for_each(PoolingParams() if params is None else params, count, "pooling_params", PoolingParams)
     for one in given:
         if one.task not in (None, task):
             raise ValueError(f"You cannot overwrite pooling_params.task={one.task!r} with {task!r}!")

@@ -41,9 +41,17 @@ class EncodedPrompt:
 
 Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | EncodedPrompt | Sequence[int]
 
+_FORMS = 'a prompt is text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids'
+
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list. A string, an object or a list of ids is one prompt."""
+    """The prompts as a list. A string, an object or a list of ids is one prompt.
+
+    Raises:
+        ValueError: they are no list, and no prompt.
+    """
+    if not isinstance(prompts, (Sequence, Mapping, EncodedPrompt)):
+        raise ValueError(f"{_FORMS}, or a list of these; got {type(prompts).__name__}")
     if isinstance(prompts, (str, Mapping, EncodedPrompt)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
@@ -69,7 +77,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
                 return text, None
     elif isinstance(prompt, Sequence):
         return None, _as_ids(prompt)
-    raise ValueError('a prompt is text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids')
+    raise ValueError(_FORMS)
 
 
 def _as_ids(values: Any) -> list[int]:

@@ -146,8 +146,8 @@ class RequestBuilder:
         self.check_params(params)
         if params.receipt:
             self._check_receipt(embeds)
-        if not -(2**63) <= priority < 2**63:
-            raise ValueError("priority must fit in 64 bits")
+        if not (isinstance(priority, int) and -(2**63) <= priority < 2**63):
+            raise ValueError("priority must be a whole number that fits in 64 bits")
         if len(cache_salt) > MAX_SALT_CHARS:
             raise ValueError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(cache_salt)}")
         if embeds is not None:
@@ -325,7 +325,7 @@ def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> No
         ValueError: the message names one.
     """
     for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
+        if not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
             raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {vocab_size} tokens")
 
 

@@ -51,6 +51,10 @@ def _with_file(words: list[str], actions: Mapping[str, argparse.Action]) -> list
             before = [name, str(value)]  # a model on the command line has no flag, and comes later
         elif value is not None:
             values = value if isinstance(value, list) else [value]
+            takes_one = name in actions and actions[name].nargs is None
+            if (takes_one and len(values) != 1) or any(isinstance(one, list) for one in values):
+                form = "takes one value, and no list" if takes_one else "has a list within a list"
+                raise ValueError(f"--config {path}: {key} {form}")
             after += [name, *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return [*before, *words, *after]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -376,7 +377,10 @@ class EngineConfig:
             names = {f.name for f in dataclasses.fields(part_class)}
             parts[part.name] = part_class(**{name: options.pop(name) for name in names & options.keys()})
         if options:
-            raise ValueError(f"unknown option {sorted(options)[0]!r}; known: {', '.join(option_names())}")
+            name, known = min(options), option_names()
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 from collections.abc import Collection
@@ -52,6 +53,8 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
         return _read_whole(name, own, read_header(weights) if might_be_head else ())
     if folder.is_dir():
         raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
+    if name.startswith((".", "/", "~")):
+        raise ValueError(f"model {name!r}: there is no such folder; give a folder with {_CONFIG}, or a hub id")
     if revision not in (None, "main"):
         return _read_whole(name, _download(name, revision))
     facts = shipped_facts()
@@ -159,5 +162,12 @@ def _download(name: str, revision: str | None) -> dict[str, Any]:
             where = "is neither a folder nor" if revision is None else f"with --revision {revision} is not"
             raise ValueError(
                 f"model {name!r} {where} among the shipped facts, and {_CONFIG} of the hub repository {name} cannot "
-                f"be fetched ({type(error).__name__}); give a folder that has this file"
+                f"be fetched ({type(error).__name__}); {_likely(name)}give a folder that has this file"
             ) from None
+
+
+def _likely(name: str) -> str:
+    """The known models whose names are nearly this one, as a question; empty: there are none."""
+    known = {known.lower(): known for kind in ("models", "aliases") for known in shipped_facts()[kind]}
+    close = [known[match] for match in difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.85)]
+    return f"did you mean {' or '.join(close)}? Or " if close else ""

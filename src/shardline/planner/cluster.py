@@ -14,7 +14,7 @@ from shardline.planner.hardware import GB, Gpu, GpuLink, find_gpu
 
 LINKS = ("nvlink", "bridge", "xgmi", "pcie")
 _NETWORK = re.compile(r"(?:ib|roce|eth|gbe)-?(\d+(?:\.\d+)?)")
-_PART = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
+_PART = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^,]+)", re.IGNORECASE)
 _HOST_CORES = 64
 _HOST_MEMORY = 1 << 50
 """Nobody says how much host memory the nodes have, so nothing is refused for it."""

@@ -109,17 +109,29 @@ def open_listener(config: ServerConfig) -> socket.socket:
     """
     if config.uds is None:
         return bind_listener(config.host, config.port)
+    if not config.uds:
+        raise ValueError("--uds is empty: give the path of a socket, or leave it out to listen on --host and --port")
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(config.uds).st_mode):
+                _refuse_if_served(config.uds)
                 os.unlink(config.uds)  # of a server that was killed
         listener.bind(config.uds)
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ValueError(f"--uds {config.uds}: cannot listen there ({error.strerror}); choose another path") from error
+        reason = error.strerror or error
+        raise ValueError(f"--uds {config.uds}: cannot listen there ({reason}); choose another path") from error
     return listener
+
+
+def _refuse_if_served(path: str) -> None:
+    """Raise OSError if a process listens on the socket: its clients would reach this server, or none."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError):
+        client.settimeout(1.0)
+        client.connect(path)
+        raise OSError("another server listens there")
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -13,6 +13,7 @@ import pytest
 
 from shardline.checkpoints.classifier import LabelConfig
 from shardline.config.engine import EngineConfig
+from shardline.config.server import ServerConfig
 from tests.server.conftest import Running, serve
 
 POOLING = EngineConfig.from_options(runner="pooling")
@@ -81,6 +82,12 @@ def test_bytes(http: httpx.Client, dtype: str, format: str | None, order: str) -
     assert (only.content, "metadata" in only.headers) == (answer.content, False)
     coded = http.post("/pooling", json={**asked, "encoding_format": "base64"}).json()["data"][1]["data"]
     assert base64.b64decode(coded) == part
+
+
+def test_bytes_of_a_model_whose_name_no_header_can_have() -> None:
+    with serve(ServerConfig(served_model_name=("模型",)), engine_config=POOLING) as running, running.http() as client:
+        answer = client.post("/pooling", json={"input": "a", "encoding_format": "bytes"})
+    assert (answer.status_code, json.loads(answer.headers["metadata"])["model"]) == (200, "模型")
 
 
 def test_truncation(http: httpx.Client) -> None:
