@@ -102,7 +102,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    sampled = set()
+    sampled: set[pytest.Item] = set()
     for cases in tests.values():
         count = min(SAMPLE_CASES, len(cases))
         sampled.update(cases[n * len(cases) // count] for n in range(count))

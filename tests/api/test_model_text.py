@@ -17,7 +17,7 @@ def test_the_demo_model_can_chat() -> None:
     assert text.chat_template is not None
     assert text.eos_token_ids
     assert text.vocab_size >= text.tokenizer.vocab_size
-    prompt = text.chat_template.render([{"role": "user", "content": "What does os.path.join do?"}])
+    prompt = builders.render(text.chat_template, [{"role": "user", "content": "What does os.path.join do?"}])
     ids = text.tokenizer.encode_text(prompt, add_special_tokens=False)
     assert text.tokenizer.decode(ids, skip_special_tokens=False) == prompt
 
