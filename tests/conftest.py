@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine i
 hypothesis.settings.load_profile("suite")
 BEST_ISA = _cpu.isa()
 
-SAMPLE_CASES = 5
+SAMPLE_CASES = 3
 SAMPLE_EXAMPLES = 20
 
 TESTS = Path(__file__).parent

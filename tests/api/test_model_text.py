@@ -8,7 +8,6 @@ import pytest
 
 from shardline.api.model_text import load_model_text
 from shardline.config.engine import EngineConfig
-from shardline.text.chat_template import Conversation
 from tests.text import builders
 
 
@@ -18,7 +17,7 @@ def test_the_demo_model_can_chat() -> None:
     assert text.chat_template is not None
     assert text.eos_token_ids
     assert text.vocab_size >= text.tokenizer.vocab_size
-    prompt = text.chat_template.render(Conversation([{"role": "user", "content": "What does os.path.join do?"}]))
+    prompt = builders.render(text.chat_template, [{"role": "user", "content": "What does os.path.join do?"}])
     ids = text.tokenizer.encode_text(prompt, add_special_tokens=False)
     assert text.tokenizer.decode(ids, skip_special_tokens=False) == prompt
 

@@ -137,6 +137,7 @@ def test_a_node_that_lacks_the_model_tells_the_head(
     assert isinstance(fake.ask(node(own, 1)), Accepted), "the head still takes nodes"
 
 
+@pytest.mark.slow
 def test_a_head_that_starts_again_names_nodes_that_do_not_come_back(
     front: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_node_whose_connection_ends_is_lost_at_once(own: Join, head: int, capl
     second.wire.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_hear_its_head_is_lost(
     own: Join, head: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

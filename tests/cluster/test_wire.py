@@ -101,6 +101,7 @@ def test_another_token_is_refused_within_seconds_and_named_once(
     assert head.received.empty()
 
 
+@pytest.mark.slow
 def test_a_head_that_is_stopped_refuses_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host accepts connections, and nobody answers the handshake."""
     monkeypatch.setattr(wire, "_CONNECT_SECONDS", 0.3)

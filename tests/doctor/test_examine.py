@@ -69,6 +69,7 @@ def test_both_nodes_get_the_same_report_within_seconds(config: EngineConfig) -> 
     assert finding(ours, "clocks").verdict == "ok"
 
 
+@pytest.mark.slow
 def test_a_layout_that_the_model_does_not_allow(config: EngineConfig) -> None:
     wide = dataclasses.replace(config, parallel=ParallelConfig(tensor_parallel_size=99))
     ours, _ = run_both(lambda: examine.Reception(TOKEN, wide, local(0)).receive(5.0), lambda: visit(wide, local(1)))
@@ -89,6 +90,7 @@ def test_a_link_that_is_closed_is_named(config: EngineConfig, monkeypatch: pytes
     ]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_missing_or_wrong(config: EngineConfig) -> None:
     reception = examine.Reception(TOKEN, config, local(0))
     other = msgspec.structs.replace(local(1), node=7)
@@ -117,6 +119,7 @@ class NoAnswers:
         return {"portable": "a"}, ""
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_worst(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

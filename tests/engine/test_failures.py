@@ -152,6 +152,7 @@ def test_without_a_cause_the_first_message_is_named(executor: MultiprocessExecut
     assert "rank 1 (pp 0, tp 1)" in failure(executor)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_in_loading_are_named_but_not_those_that_wait_for_them(
     executor: MultiprocessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

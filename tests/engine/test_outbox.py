@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.engine.process import HOLD_SECONDS, Outbox
+from shardline.engine.outbox import HOLD_SECONDS, Outbox
 from shardline.messages.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 

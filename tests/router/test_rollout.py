@@ -35,6 +35,7 @@ def states(site: Site) -> list[str]:
     return [backend["state"] for backend in ask(site)("status", None)["backends"]]
 
 
+@pytest.mark.slow
 def test_a_rollout_restarts_one_after_the_other(site: Site, tmp_path: Path) -> None:
     backends = [site.add_backend() for _ in range(3)]
     site.start_router()
@@ -65,6 +66,7 @@ def test_a_rollout_waits_for_requests_in_flight(site: Site) -> None:
     assert lines == [f"{site.backends[0].url} gets no new requests"], "it was not restarted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "problem"), [("exit 3", "exit code 3"), ("sleep 60", "more than 1 s")])
 def test_a_rollout_stops_at_the_first_failure(site: Site, command: str, problem: str) -> None:
     for _ in range(3):

@@ -225,6 +225,7 @@ def drip(running: Running, head: bytes, parts: int, pause: float) -> tuple[float
         return time.monotonic() - began, answer
 
 
+@pytest.mark.slow
 def test_a_body_that_drips_meets_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(connections, "WHOLE_BODY_SECONDS", 1.0)

@@ -15,8 +15,7 @@ from shardline.cluster.links import answer
 from shardline.cluster.wire import FrameSocket, HeadSocket, connect_to_head, find_token, send
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.doctor.checks import check_cluster, check_node
-from shardline.doctor.deployment import check_deployment
+from shardline.doctor.checks import check_cluster, check_deployment, check_node
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
 from shardline.handshake import HandshakeRefused, run_callbacks

@@ -73,6 +73,7 @@ def test_a_conversation_that_is_too_long_stops_all(shared: Running, http: httpx.
     wait_until(lambda: shared.engine.num_running() == 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_ends_all() -> None:
     with serve() as running, running.http() as http:
         running.engine.paused = True
