@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from shardline.checkpoints.adapters import read_adapter
 from shardline.deployment.deployment import AdapterPlan
+from shardline.kernels.page_cache import map_part
 from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.models.adapters import LinearChange
 from shardline.models.partition import Span
 from shardline.models.spec import DecoderSpec
+from shardline.models.stored_layout import TensorEntry
 from shardline.runtime.loader.gguf import original_rows
 from shardline.runtime.loader.weights import mapped_tensor
 
@@ -118,15 +121,17 @@ def load_adapter(
     adapter = read_adapter(folder, spec, plan.max_rank, kinds=plan.kinds, experts=plan.experts)
     if adapter.digest() != digest:
         raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
+    files = _MappedFiles()
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}
     wholes = {one.name.removesuffix(".weight"): one for one in adapter.wholes}
     try:
         for linear in linears:
             for part, (name, span) in enumerate(zip(linear.names, linear.spans, strict=True)):
                 if (own := found.get(name)) is not None:
-                    linear.put(slot, part, *_read(own, span), own.scale, _read_magnitude(own, span))
+                    down, up = _read(own, span, files)
+                    linear.put(slot, part, down, up, own.scale, _read_magnitude(own, span, files))
                 if (whole := wholes.get(name)) is not None:
-                    own_rows = mapped_tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
+                    own_rows = files.tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
                     _check_finite(name, own_rows)
                     linear.put_whole(slot, own_rows)
     except ValueError:
@@ -135,14 +140,28 @@ def load_adapter(
         raise
 
 
-def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
+class _MappedFiles:
+    """Files that are mapped once: to map each of thousands of small tensors takes longer than to read it."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Tensor] = {}
+
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        """See `mapped_tensor`."""
+        mapped = self._mapped.get(entry.file)
+        if mapped is None:
+            mapped = self._mapped[entry.file] = map_part(entry.file, 0, entry.file.stat().st_size)
+        return mapped_tensor(entry, mapped=mapped)
+
+
+def _read(linear: LinearChange, span: Span, files: _MappedFiles) -> tuple[Tensor, Tensor]:
     """down [rank, in] and the rows `span` of up [out, rank], in float32.
 
     Raises:
         ValueError: they are not finite.
     """
     first = linear.expert * linear.rank
-    down, up = mapped_tensor(linear.down).flatten(0, -2), mapped_tensor(linear.up).flatten(0, -2)[linear.rows]
+    down, up = files.tensor(linear.down).flatten(0, -2), files.tensor(linear.up).flatten(0, -2)[linear.rows]
     down = down.T.float() if linear.transposed else down[first : first + linear.rank].float()
     if linear.in_columns:
         up = up[:, linear.expert :: linear.num_experts]
@@ -153,7 +172,7 @@ def _read(linear: LinearChange, span: Span) -> tuple[Tensor, Tensor]:
     return down, up
 
 
-def _read_magnitude(linear: LinearChange, span: Span) -> Tensor | None:
+def _read_magnitude(linear: LinearChange, span: Span, files: _MappedFiles) -> Tensor | None:
     """The elements `span` of the magnitude, in float32; None: there is none.
 
     Raises:
@@ -161,11 +180,12 @@ def _read_magnitude(linear: LinearChange, span: Span) -> Tensor | None:
     """
     if linear.magnitude is None:
         return None
-    magnitude = mapped_tensor(linear.magnitude)[linear.rows][span.start : span.stop].float()
+    magnitude = files.tensor(linear.magnitude)[linear.rows][span.start : span.stop].float()
     _check_finite(linear.name.removesuffix(".weight"), magnitude)
     return magnitude
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
-    if not bool(torch.isfinite(tensor).all()):
+    # A sum is finite only if all elements are, and fast; it may also overflow.
+    if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"the adapter has NaN or Inf in {name}")

@@ -180,14 +180,22 @@ def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[S
     return own_rows, Span(left + columns.start, left + columns.stop)
 
 
-def mapped_tensor(entry: TensorEntry, index: int | None = None) -> torch.Tensor:
-    """A tensor of a checkpoint, or its part [index], in the file's own pages until it is written to."""
+def mapped_tensor(entry: TensorEntry, index: int | None = None, mapped: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor of a checkpoint, or its part [index], in the file's own pages until it is written to. `mapped`: its
+    file, if that is mapped as a whole.
+
+    Raises:
+        ValueError: the file ends before the tensor does.
+    """
     shape = entry.shape if index is None else entry.shape[1:]
     dtype, count = _STORED_DTYPES[entry.dtype], math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     offset = entry.offset + (index or 0) * count * dtype.itemsize
-    stored = map_part(entry.file, offset, count * dtype.itemsize)
+    if mapped is None:
+        stored = map_part(entry.file, offset, count * dtype.itemsize)
+    elif len(stored := mapped[offset : offset + count * dtype.itemsize]) < count * dtype.itemsize:
+        raise ValueError(f"{entry.file} ends within a tensor; it has changed since its header was read")
     if offset % dtype.itemsize:
         stored = stored.clone()  # tensors in a file may be unaligned
     return stored.view(dtype).view(shape)

@@ -118,13 +118,15 @@ class LowRankWeights:
         rank, in_features = down.shape
         dtype, step = self.down.dtype, _step(self.down.dtype)
         blocks = -(-rank // RANK_BLOCK)
-        padded = torch.zeros(blocks * RANK_BLOCK, -(-in_features // step) * step, dtype=dtype)
-        padded[:rank, :in_features] = down
+        if rank % RANK_BLOCK or in_features % step:
+            padded = torch.zeros(blocks * RANK_BLOCK, -(-in_features // step) * step, dtype=dtype)
+            padded[:rank, :in_features] = down
+            down = padded
         first = part * (self.down.shape[1] // self.ranks.shape[1])
-        by_step = padded.view(blocks, RANK_BLOCK, -1, step).transpose(1, 2)
-        self.down[slot, first : first + blocks] = by_step.flatten(2)
+        packed = self.down[slot, first : first + blocks].view(blocks, -1, RANK_BLOCK, step)
+        packed.copy_(down.reshape(blocks, RANK_BLOCK, -1, step).transpose(1, 2))
         begin, end = int(self.bounds[part]), int(self.bounds[part + 1])
-        self.part_of_up(slot, part)[:rank] = up.T.to(dtype)
+        self.part_of_up(slot, part)[:rank] = up.T
         self.scales[slot, part] = scale
         self.scaled[slot, part] = factors is not None
         if factors is not None:
