@@ -44,10 +44,8 @@ LowRankArgs args_of(const Tensor& x, int64_t num_rows, const Weights& weights, n
                     .has_shape({num_rows, args.num_parts * args.rank_blocks() * kRankBlock})
                     .is_contiguous()
                     .as<float>();
-  args.order = order.is(DType::kInt32)
-                   .has_shape({args.num_slots + num_rows * (kAdapterRows + 3)})
-                   .is_contiguous()
-                   .as<int32_t>();
+  args.order =
+      order.is(DType::kInt32).has_shape({args.num_slots + num_rows * (kAdapterRows + 3)}).is_contiguous().as<int32_t>();
   const Tensor factors(weights.factors, "factors"), scaled(weights.scaled, "scaled");
   factors.is(DType::kFloat32).has_shape({args.num_slots, args.num_columns}).is_contiguous();
   args.scaled = scaled.is(DType::kInt32).has_shape({args.num_slots, args.num_parts}).is_contiguous().as<int32_t>();
