@@ -29,7 +29,9 @@ from shardline.engine.executor import make_executor
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
 
-EXPERTS, WARM_UP_ROUNDS = 32, 6
+EXPERTS = 32
+CALM_ROUNDS, MOST_WARM_UP_ROUNDS = 4, 30
+"""Rounds without a move after which an engine is measured, and the rounds that this may take."""
 ENGINES = {
     "experts stay": None,
     "experts move": '{"step_interval": 8}',
@@ -93,6 +95,20 @@ def run(engine: Engine, batch: int, prompt_len: int, seed: int) -> float:
     return batch * prompt_len / (time.perf_counter() - started)
 
 
+def warm_up(engine: Engine, batch: int, prompt_len: int) -> int:
+    """Run until experts stay where they are; returns the rounds that it took."""
+    before, calm = 0, 0
+    for round_ in range(MOST_WARM_UP_ROUNDS):
+        if calm == CALM_ROUNDS:
+            return round_
+        run(engine, batch, prompt_len, -1 - round_)
+        load = engine.stats().experts
+        assert load is not None
+        count = 0 if load.moves is None else load.moves.count
+        before, calm = count, calm + 1 if count == before else 0
+    return MOST_WARM_UP_ROUNDS
+
+
 def main() -> None:
     """Measure the three engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,11 +121,12 @@ def main() -> None:
         model = make_skewed(Path(home) / "model", arguments.preference)
         engines = {name: start(model, balancing) for name, balancing in ENGINES.items()}
         speeds: dict[str, list[float]] = {name: [] for name in engines}
-        for round_ in range(WARM_UP_ROUNDS + arguments.rounds):
+        for name, engine in engines.items():
+            rounds = warm_up(engine, arguments.batch, arguments.prompt_len)
+            print(f"{name}: warm after {rounds} rounds", flush=True)
+        for round_ in range(arguments.rounds):
             for name, engine in engines.items():
-                speed = run(engine, arguments.batch, arguments.prompt_len, round_)
-                if round_ >= WARM_UP_ROUNDS:
-                    speeds[name].append(speed)
+                speeds[name].append(run(engine, arguments.batch, arguments.prompt_len, round_))
         base = speeds["experts stay"]
         for name, engine in engines.items():
             load = engine.stats().experts
