@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
@@ -152,11 +153,13 @@ def share_rows(
     query_lens: Sequence[int],
     block_tables: Sequence[Tensor],
     context_lens: Tensor,
-    memory: Tensor,
+    memory: Tensor | None = None,
 ) -> tuple[SharedRows, ...]:
     """The plan of each KV group with the tables of each run. Its query starts are written to `memory` [num_groups, at
     least twice the number of sequences] int32: those of run i begin at its first sequence's number + i."""
     shared = []
+    if memory is None:
+        memory = torch.empty(len(plan), 2 * len(query_lens), dtype=torch.int32)
     for runs, blocks, of_group in zip(plan, block_tables, memory, strict=True):
         tables = []
         for number, run in enumerate(runs):
