@@ -30,8 +30,8 @@ from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
 
 EXPERTS = 32
-CALM_ROUNDS, MOST_WARM_UP_ROUNDS = 4, 30
-"""Rounds without a move after which an engine is measured, and the rounds that this may take."""
+CALM_STEPS, MOST_STEPS = 32, 400
+"""Steps without a move after which an engine is measured, and the steps that this may take. A window has 8."""
 ENGINES = {
     "experts stay": None,
     "experts move": '{"step_interval": 8}',
@@ -96,17 +96,17 @@ def run(engine: Engine, batch: int, prompt_len: int, seed: int) -> float:
 
 
 def warm_up(engine: Engine, batch: int, prompt_len: int) -> int:
-    """Run until experts stay where they are; returns the rounds that it took."""
-    before, calm = 0, 0
-    for round_ in range(MOST_WARM_UP_ROUNDS):
-        if calm == CALM_ROUNDS:
-            return round_
-        run(engine, batch, prompt_len, -1 - round_)
-        load = engine.stats().experts
-        assert load is not None
-        count = 0 if load.moves is None else load.moves.count
-        before, calm = count, calm + 1 if count == before else 0
-    return MOST_WARM_UP_ROUNDS
+    """Run until experts stay where they are; returns the steps that it took."""
+    last, moved, steps = 0, 0, 0
+    while steps - moved < CALM_STEPS and steps < MOST_STEPS:
+        run(engine, batch, prompt_len, -1 - steps)
+        stats = engine.stats()
+        assert stats.experts is not None
+        steps = stats.num_steps
+        count = 0 if stats.experts.moves is None else stats.experts.moves.count
+        if count > last:
+            last, moved = count, steps
+    return steps
 
 
 def main() -> None:
@@ -122,8 +122,8 @@ def main() -> None:
         engines = {name: start(model, balancing) for name, balancing in ENGINES.items()}
         speeds: dict[str, list[float]] = {name: [] for name in engines}
         for name, engine in engines.items():
-            rounds = warm_up(engine, arguments.batch, arguments.prompt_len)
-            print(f"{name}: warm after {rounds} rounds", flush=True)
+            steps = warm_up(engine, arguments.batch, arguments.prompt_len)
+            print(f"{name}: warm after {steps} steps", flush=True)
         for round_ in range(arguments.rounds):
             for name, engine in engines.items():
                 speeds[name].append(run(engine, arguments.batch, arguments.prompt_len, round_))
