@@ -29,7 +29,9 @@ from shardline.engine.executor import make_executor
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams
 
-EXPERTS, WARM_UP_ROUNDS = 32, 6
+EXPERTS = 32
+CALM_STEPS, MOST_STEPS = 32, 400
+"""Steps without a move after which an engine is measured, and the steps that this may take. A window has 8."""
 ENGINES = {
     "experts stay": None,
     "experts move": '{"step_interval": 8}',
@@ -93,6 +95,20 @@ def run(engine: Engine, batch: int, prompt_len: int, seed: int) -> float:
     return batch * prompt_len / (time.perf_counter() - started)
 
 
+def warm_up(engine: Engine, batch: int, prompt_len: int) -> int:
+    """Run until experts stay where they are; returns the steps that it took."""
+    last, moved, steps = 0, 0, 0
+    while steps - moved < CALM_STEPS and steps < MOST_STEPS:
+        run(engine, batch, prompt_len, -1 - steps)
+        stats = engine.stats()
+        assert stats.experts is not None
+        steps = stats.num_steps
+        count = 0 if stats.experts.moves is None else stats.experts.moves.count
+        if count > last:
+            last, moved = count, steps
+    return steps
+
+
 def main() -> None:
     """Measure the three engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,11 +121,12 @@ def main() -> None:
         model = make_skewed(Path(home) / "model", arguments.preference)
         engines = {name: start(model, balancing) for name, balancing in ENGINES.items()}
         speeds: dict[str, list[float]] = {name: [] for name in engines}
-        for round_ in range(WARM_UP_ROUNDS + arguments.rounds):
+        for name, engine in engines.items():
+            steps = warm_up(engine, arguments.batch, arguments.prompt_len)
+            print(f"{name}: warm after {steps} steps", flush=True)
+        for round_ in range(arguments.rounds):
             for name, engine in engines.items():
-                speed = run(engine, arguments.batch, arguments.prompt_len, round_)
-                if round_ >= WARM_UP_ROUNDS:
-                    speeds[name].append(speed)
+                speeds[name].append(run(engine, arguments.batch, arguments.prompt_len, round_))
         base = speeds["experts stay"]
         for name, engine in engines.items():
             load = engine.stats().experts

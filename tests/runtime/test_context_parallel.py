@@ -40,8 +40,7 @@ def test_runs_have_every_split_that_a_row_sees(
             assert run.first_split % ranks == 0, "its first split is of the first rank"
             assert run.num_splits <= ranks or run.num_splits % ranks == 0
     blocks = torch.arange(len(lens))[:, None]
-    memory = torch.empty(1, 2 * len(lens), dtype=torch.int32)
-    [(found, tables)] = share_rows([runs], lens, [blocks], torch.tensor(totals), memory)
+    [(found, tables)] = share_rows([runs], lens, [blocks], torch.tensor(totals))
     for run, of_run in zip(found, tables, strict=True):
         starts = of_run.starts.tolist()
         assert starts[0] == 0

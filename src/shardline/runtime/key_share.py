@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.attention import cached_token_bytes
 from shardline.models.kv_groups import SPLIT_TOKENS
 
+_MAX_PLANS = 256
+"""Plans that are kept: those of decode steps rarely change."""
 _ROWS_PER_EXCHANGE = 16
 """An exchange takes about as long as to send so many rows' results for a split."""
 
@@ -75,10 +79,26 @@ class KeyShare(NamedTuple):
     def plan_rows(self, query_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[SharedRun, ...]:
         """How the sequences of a step attend in the layers of a KV group: consecutive ones together, if that is
         faster."""
+        window, most = self.groups[group]
+        ends = tuple([-(-length // SPLIT_TOKENS) for length in context_lens])
+        if window is None:
+            return self._plan(tuple(query_lens), (0,) * len(ends), ends, most)
+        unseen = [length - count - window + 1 for count, length in zip(query_lens, context_lens, strict=True)]
+        return self._plan(tuple(query_lens), tuple([max(0, keys) // SPLIT_TOKENS for keys in unseen]), ends, most)
+
+    @functools.lru_cache(maxsize=_MAX_PLANS)  # noqa: B019 - a rank has one of these objects
+    def _plan(
+        self, query_lens: tuple[int, ...], firsts: tuple[int, ...], ends: tuple[int, ...], most_queries: int
+    ) -> tuple[SharedRun, ...]:
+        """`plan_rows`, for the first split that each sequence sees and the one behind its last."""
         runs: list[SharedRun] = []
         row = 0
-        for index, (num_rows, length) in enumerate(zip(query_lens, context_lens, strict=True)):
-            run = self._run_of(index, row, num_rows, length, self.groups[group])
+        for index, (num_rows, first, end) in enumerate(zip(query_lens, firsts, ends, strict=True)):
+            brings_keys = num_rows > most_queries
+            if not brings_keys:
+                first -= first % self.num_ranks  # so that the first split is of the first rank
+            num_splits = self._round(end - first)
+            run = SharedRun(index, index + 1, row, row + num_rows, first, num_splits, brings_keys)
             joined = self._join(runs[-1], run) if runs else None
             if joined is not None:
                 runs[-1] = joined
@@ -86,15 +106,6 @@ class KeyShare(NamedTuple):
                 runs.append(run)
             row += num_rows
         return tuple(runs)
-
-    def _run_of(self, sequence: int, row: int, num_rows: int, length: int, group: SharedGroup) -> SharedRun:
-        first_key = 0 if group.window is None else max(0, length - num_rows - group.window + 1)
-        first = first_key // SPLIT_TOKENS
-        brings_keys = num_rows > group.most_queries
-        if not brings_keys:
-            first -= first % self.num_ranks  # so that the first split is of the first rank
-        num_splits = -(-length // SPLIT_TOKENS) - first
-        return SharedRun(sequence, sequence + 1, row, row + num_rows, first, self._round(num_splits), brings_keys)
 
     def _round(self, num_splits: int) -> int:
         """A few more splits, of which no row sees a key, so that there are fewer kinds of runs."""
@@ -142,11 +153,13 @@ def share_rows(
     query_lens: Sequence[int],
     block_tables: Sequence[Tensor],
     context_lens: Tensor,
-    memory: Tensor,
+    memory: Tensor | None = None,
 ) -> tuple[SharedRows, ...]:
     """The plan of each KV group with the tables of each run. Its query starts are written to `memory` [num_groups, at
     least twice the number of sequences] int32: those of run i begin at its first sequence's number + i."""
     shared = []
+    if memory is None:
+        memory = torch.empty(len(plan), 2 * len(query_lens), dtype=torch.int32)
     for runs, blocks, of_group in zip(plan, block_tables, memory, strict=True):
         tables = []
         for number, run in enumerate(runs):

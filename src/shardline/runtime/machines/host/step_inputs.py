@@ -14,7 +14,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStep
 from shardline.runtime.features.scores import scored_rows
-from shardline.runtime.key_share import KeyShare, SharedRows, SharedRun, share_rows
+from shardline.runtime.key_share import KeyShare, SharedRun, share_rows
 from shardline.runtime.machines.base import BlockTables, StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
@@ -91,7 +91,8 @@ class StepLayout:
         if self._share is not None:
             counts = [entry.num_samples for entry in steps if entry.num_samples]
             plan = self._plan_shared(self._share, counts, narrowed)
-            narrowed = dataclasses.replace(narrowed, shared=_in_own_memory(plan, counts, narrowed))
+            shared = share_rows(plan, counts, narrowed.block_tables, narrowed.context_lens)
+            narrowed = dataclasses.replace(narrowed, shared=shared)
         return dataclasses.replace(step, rows=dataclasses.replace(rows, narrowed=narrowed))
 
     def _shared(self, step: StepInput, share: KeyShare, lengths: Sequence[int]) -> StepInput:
@@ -104,11 +105,8 @@ class StepLayout:
             before, like, shared_step = self._last_shared
             if before is step and like == (lengths, plan):
                 return shared_step
-        shared = (
-            share_rows(plan, lengths, rows.block_tables, rows.context_lens, self._shared_memory)
-            if reuses
-            else _in_own_memory(plan, lengths, rows)
-        )
+        memory = self._shared_memory if reuses else None
+        shared = share_rows(plan, lengths, rows.block_tables, rows.context_lens, memory)
         narrowed = rows.narrowed and dataclasses.replace(rows.narrowed, shared=shared)
         travels = any(run.brings_keys for group in shared for run in group.runs)
         rows = dataclasses.replace(rows, shared=shared, narrowed=narrowed)
@@ -131,11 +129,6 @@ class StepLayout:
             block_tables=tuple(torch.zeros(num_seqs, num_blocks, dtype=torch.int32) for _ in groups),
             slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
         )
-
-
-def _in_own_memory(plan: Sequence[tuple[SharedRun, ...]], lengths: Sequence[int], rows: Rows) -> tuple[SharedRows, ...]:
-    memory = torch.empty(len(plan), 2 * len(lengths), dtype=torch.int32)
-    return share_rows(plan, lengths, rows.block_tables, rows.context_lens, memory)
 
 
 def _decode_step(
