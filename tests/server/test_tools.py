@@ -265,6 +265,8 @@ def test_an_unmarked_answer_is_reasoning_unless_that_is_forbidden_or_a_form_is_r
             assert (message["reasoning"], message["content"]) == expected, fields
             counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
             assert (counted > 0) is is_reasoning, fields
+        response = http.post("/v1/responses", json={"input": "Hi"}).json()
+        assert [item["type"] for item in response["output"]] == ["message"], "clients of blocks read the message"
 
 
 @pytest.mark.parametrize(

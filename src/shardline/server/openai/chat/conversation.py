@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -97,14 +97,6 @@ class EncodedChat:
     """None: the answer may not call tools."""
     embeds: PromptEmbeds | None = None
     """Rows in place of some tokens; None: there are none."""
-    may_reason: bool = True
-    """Whether the variables of the chat template allow reasoning."""
-
-
-def allows_reasoning(variables: Mapping[str, Any]) -> bool:
-    """Whether the variables of a chat template allow reasoning: none of those that switch it is set, or one is true."""
-    switches = [variables[name] for name in ("enable_thinking", "thinking") if variables.get(name) is not None]
-    return not switches or any(switches)
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -188,11 +180,10 @@ class ConversationFields(RequestModel):
         messages, rows = await _take_embeds(service, messages, param)
         tool_use = self.choose_tools(service)
         offered = [] if self.tool_choice == "none" else self.tools or []
-        variables = {**service.config.template_variables, **self.template_variables}
         chat = Conversation(
             await _for_template(messages),
             [tool.for_template() for tool in offered] or None,
-            variables,
+            {**service.config.template_variables, **self.template_variables},
             self.add_generation_prompt is not False,
             bool(self.continue_final_message),
             add_special_tokens,
@@ -202,9 +193,9 @@ class ConversationFields(RequestModel):
         limit = service.llm.model.max_model_len if max_tokens is None else max_tokens
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
         if not rows:
-            return EncodedChat(text, ids, tool_use, may_reason=allows_reasoning(variables))
+            return EncodedChat(text, ids, tool_use)
         filled, embeds = join_parts([list(rows.values())[-1 - one] if one < 0 else [one] for one in ids])
-        return EncodedChat(text, filled, tool_use, embeds, allows_reasoning(variables))
+        return EncodedChat(text, filled, tool_use, embeds)
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
         """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_grammar import make_answer_grammar
-from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages, allows_reasoning
+from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
 from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
 from shardline.server.service import Service
@@ -142,6 +143,7 @@ async def prepare_answer(
     reasoning: type[ReasoningParser] | None,
     with_reasoning: bool = True,
     max_reasoning_tokens: int | None = None,
+    may_reason: bool = False,
     requested_form: dict[str, Any] | None = None,
     param: str = "messages",
     format_param: str = "response_format",
@@ -150,6 +152,7 @@ async def prepare_answer(
 
     `reasoning`: how reasoning before the answer is read; None: there is none. `with_reasoning`: whether the client sees
     it; if not, an answer whose form is required begins with that form. `max_reasoning_tokens`: None: any number.
+    `may_reason`: whether an answer that has no required form may begin with reasoning without a mark.
     `requested_form`: `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have
     the messages and `response_format`.
 
@@ -162,7 +165,7 @@ async def prepare_answer(
         reasoning = None
     if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
         max_reasoning_tokens = None  # the answer ends before, and needs no grammar
-    is_free = chat.may_reason and not must_fit and max_reasoning_tokens is None
+    is_free = may_reason and not must_fit and max_reasoning_tokens is None
     answer_format = AnswerFormat(
         service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens, is_free
     )
@@ -224,9 +227,16 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         max_reasoning_tokens=None
         if body.thinking_token_budget is None
         else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
+        may_reason=_allows_reasoning({**service.config.template_variables, **body.template_variables}),
         requested_form=body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )
+
+
+def _allows_reasoning(variables: Mapping[str, Any]) -> bool:
+    """Whether the variables of a chat template allow reasoning: none of those that switch it is set, or one is true."""
+    switches = [variables[name] for name in ("enable_thinking", "thinking") if variables.get(name) is not None]
+    return not switches or any(switches)
 
 
 async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
@@ -238,5 +248,4 @@ async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
         return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
     if len(ids) > service.llm.model.max_model_len:
         return EncodedChat("", ids, None)  # the request is refused below
-    may_reason = allows_reasoning({**service.config.template_variables, **body.template_variables})
-    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service), may_reason=may_reason)
+    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service))
