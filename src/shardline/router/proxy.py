@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
@@ -27,11 +26,10 @@ from shardline.router.queue import Queue
 from shardline.router.rendering import rendered_tokens
 from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
-from shardline.server.anthropic import errors as anthropic_errors
-from shardline.server.cohere import errors as cohere_errors
+from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+from shardline.server.sse import STREAM_ERROR
 
 _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
@@ -146,7 +144,7 @@ class Proxy:
             else:
                 await self._look_up(job, scope, send)
         except ApiError as error:
-            await _error_answer(error, scope["path"])(scope, receive, send)
+            await error_answer(error, scope["path"])(scope, receive, send)
 
     def _make_job(self, scope: Scope, body: bytes) -> Job:
         headers, explains, session = [], False, ""
@@ -435,13 +433,6 @@ def _seconds(retry_after: bytes) -> float | None:
     return float(text) if text.isdecimal() and len(text) < 6 else None
 
 
-def _error_answer(error: ApiError, path: str) -> Response:
-    """An error in the shape of its endpoint."""
-    if path.startswith("/v1/messages"):
-        return anthropic_errors.error_answer(error)
-    return cohere_errors.error_answer(error) if path == cohere_errors.PATH else error.response()
-
-
 def _end_of_cut(job: Job, refusals: list[Refusal], path: str) -> bytes:
     """The end of a stream that cannot go on, in the shape of its endpoint."""
     why = ""
@@ -453,12 +444,4 @@ def _end_of_cut(job: Job, refusals: list[Refusal], path: str) -> bytes:
     first = refusals[0]
     message = f"The backend {first.backend.url} failed in the middle of the answer: {first.problem}.{why}"
     error = ApiError(502, message, type=SERVER_ERROR, code="backend_failed")
-    if path == "/v1/messages":
-        return anthropic_errors.error_event(error)
-    if path == cohere_errors.PATH:
-        return cohere_errors.error_event(error) + DONE_EVENT
-    if path == "/v1/responses":
-        number = 0 if job.transcript.so_far is None else job.transcript.so_far.num_events
-        fields = {"type": "error", "code": error.code, "message": message, "param": None, "sequence_number": number}
-        return b"event: error\n" + make_event(msgspec.json.encode(fields))
-    return make_event(error.body) + DONE_EVENT
+    return error_end(error, path, 0 if job.transcript.so_far is None else job.transcript.so_far.num_events)
