@@ -138,7 +138,10 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         try:
-            job = self._make_job(scope, await _read_body(receive))
+            body = await _read_body(receive)
+            if body is None:
+                return  # the client has left
+            job = self._make_job(scope, body)
             if scope["method"] == "POST":
                 await self._generate(job, scope, send)
             else:
@@ -227,7 +230,8 @@ class Proxy:
             if refusal is None:
                 return
             refusals.append(refusal)
-        await self._refuse(job, refusals, scope, send)
+        unknown = [refusal for refusal in refusals if refusal.status != HTTPStatus.NOT_FOUND]
+        await self._refuse(job, unknown or refusals, scope, send)  # who has not answered may have it
 
     async def _try(
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
@@ -415,10 +419,12 @@ class Proxy:
         )
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes | None:
     parts = []
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
