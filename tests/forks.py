@@ -58,7 +58,8 @@ _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 _MAX_BYTES = 1 << 17
 _MAX_FDS = 200
-_SECONDS = 30.0
+_SECONDS = 120.0
+"""For a fork, on a busy machine."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -123,7 +124,11 @@ def start_process(
     ours.settimeout(_SECONDS)
     with theirs:
         socket.send_fds(requests, [msgspec.msgpack.encode(request)], [theirs.fileno(), *output, *pass_fds])
-    answer, fds, _, _ = socket.recv_fds(ours, 4, 1)
+    try:
+        answer, fds, _, _ = socket.recv_fds(ours, 4, 1)
+    except OSError:
+        ours.close()
+        raise
     return ForkedProcess(int.from_bytes(answer, "little"), fds[0], ours)
 
 

@@ -90,7 +90,7 @@ class Site:
 
     def restart(self, index: int) -> None:
         """Start a server that has ended."""
-        self.servers[index].wait(30.0)
+        self.servers[index].wait(120.0)
         self.servers[index] = self._start_server(self.ports[index])
 
     def states(self) -> list[str]:
@@ -132,7 +132,7 @@ class Site:
         for process in (*self.servers, self.router):
             if process.poll() is None:
                 process.kill()
-            process.wait(30.0)
+            process.wait(120.0)
 
 
 def free_port() -> int:
@@ -222,11 +222,11 @@ def test_a_rollout_under_load_has_no_error(
             site.servers[index].send_signal(signal.SIGTERM)
             site.restart(index)
             (tmp_path / f"done-{port}").touch()
-        assert rollout.wait(90.0) == 0
+        assert rollout.wait(120.0) == 0
     finally:
         is_over.set()
         rollout.kill()
-        rollout.wait(30.0)
+        rollout.wait(120.0)
         for thread in threads:
             thread.join(120.0)
     assert site.states() == ["ready"] * SERVERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 
@@ -36,6 +37,23 @@ async def cut(call: Call) -> None:
 
 async def babble(call: Call) -> None:
     await call.send(b"this is not HTTP\r\n\r\n")
+
+
+async def no_status(call: Call) -> None:
+    await call.answer(600, {})
+
+
+async def endless_headers(call: Call) -> None:
+    await call.send(b"HTTP/1.1 200 OK\r\nx: ")
+    while True:
+        await call.send(b"x" * 65536)
+
+
+async def drip(call: Call) -> None:
+    await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500000\r\n\r\n{")
+    while True:
+        await call.send(b" ")
+        await asyncio.sleep(0.01)
 
 
 async def half_an_answer(call: Call) -> None:
@@ -110,7 +128,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-@pytest.mark.parametrize("behave", [fail, cut, babble, half_an_answer, no_token, full])
+@pytest.mark.parametrize("behave", [fail, cut, babble, endless_headers, half_an_answer, no_token, full])
 def test_what_fails_before_the_first_token_is_given_to_another(site: Site, behave) -> None:
     bad, good = site.add_backend(behave), site.add_backend()
     site.start_router(policy="round_robin")
@@ -120,8 +138,15 @@ def test_what_fails_before_the_first_token_is_given_to_another(site: Site, behav
     assert len(good.calls) == 4
 
 
-def test_a_silent_backend_is_left_after_its_time(site: Site) -> None:
-    site.add_backend(silent)
+def test_a_status_that_http_does_not_have_is_a_failure(site: Site) -> None:
+    site.add_backend(no_status)
+    site.start_router()
+    assert site.ask().status_code == 502
+
+
+@pytest.mark.parametrize("behave", [silent, drip])
+def test_a_silent_backend_is_left_after_its_time(site: Site, behave: Behaviour) -> None:
+    site.add_backend(behave)
     site.add_backend()
     site.start_router(policy="round_robin", answer_timeout=0.3)
     assert site.ask().status_code == 200
@@ -273,13 +298,26 @@ def test_a_client_that_leaves_frees_its_backend(site: Site) -> None:
 
     streaming, waiting = site.add_backend(stream_on), site.add_backend(silent)
     site.start_router(policy="round_robin")
-    with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
-        next(answer.iter_lines())
-    site.wait_for(lambda: streaming.left == 1)
+    for method in ("GET", "POST"):
+        streaming.left = 0
+        with site.client.stream(method, "/v1/completions", json={"model": "m", "stream": True}) as answer:
+            next(answer.iter_lines())
+        site.wait_for(lambda: streaming.left == 1)
     with pytest.raises(httpx.ReadTimeout):
         site.client.post("/v1/completions", json={"model": "m"}, timeout=0.2)
     site.wait_for(lambda: waiting.left == 1)
     site.wait_for(lambda: all(backend.num_requests == 0 for backend in site.fleet.backends))
+
+
+def test_half_a_body_is_no_request(site: Site) -> None:
+    backend = site.add_backend()
+    site.start_router()
+    url = site.client.base_url
+    for _ in range(3):
+        with socket.create_connection((url.host, url.port or 80)) as client:
+            client.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{"prompt": "half')
+        assert site.ask("whole").status_code == 200
+    assert [call.fields["prompt"] for call in backend.calls] == ["whole"] * 3
 
 
 def test_a_slow_client_holds_little(site: Site) -> None:
@@ -495,8 +533,33 @@ def test_what_one_backend_keeps_is_found(site: Site) -> None:
     site.add_backend(here)
     site.start_router()
     assert site.client.get("/v1/responses/resp_1").json() == {"id": "resp_1"}
-    site.backends[1].behave = not_here
-    assert site.client.get("/v1/responses/resp_1").status_code == 404
+    for behave, status in ((fail, 500), (cut, 502), (not_here, 404)):
+        site.backends[1].behave = behave
+        assert site.client.get("/v1/responses/resp_1").status_code == status, "who does not answer may have it"
+
+
+def test_an_answer_to_no_question_is_nobody_s(site: Site) -> None:
+    async def answer_twice(call: Call) -> None:
+        await say_name(call)
+        await call.answer(200, {"prompt": "for nobody"})
+
+    site.add_backend(answer_twice)
+    site.start_router()
+    for number in range(20):
+        assert site.ask(f"{number}").json()["prompt"] == f"{number}"
+
+
+def test_metrics_forget_backends_that_are_gone(site: Site) -> None:
+    gone = site.add_backend().url
+    site.start_router()
+    assert site.ask().status_code == 200
+    assert f'requests_total{{backend="{gone}",outcome="ok"}} 1.0' in site.client.get("/metrics").text
+    site.run(_remove(site, gone))
+    assert gone not in site.client.get("/metrics").text
+
+
+async def _remove(site: Site, url: str) -> None:
+    site.fleet.remove(url)
 
 
 def test_kept_connections_that_a_backend_closes_cost_no_request(site: Site) -> None:

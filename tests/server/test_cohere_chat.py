@@ -204,6 +204,12 @@ def test_errors_have_the_shape_of_cohere(http: httpx.Client, change: dict[str, A
     assert part in answer.json()["message"]
 
 
+def test_errors_outside_the_handlers_have_the_shape_of_cohere(http: httpx.Client) -> None:
+    for answer, status in ((http.get(PATH), 405), (http.get(PATH + "/nothing"), 404)):
+        assert (answer.status_code, answer.json().keys()) == (status, {"message"})
+    assert "error" in http.get("/cohere/v2/chats").json()
+
+
 def test_a_stream_that_fails_ends_with_an_error() -> None:
     with serve(engine_config=EngineConfig.from_options(on_failure="exit")) as running, running.http() as http:
         running.engine.paused = True

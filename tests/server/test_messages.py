@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from shardline.config.server import ServerConfig
+from shardline.server.anthropic import routes
 from tests.server.conftest import Running, serve
 from tests.server.fake_engine import REPLY
 from tests.server.test_tools import TEMPLATE
@@ -155,6 +156,33 @@ def test_errors_have_anthropics_shape(
     error = answer.json()
     assert (error["type"], error["error"]["type"]) == ("error", kind)
     assert part in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "kind"),
+    [
+        ("GET", "/v1/messages", b"", 405, "api_error"),
+        ("GET", "/v1/messages/nothing", b"", 404, "not_found_error"),
+        ("POST", "/v1/messages", b"x" * 2001, 413, "request_too_large"),
+        ("POST", "/v1/messages", b"", 401, "authentication_error"),
+        ("POST", "/v1/messages/count_tokens", b"{}", 500, "api_error"),
+    ],
+)
+def test_errors_outside_the_handlers_have_anthropics_shape(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, content: bytes, status: int, kind: str
+) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(routes, "_encode", crash)
+    config = ServerConfig(port=0, api_key=("secret",), max_request_bytes=2000)
+    with serve(config) as running, running.http() as http:
+        key = {} if status == 401 else {"x-api-key": "secret"}
+        body = b'{"messages": [{"role": "user", "content": "Hi"}]}' if status == 500 else content
+        answer = http.request(method, path, content=body, headers={"content-type": "application/json", **key})
+    assert answer.status_code == status, answer.text
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
 
 
 def test_takes_the_key_in_anthropics_header() -> None:

@@ -27,7 +27,6 @@ from shardline.server.middleware import (
     AuthMiddleware,
     BodyLimitMiddleware,
     InFlight,
-    InFlightMiddleware,
     SlashMiddleware,
     cors,
 )
@@ -94,13 +93,15 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
     ]
     own = Starlette(routes=routes, exception_handlers={ApiError: answer_error})
     own.router.redirect_slashes = False
-    proxied = InFlightMiddleware(proxy, in_flight)
     own_paths = frozenset(route.path for route in routes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         """The framework looks at one route after another: only what is not proxied pays for that."""
         is_own = scope["type"] != "http" or scope["path"] in own_paths or scope["path"].startswith("/router/")
-        await (own if is_own else proxied)(scope, receive, send)
+        if is_own:
+            await own(scope, receive, send)
+        else:
+            await in_flight.run(proxy, scope, receive, send)
 
     outermost: ASGIApp = app
     for middleware in reversed(_middleware(server, keys)):

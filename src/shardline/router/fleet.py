@@ -210,8 +210,11 @@ class Fleet:
             ReplicaLoad(one.num_requests, one.num_bytes, one.number, most, pending_chunks=one.pending_chunks)
             for one in candidates
         ]
-        entries = (entry for backend in candidates for entry in backend.model_entries)
-        is_adapter = any(entry["id"] == prompt.model and entry.get("parent") for entry in entries)
+        is_adapter = prompt.token_ids is not None and any(
+            entry["id"] == prompt.model and entry.get("parent")
+            for backend in candidates
+            for entry in backend.model_entries
+        )
         decision = self._router.decide(
             prompt.text if prompt.token_ids is None else prompt.token_ids,
             prompt.salt,

@@ -21,10 +21,12 @@ from shardline.server.errors import interrupted
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import (
     StopSignals,
+    bound_heap,
     make_http_server,
     open_listener,
     reload_handled,
     run_event_loop,
+    tune_interpreter,
     url_of,
 )
 from shardline.server.middleware import InFlight
@@ -41,6 +43,7 @@ def run_router(config: RouterConfig, server_config: ServerConfig) -> int:
     """
     configure_logging()
     raise_file_limit()
+    bound_heap()
     check_tls(server_config)
     fleet = Fleet(config)
     with contextlib.closing(open_listener(server_config)) as listener:
@@ -64,6 +67,7 @@ async def _serve(fleet: Fleet, config: RouterConfig, server_config: ServerConfig
                 len(fleet.backends),
                 url_of(listener, server_config),
             )
+            tune_interpreter()
             await stop.first.wait()
             emptied = asyncio.create_task(in_flight.wait_empty(server_config.shutdown_timeout))
             hurried = asyncio.create_task(stop.second.wait())

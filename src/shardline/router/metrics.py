@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 
@@ -11,6 +12,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from shardline.router.fleet import Fleet
 
+_OUTCOMES = ("ok", "refused", "busy", "failed", "cut", "left")
+_CHUNKS = ("all", "expected", "found")
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
@@ -18,6 +21,9 @@ class RouterMetrics:
     """Counters of what became of requests, and gauges of the backends."""
 
     def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._urls: set[str] = set()
+        """Of the backends that were there at the last scrape."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(_FleetCollector(fleet))
@@ -58,6 +64,13 @@ class RouterMetrics:
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """The body and the content type for a scrape with this Accept header."""
+        urls = {backend.url for backend in self._fleet.backends}
+        for gone in self._urls - urls:  # pods come and go, each with an address of its own
+            for counter, kinds in ((self.outcomes, _OUTCOMES), (self.chunks, _CHUNKS)):
+                for kind in kinds:
+                    with contextlib.suppress(KeyError):
+                        counter.remove(gone, kind)
+        self._urls = urls
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
@@ -27,11 +26,10 @@ from shardline.router.queue import Queue
 from shardline.router.rendering import rendered_tokens
 from shardline.router.transcript import Transcript
 from shardline.router.upstream import Answer, Header, UpstreamError
-from shardline.server.anthropic import errors as anthropic_errors
-from shardline.server.cohere import errors as cohere_errors
+from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+from shardline.server.sse import STREAM_ERROR
 
 _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
@@ -140,13 +138,16 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         try:
-            job = self._make_job(scope, await _read_body(receive))
+            body = await _read_body(receive)
+            if body is None:
+                return  # the client has left
+            job = self._make_job(scope, body)
             if scope["method"] == "POST":
                 await self._generate(job, scope, send)
             else:
                 await self._look_up(job, scope, send)
         except ApiError as error:
-            await _error_answer(error, scope["path"])(scope, receive, send)
+            await error_answer(error, scope["path"])(scope, receive, send)
 
     def _make_job(self, scope: Scope, body: bytes) -> Job:
         headers, explains, session = [], False, ""
@@ -229,7 +230,8 @@ class Proxy:
             if refusal is None:
                 return
             refusals.append(refusal)
-        await self._refuse(job, refusals, scope, send)
+        unknown = [refusal for refusal in refusals if refusal.status != HTTPStatus.NOT_FOUND]
+        await self._refuse(job, unknown or refusals, scope, send)  # who has not answered may have it
 
     async def _try(
         self, backend: Backend, job: Job, scope: Scope, send: Send, number: int, *, passes_on_404: bool = True
@@ -417,10 +419,12 @@ class Proxy:
         )
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes | None:
     parts = []
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -435,13 +439,6 @@ def _seconds(retry_after: bytes) -> float | None:
     return float(text) if text.isdecimal() and len(text) < 6 else None
 
 
-def _error_answer(error: ApiError, path: str) -> Response:
-    """An error in the shape of its endpoint."""
-    if path.startswith("/v1/messages"):
-        return anthropic_errors.error_answer(error)
-    return cohere_errors.error_answer(error) if path == cohere_errors.PATH else error.response()
-
-
 def _end_of_cut(job: Job, refusals: list[Refusal], path: str) -> bytes:
     """The end of a stream that cannot go on, in the shape of its endpoint."""
     why = ""
@@ -453,12 +450,4 @@ def _end_of_cut(job: Job, refusals: list[Refusal], path: str) -> bytes:
     first = refusals[0]
     message = f"The backend {first.backend.url} failed in the middle of the answer: {first.problem}.{why}"
     error = ApiError(502, message, type=SERVER_ERROR, code="backend_failed")
-    if path == "/v1/messages":
-        return anthropic_errors.error_event(error)
-    if path == cohere_errors.PATH:
-        return cohere_errors.error_event(error) + DONE_EVENT
-    if path == "/v1/responses":
-        number = 0 if job.transcript.so_far is None else job.transcript.so_far.num_events
-        fields = {"type": "error", "code": error.code, "message": message, "param": None, "sequence_number": number}
-        return b"event: error\n" + make_event(msgspec.json.encode(fields))
-    return make_event(error.body) + DONE_EVENT
+    return error_end(error, path, 0 if job.transcript.so_far is None else job.transcript.so_far.num_events)

@@ -18,6 +18,8 @@ _PAUSE_BYTES = 256 << 10
 """Bytes of an answer that wait for the client before the backend is read no further."""
 _MAX_IDLE = 64
 """Connections that are kept without a request."""
+_HEADER_BYTES = 64 << 10
+"""Of an answer's headers, and of what comes between two parts of its body."""
 
 
 class UpstreamError(Exception):
@@ -52,11 +54,19 @@ class Answer:
         return await self._connection.read(timeout)
 
     async def read_all(self, timeout: float, limit: int) -> bytes:
-        """The whole body, or what is more than `limit` bytes of it."""
+        """The whole body, or what is more than `limit` bytes of it.
+
+        Raises:
+            UpstreamError: see `read`; or it has not come after `timeout` seconds, drop by drop.
+        """
         parts, size = [], 0
-        while size <= limit and (part := await self.read(timeout)):
-            parts.append(part)
-            size += len(part)
+        try:
+            async with asyncio.timeout(timeout):
+                while size <= limit and (part := await self.read(timeout)):
+                    parts.append(part)
+                    size += len(part)
+        except TimeoutError:
+            raise UpstreamError(f"its answer was not whole after {timeout:g} s") from None
         return b"".join(parts)
 
     def close(self) -> None:
@@ -183,6 +193,8 @@ class _Connection(asyncio.Protocol):
         self._has_head = self._is_whole = self._may_stay_open = False
         self._is_fresh = True
         """Nothing of the answer has come."""
+        self._num_idle_bytes = 0
+        """Those that have come since a head, or a part of a body."""
         self._problem = ""
 
     # What the transport calls.
@@ -192,10 +204,14 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._is_fresh = False
+        self._num_idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._problem = "what it sends is not HTTP"
+        if self._num_idle_bytes > _HEADER_BYTES:
+            self._problem = f"its headers are larger than {_HEADER_BYTES} bytes"
+        if self._problem:
             self._transport.abort()
         self._wake()
 
@@ -211,14 +227,21 @@ class _Connection(asyncio.Protocol):
 
     # What the parser calls.
 
+    def on_message_begin(self) -> None:
+        if self._is_whole:
+            raise ValueError("an answer to no question")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
+        if not 100 <= self.status < 600:
+            raise ValueError("no status of HTTP")
         if self.status < 200:
             self.headers = []
             return
+        self._num_idle_bytes = 0
         self._has_head = True
         names = {name for name, _ in self.headers}
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
@@ -227,6 +250,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
+        self._num_idle_bytes = 0
         self._size += len(body)
         if self._size > _PAUSE_BYTES and not self._is_paused:
             self._is_paused = True
@@ -298,7 +322,7 @@ class _Connection(asyncio.Protocol):
     @property
     def _is_reusable(self) -> bool:
         is_read = self._is_whole and self._has_body and not self._parts
-        return is_read and not self.is_lost and self._may_stay_open
+        return is_read and not self.is_lost and self._may_stay_open and not self._problem
 
     def close(self) -> None:
         """Cut the connection."""

@@ -20,6 +20,7 @@ from shardline.server.anthropic.routes import message_routes
 from shardline.server.chat_setup import check_chat_config
 from shardline.server.cohere.routes import cohere_chat_routes
 from shardline.server.documentation import documentation_routes
+from shardline.server.error_shapes import error_answer
 from shardline.server.errors import ApiError, bad_request, explain_validation, internal_error
 from shardline.server.invocations import Invocations
 from shardline.server.keys import ApiKeys
@@ -31,6 +32,7 @@ from shardline.server.middleware import (
     LoadReportMiddleware,
     SlashMiddleware,
     cors,
+    route_path,
 )
 from shardline.server.observer import RequestObserver
 from shardline.server.openai.adapters import adapter_routes
@@ -162,7 +164,7 @@ def _middleware(service: Service) -> list[Middleware]:
 
 
 def _install_error_handlers(app: FastAPI) -> None:
-    """Answer every error, also the framework's own, in OpenAI's shape."""
+    """Answer every error, also the framework's own, in the shape of its endpoint."""
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -172,28 +174,28 @@ def _install_error_handlers(app: FastAPI) -> None:
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return _shaped(request, error)
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return explain_validation(error.errors(), error.body).response()
+    return _shaped(request, explain_validation(error.errors(), error.body))
 
 
 async def _answer_tokenizer_error(request: Request, error: Exception) -> Response:
-    return bad_request(str(error)).response()
+    return _shaped(request, bad_request(str(error)))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 404:
-        return ApiError(404, f"Invalid URL ({request.method} {path})", code="unknown_url").response()
+        return _shaped(request, ApiError(404, f"Invalid URL ({request.method} {path})", code="unknown_url"))
     if error.status_code == 405:
         answer = ApiError(405, f"Not allowed to {request.method} on {path}.", code="method_not_allowed")
         answer.headers = {"Allow": ", ".join(_methods_of(request))}
-        return answer.response()
-    return ApiError(error.status_code, str(error.detail)).response()
+        return _shaped(request, answer)
+    return _shaped(request, ApiError(error.status_code, str(error.detail)))
 
 
 def _methods_of(request: Request) -> list[str]:
@@ -207,4 +209,8 @@ def _methods_of(request: Request) -> list[str]:
 
 async def _answer_crash(request: Request, error: Exception) -> Response:
     # After this answer, the framework logs the traceback and raises the error again.
-    return internal_error().response()
+    return _shaped(request, internal_error())
+
+
+def _shaped(request: Request, error: ApiError) -> Response:
+    return error_answer(error, route_path(request.scope))

@@ -230,7 +230,7 @@ async def _serve_until_stopped(
         if error is not None:
             raise error
         _log_startup(llm, service, listener, time.monotonic() - started)
-        _tune_interpreter()
+        tune_interpreter()
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
@@ -240,7 +240,7 @@ async def _serve_until_stopped(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _tune_interpreter() -> None:
+def tune_interpreter() -> None:
     """Let collections look at new objects only, and seldom: what lives now lives on, and requests leave few cycles.
     Otherwise they take a sixth of the time in which streams are written.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shardline.api.requests import request_owner
 from shardline.config.server import ServerConfig
 from shardline.messages.stats import EngineStats
+from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.keys import ADMIN_PREFIXES, PAGE_PREFIX, ApiKeys, owner_of
-from shardline.server.sse import DONE_EVENT, STREAM_ERROR, make_event
+from shardline.server.sse import STREAM_ERROR
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -92,7 +93,7 @@ class AccessMiddleware:
         request_id = Headers(scope=scope).get("x-request-id", "")
         names = self._names_all or bool(request_id)
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+            request_id = os.urandom(16).hex()
         scope[REQUEST_ID] = request_id
         status = 0
         complete = False
@@ -123,7 +124,7 @@ class AccessMiddleware:
             access_logger.exception("request %s failed", request_id)
             if status:
                 raise
-            await internal_error().response()(scope, receive, send_with_id)
+            await error_answer(internal_error(), route_path(scope))(scope, receive, send_with_id)
         finally:
             ending = scope.get(STREAM_ERROR, "" if complete or not status else "disconnected")
             self._record(scope, status, time.perf_counter() - start, request_id, ending)
@@ -167,7 +168,7 @@ class AuthMiddleware:
             request_owner.set(owner_of(key) if key else "")
             error = self._check(route_path(scope), key)
             if error is not None:
-                await error.response()(scope, receive, send)
+                await error_answer(error, route_path(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -216,7 +217,7 @@ class BodyLimitMiddleware:
             return
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
-            await self._too_large().response()(scope, receive, send)
+            await error_answer(self._too_large(), route_path(scope))(scope, receive, send)
             return
         received = 0
 
@@ -371,7 +372,7 @@ class Exchange:
                 raise
             if self._started:
                 scope[STREAM_ERROR] = self._error.code or "error"
-            await self._send_error(self._error)
+            await self._send_error(self._error, scope)
         finally:
             watcher.cancel()
 
@@ -413,9 +414,9 @@ class Exchange:
         if not self._ended:
             task.cancel()
 
-    async def _send_error(self, error: ApiError) -> None:
+    async def _send_error(self, error: ApiError, scope: Scope) -> None:
         if not self._started:
-            await error.response()({"type": "http"}, self.receive, self._send)
+            await error_answer(error, route_path(scope))({"type": "http"}, self.receive, self._send)
         elif self._streaming and not self._ended:
-            last = make_event(error.body) + DONE_EVENT
+            last = error_end(error, route_path(scope))
             await self._send({"type": "http.response.body", "body": last, "more_body": False})

@@ -6,23 +6,17 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.anthropic.errors import error_answer, error_event
+from shardline.server.anthropic.errors import error_event
 from shardline.server.anthropic.request import MessagesRequest, PromptFields
 from shardline.server.anthropic.writer import MessageError, MessageObject, MessageWriter
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError
-from shardline.server.foreign_errors import ForeignRoute
+from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.conversation import EncodedChat
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
-
-
-class AnthropicRoute(ForeignRoute):
-    """A route whose errors have Anthropic's shape."""
-
-    answer_error = staticmethod(error_answer)
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -67,7 +61,7 @@ async def prepare_message(service: Service, body: MessagesRequest) -> PreparedCh
 
 def message_routes(service: Service) -> APIRouter:
     """The endpoints."""
-    router = APIRouter(route_class=AnthropicRoute)
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/messages", responses=json_answers(MessageObject, streams=True, error=MessageError))
     async def create_message(body: MessagesRequest) -> Response:

@@ -7,21 +7,15 @@ import asyncio
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.cohere.errors import PATH, error_answer, error_event
+from shardline.server.cohere.errors import PATH, error_event
 from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.cohere.writer import CohereChatResponse, CohereError, CohereWriter
 from shardline.server.documentation import json_answers
-from shardline.server.foreign_errors import ForeignRoute
+from shardline.server.json_body import StrictRoute
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
-
-
-class CohereRoute(ForeignRoute):
-    """A route whose errors have Cohere's shape."""
-
-    answer_error = staticmethod(error_answer)
 
 
 async def prepare_cohere_chat(service: Service, body: CohereChatRequest) -> PreparedChat:
@@ -49,7 +43,7 @@ async def prepare_cohere_chat(service: Service, body: CohereChatRequest) -> Prep
 
 def cohere_chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
-    router = APIRouter(route_class=CohereRoute)
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post(PATH, responses=json_answers(CohereChatResponse, streams=True, error=CohereError))
     async def create_cohere_chat(body: CohereChatRequest) -> Response:
