@@ -109,7 +109,7 @@ async def test_as_a_context_manager_with_arguments_of_vllm() -> None:
     async with shardline.AsyncLLM(EngineConfig(), connect=cluster, load_text=load_text) as llm:
         outputs = llm.generate(prompt="dog", sampling_params=SamplingParams(max_tokens=2), request_id="a")
         assert [output.finished async for output in outputs][-1]
-        with pytest.raises(ValueError, match="sampling_params must be SamplingParams, not {}"):
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
             await llm.generate("dog", {}).__anext__()  # type: ignore[arg-type]
     assert llm.state() == "dead"
     with pytest.raises(ValueError, match=r"AsyncLLM takes EngineConfig.from_options\(model=...\), not 'demo'"):

@@ -362,7 +362,7 @@ def test_a_fork_neither_hangs_nor_closes(monkeypatch: pytest.MonkeyPatch) -> Non
     with make(cluster) as llm:
         with monkeypatch.context() as patch:
             patch.setattr("os.getpid", lambda: -1)
-            with pytest.raises(EngineDead, match="this LLM is that of process .*; make one in each process"):
+            with pytest.raises(EngineDead, match="make one in each process"):
                 llm.generate("a", use_tqdm=False)
         assert llm.generate("c", use_tqdm=False)[0].outputs[0].finish_reason == "length"
         with monkeypatch.context() as patch:
