@@ -13,8 +13,12 @@ _PREFIXES: Mapping[str, str] = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    # Transformers saves a model without its lm_head so, as most models that embed are.
+    "embed_tokens.": "model.embed_tokens.",
+    "layers.": "model.layers.",
+    "norm.": "model.norm.",
 }
-"""Beginnings of a language model's keys in a wrapper's checkpoint, and in the language model's own checkpoint."""
+"""Beginnings of a language model's keys in other checkpoints, and in the language model's own checkpoint."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def language_model_key(key: str) -> str:
-    """The key that a tensor of a wrapper's language model has in a checkpoint of the language model alone.
+    """The key that a tensor of a wrapper's or a headless language model has in a checkpoint of the whole language model.
 
     Other keys are returned unchanged.
     """
