@@ -104,6 +104,19 @@ async def test_outputs_of_other_kinds() -> None:
 
 
 @on_loop
+async def test_as_a_context_manager_with_arguments_of_vllm() -> None:
+    cluster = FakeCluster()
+    async with shardline.AsyncLLM(EngineConfig(), connect=cluster, load_text=load_text) as llm:
+        outputs = llm.generate(prompt="dog", sampling_params=SamplingParams(max_tokens=2), request_id="a")
+        assert [output.finished async for output in outputs][-1]
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            await llm.generate("dog", {}).__anext__()  # type: ignore[arg-type]
+    assert llm.state() == "dead"
+    with pytest.raises(ValueError, match=r"AsyncLLM takes EngineConfig.from_options\(model=...\), not 'demo'"):
+        shardline.AsyncLLM("demo")  # type: ignore[arg-type]
+
+
+@on_loop
 async def test_what_is_known_once_ready() -> None:
     llm = shardline.AsyncLLM(
         EngineConfig.from_options(data_parallel_size=2), connect=FakeCluster(), load_text=load_text

@@ -357,6 +357,21 @@ def test_an_interrupt_aborts_and_leaves_the_engine_usable(monkeypatch: pytest.Mo
         assert llm.generate("c", use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
+def test_a_fork_neither_hangs_nor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: -1)
+            with pytest.raises(EngineDead, match="make one in each process"):
+                llm.generate("a", use_tqdm=False)
+        assert llm.generate("c", use_tqdm=False)[0].outputs[0].finish_reason == "length"
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: -1)
+            llm.close()
+        assert not cluster.clients[0].closed
+    assert cluster.clients[0].closed
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="unknown option 'tensor_parallel'; did you mean tensor_parallel_size"):
         LLM("demo", tensor_parallel=2)

@@ -12,8 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from shardline.checkpoints.checkpoint import Checkpoint
+from shardline.checkpoints.description import read_model
 from shardline.checkpoints.hub import resolve_model
 from shardline.checkpoints.lookup import decoder_spec
+from shardline.config.engine import ModelConfig
 from shardline.runtime.loader.weights import CheckpointWeights
 from tests.models.checkpoints import make_checkpoint, make_config, randomize, whole_tensors
 from tests.models.reference import forward
@@ -85,6 +87,23 @@ def test_kimi_is_deepseek_v3(tmp_path: Path) -> None:
         loaded.append(whole_tensors(CheckpointWeights(Checkpoint.open(folder), spec, torch.float32), spec))
     assert loaded[0].keys() == loaded[1].keys()
     assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items())
+
+
+def test_a_model_that_was_saved_without_its_head_embeds(tmp_path: Path) -> None:
+    """As most models that embed are: transformers' AutoModel writes no `model.` and no lm_head."""
+    plain = make_checkpoint("qwen3", tmp_path / "plain", tie_word_embeddings=False)
+    content = json.loads((plain / "config.json").read_text())
+    tensors = load_file(plain / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({key.removeprefix("model."): one for key, one in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    model = read_model(ModelConfig(model=str(tmp_path), runner="pooling"))
+    found = whole_tensors(CheckpointWeights(model.checkpoint, model.spec(), torch.float32), model.spec())  # type: ignore[arg-type]
+    spec = decoder_spec(content)
+    whole = whole_tensors(CheckpointWeights(Checkpoint.open(plain), spec, torch.float32), spec)
+    assert whole.keys() - found.keys() == {"lm_head.weight"}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    assert not read_model(ModelConfig(model=str(tmp_path))).spec().tied_embeddings, "no text is made without the head"
 
 
 def _rewrite(file: Path, *, older_keys: bool) -> None:

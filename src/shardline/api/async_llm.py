@@ -72,8 +72,9 @@ class ReadyModel:
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-    `grammars` writes and checks grammars. `dead_reason` says why the state is "dead".
-    """
+            `async with AsyncLLM(config) as llm` waits until it is ready, and closes it. `grammars` writes and checks
+        grammars. `dead_reason` says why the state is "dead".
+        """
 
     def __init__(
         self,
@@ -87,6 +88,8 @@ class AsyncLLM:
         Raises:
             ValueError: the configuration is invalid; nothing was started.
         """
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"AsyncLLM takes EngineConfig.from_options(model=...), not {config!r:.80}")
         self.config = config
         self.grammars = GrammarChecks()
         self.dead_reason = ""
@@ -105,7 +108,7 @@ class AsyncLLM:
             EngineDead: the engine is still starting.
         """
         if self._ready is None:
-            raise EngineDead("the engine is still starting")
+            raise EngineDead("the engine is still starting; await wait_ready()")
         return self._ready
 
     async def wait_ready(self) -> None:
@@ -143,6 +146,13 @@ class AsyncLLM:
             text.adapters,
         )
         self._inbox.open(loop)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.wait_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def wait_dead(self) -> None:
         """Wait until the state is "dead"."""
@@ -199,24 +209,26 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
-        *,
+        sampling_params: SamplingParams,
         request_id: str | None = None,
+        *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request.
 
-        `params.output_kind` says what each output has.
+        `sampling_params.output_kind` says what each output has.
         """
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {sampling_params!r:.80}")
         adapter = None
         if lora_request is not None:
             adapter = await asyncio.to_thread(self.model.adapters.read, lora_request.lora_path)
         stream = await self.submit(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
+            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
         )
-        kind, deltas = params.output_kind, Deltas()
+        kind, deltas = sampling_params.output_kind, Deltas()
         async with contextlib.aclosing(stream):
             async for output in stream:
                 if kind is RequestOutputKind.DELTA:

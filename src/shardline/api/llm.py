@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import queue
 import sys
 import threading
@@ -123,6 +124,7 @@ class LLM:
 
             sys.exit(run_node(config))
         self.config = config
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
@@ -237,6 +239,10 @@ class LLM:
     def _run_requests(
         self, requests: Sequence[PreparedRequest], use_tqdm: bool | MakeBar
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        if os.getpid() != self._process:
+            raise EngineDead(
+                f"this LLM is that of process {self._process}, not of a fork of it; make one in each process"
+            )
         with ProgressBar(len(requests), use_tqdm) as progress:
             return self._runner.run(requests, progress.count_request)
 
@@ -446,7 +452,7 @@ class LLM:
         """End the engine processes; may be called again, and from any thread. A batch that runs ends with an error."""
         self._closed = True
         replicas = getattr(self, "_replicas", None)
-        if replicas is not None:
+        if replicas is not None and self._process == os.getpid():  # a fork must not end what is its parent's
             replicas.close()
             self._events.put(None)
             self._grammars.close()

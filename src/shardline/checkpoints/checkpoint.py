@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from shardline.checkpoints.folder_files import not_itself, weight_files
 from shardline.checkpoints.lookup import family
-from shardline.checkpoints.wrapper import language_model_key
+from shardline.checkpoints.wrapper import language_model_key, whole_model_keys
 from shardline.models.parameters import expert_of, holds_whole_numbers, parameters, parse_name
 from shardline.models.parts import Shape
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -66,7 +66,7 @@ class Checkpoint:
                 if key in tensors:
                     raise ValueError(f"tensor {stored_key!r} is in {file} and in {tensors[key].file.name}")
                 tensors[key] = entry
-        return cls(folder, files, tensors)
+        return cls(folder, files, whole_model_keys(tensors))
 
     def has(self, key: str) -> bool:
         """Whether the checkpoint has a tensor `key`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _TEXT = "text_config"
 _FROM_WRAPPER = ("quantization_config", "compression_config", "dtype", "torch_dtype")
 """Keys that may be outside of the text model's section. The section's own value is used if it has one."""
@@ -15,6 +16,7 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.lm_head.": "lm_head.",
 }
 """Beginnings of a language model's keys in a wrapper's checkpoint, and in the language model's own checkpoint."""
+_HEADLESS = ("embed_tokens.", "layers.", "norm.")
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,3 +45,14 @@ def language_model_key(key: str) -> str:
         if key.startswith(prefix):
             return plain + key.removeprefix(prefix)
     return key
+
+
+def whole_model_keys(tensors: dict[str, T]) -> dict[str, T]:
+    """The tensors under the keys of a model with an lm_head, if they are those that transformers saves of one without.
+
+    Most models that embed are saved so. A head for drafts has such keys too, and `fc` besides.
+    """
+    is_headless = "embed_tokens.weight" in tensors and not any(key.startswith(("model.", "fc.")) for key in tensors)
+    if not is_headless:
+        return tensors
+    return {f"model.{key}" if key.startswith(_HEADLESS) else key: entry for key, entry in tensors.items()}

@@ -42,7 +42,8 @@ def _load_files(config: ServerConfig, context: ssl.SSLContext) -> None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
-            f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
+            f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}; "
+            "give a certificate and its private key, both in PEM form"
         ) from error
 
 
