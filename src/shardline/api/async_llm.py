@@ -72,9 +72,9 @@ class ReadyModel:
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-            `async with AsyncLLM(config) as llm` waits until it is ready, and closes it. `grammars` writes and checks
-        grammars. `dead_reason` says why the state is "dead".
-        """
+        `async with AsyncLLM(config) as llm` waits until it is ready, and closes it. `grammars` writes and checks
+    grammars. `dead_reason` says why the state is "dead".
+    """
 
     def __init__(
         self,
