@@ -37,14 +37,12 @@ def for_each(given: T | Sequence[T], count: int, name: str, *kinds: type) -> lis
     Raises:
         ValueError: it is given for another number of prompts, or is something else; the message calls it `name`.
     """
-    each: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    each: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if wrong := [one for one in each if not isinstance(one, kinds)]:
         raise ValueError(f"{name}: give one {kinds[0].__name__} for all prompts or one for each, not {wrong[0]!r:.80}")
-    if each is not given:
-        return [*each] * count
     if len(each) != count:
         raise ValueError(f"there are {count} prompts but {len(each)} {name}; give one for all, or one for each")
-    return [*each]
+    return each
 
 
 class BatchRunner:

@@ -228,7 +228,7 @@ def read_model(config: ModelConfig) -> ModelDescription:
     if not is_dummy:
         checkpoint = Checkpoint.open(files.folder) if files.gguf is None else GGUFCheckpoint.open(files.gguf)
         has_head = files.gguf is not None or any(key.startswith("lm_head.") for key in checkpoint.tensors)
-        if config.runner == "pooling" and not has_head:
+        if config.embeds and not has_head:
             # No token is computed, and a tied head needs no weights of its own.
             files = dataclasses.replace(files, config={**files.config, "tie_word_embeddings": True})
     stored = read_stored(HFConfig(text_config(files.config)))

@@ -149,6 +149,11 @@ class ModelConfig:
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
 
     @property
+    def embeds(self) -> bool:
+        """See `EngineConfig.embeds`."""
+        return self.runner == "pooling"
+
+    @property
     def hub_access(self) -> HubAccess:
         """How the hub is asked."""
         return HubAccess(self.hf_token or None, self.download_dir)
@@ -339,7 +344,7 @@ class EngineConfig:
     @property
     def embeds(self) -> bool:
         """Whether prompts get a vector instead of a continuation."""
-        return self.model.runner == "pooling"
+        return self.model.embeds
 
     @property
     def max_running(self) -> int:
