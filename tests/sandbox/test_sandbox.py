@@ -83,7 +83,7 @@ def test_a_job_that_exceeds_a_limit_costs_its_worker_only(sandbox, job, limit):
     with contextlib.closing(sandbox.fork()) as other, contextlib.closing(sandbox.fork()) as worker:
         assert ask(other, "a") == "hello a"
         with pytest.raises(WorkerEnded) as ended:
-            ask(worker, job, 0.2)
+            ask(worker, job, 0.2 if limit is Limit.TIME else 20.0)
         assert ended.value.limit is limit
         assert ask(other, "b") == "hello b"
 

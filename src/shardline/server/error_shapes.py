@@ -11,12 +11,16 @@ from shardline.server.cohere import errors as cohere
 from shardline.server.sse import DONE_EVENT, make_event
 
 
+_RENDER = "/render"
+"""The endpoints that show prompts are vLLM's, so their errors have OpenAI's shape."""
+
+
 def _is_anthropic(path: str) -> bool:
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    return path == "/v1/messages" or (path.startswith("/v1/messages/") and not path.endswith(_RENDER))
 
 
 def _is_cohere(path: str) -> bool:
-    return path == cohere.PATH or path.startswith(cohere.PATH + "/")
+    return path == cohere.PATH or (path.startswith(cohere.PATH + "/") and not path.endswith(_RENDER))
 
 
 def error_answer(error: errors.ApiError, path: str) -> Response:
