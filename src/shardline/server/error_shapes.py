@@ -10,7 +10,6 @@ from shardline.server.anthropic import errors as anthropic
 from shardline.server.cohere import errors as cohere
 from shardline.server.sse import DONE_EVENT, make_event
 
-
 _RENDER = "/render"
 """The endpoints that show prompts are vLLM's, so their errors have OpenAI's shape."""
 
