@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shardline.api.model_text import load_model_text
 from shardline.config.engine import EngineConfig
+from tests.models.checkpoints import make_checkpoint
 from tests.text import builders
 
 
@@ -53,3 +55,18 @@ def test_a_tokenizer_may_be_left_out() -> None:
     text = load_model_text(EngineConfig.from_options(skip_tokenizer_init=True))
     assert (text.tokenizer, text.chat_template) == (None, None)
     assert text.eos_token_ids
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+def test_vectors_that_are_not_the_last_tokens_are_refused(mode: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, f"pooling_mode_{mode}": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({**pooling, "include_prompt": True}))
+    config = EngineConfig.from_options(model=str(folder), runner="pooling")
+    if mode == "lasttoken":
+        assert load_model_text(config).pooler
+    else:
+        with pytest.raises(ValueError, match=r"config.json makes a vector of all tokens \(mean_tokens\).*token_embed"):
+            load_model_text(config)
+    assert load_model_text(EngineConfig.from_options(model=str(folder))), "text does not depend on it"

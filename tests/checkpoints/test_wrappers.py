@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from shardline.checkpoints.checkpoint import Checkpoint
-from shardline.checkpoints.description import read_model, read_models
+from shardline.checkpoints.description import read_model
 from shardline.checkpoints.hub import resolve_model
 from shardline.checkpoints.lookup import decoder_spec
-from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.engine import ModelConfig
 from shardline.runtime.loader.weights import CheckpointWeights
 from tests.models.checkpoints import make_checkpoint, make_config, randomize, whole_tensors
 from tests.models.reference import forward
@@ -104,21 +104,6 @@ def test_a_model_that_was_saved_without_its_head_embeds(tmp_path: Path) -> None:
     assert whole.keys() - found.keys() == {"lm_head.weight"}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
     assert not read_model(ModelConfig(model=str(tmp_path))).spec().tied_embeddings, "no text is made without the head"
-
-
-@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
-def test_vectors_that_are_not_the_last_tokens_are_refused(mode: str, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3", tmp_path)
-    (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, f"pooling_mode_{mode}": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({**pooling, "include_prompt": True}))
-    config = EngineConfig.from_options(model=str(folder), runner="pooling")
-    if mode == "lasttoken":
-        assert read_models(config).spec()
-    else:
-        with pytest.raises(ValueError, match=r"config.json makes a vector of all tokens \(mean_tokens\).*token_embed"):
-            read_models(config)
-    assert read_models(EngineConfig.from_options(model=str(folder))).spec(), "text does not depend on it"
 
 
 def _rewrite(file: Path, *, older_keys: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardline.api.adapters import Adapters
-from shardline.api.pooling import Pooler
+from shardline.api.pooling import Pooler, check_pooling
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig, ModelConfig, json_object
 from shardline.config.lora import LoRAConfig
@@ -90,7 +90,7 @@ def load_model_text(config: EngineConfig) -> ModelText:
     """Read the tokenizer and the templates of the configured model; download them from the hub if necessary.
 
     Raises:
-        ValueError: the model does not exist, or its files are broken.
+        ValueError: the model does not exist, its files are broken, or it makes vectors in another way.
     """
     from shardline.checkpoints.classifier import read_labels
     from shardline.checkpoints.description import resolve_configured, tokenizer_source
@@ -100,6 +100,8 @@ def load_model_text(config: EngineConfig) -> ModelText:
     files = resolve_configured(model, weights=False)
     source, spec = tokenizer_source(model, files), decoder_spec(files.config)
     labels = read_labels(files.config)
+    if config.embeds and labels is None:
+        check_pooling(files.folder)
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.from_folder(source)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(

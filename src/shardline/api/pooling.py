@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardline.api.outputs import EMBEDDING_PARAMS, TOKEN_EMBEDDING_PARAMS, RequestOutput
 from shardline.checkpoints.classifier import LabelConfig
+from shardline.checkpoints.folder_files import read_json
 from shardline.sampling_params import SamplingParams
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -56,6 +58,24 @@ class PoolingRequestOutput(Generic[T]):
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+
+def check_pooling(folder: Path) -> None:
+    """Refuse a model of the library sentence-transformers whose vectors are not its last token's.
+
+    Raises:
+        ValueError: they are others.
+    """
+    file = folder / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return
+    modes = [name.removeprefix("pooling_mode_") for name, value in read_json(file).items() if value is True]
+    others = [mode for mode in modes if mode not in ("lasttoken", "include_prompt")]
+    if others:
+        raise ValueError(
+            f"{file} makes a vector of all tokens ({', '.join(others)}), and here it is the last token's; use a model "
+            "with pooling_mode_lasttoken, or remove the file, and combine what /pooling answers for token_embed"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from msgspec.structs import replace
 
 from shardline.checkpoints.checkpoint import Checkpoint
-from shardline.checkpoints.folder_files import read_json
 from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.gguf.header import read_header
 from shardline.checkpoints.gguf.names import is_gguf
@@ -112,34 +111,10 @@ def tokenizer_source(config: ModelConfig, files: ModelFiles) -> Path:
 
 
 def read_models(config: EngineConfig) -> ModelDescription:
-    """As `read_model`, with the model that drafts for it; raises the same errors as `with_draft`, too.
-
-    Raises:
-        ValueError: prompts are to be embedded, and the model's vectors are made in another way than here.
-    """
+    """As `read_model`, with the model that drafts for it; raises the same errors as `with_draft`, too."""
     model = read_model(config.model)
     check_whole(model.files.config, model.tensors)
-    if config.embeds:
-        _check_pooling(model.files.folder)
     return with_draft(model, config)
-
-
-def _check_pooling(folder: Path) -> None:
-    """Refuse a model of the library sentence-transformers whose vectors are not its last token's.
-
-    Raises:
-        ValueError: they are others.
-    """
-    file = folder / "1_Pooling" / "config.json"
-    if not file.is_file():
-        return
-    modes = [name.removeprefix("pooling_mode_") for name, value in read_json(file).items() if value is True]
-    others = [mode for mode in modes if mode not in ("lasttoken", "include_prompt")]
-    if others:
-        raise ValueError(
-            f"{file} makes a vector of all tokens ({', '.join(others)}), and here it is the last token's; use a model "
-            "with pooling_mode_lasttoken, or remove the file, and combine what /pooling answers for token_embed"
-        )
 
 
 def with_draft(model: ModelDescription, config: EngineConfig) -> ModelDescription:
