@@ -15,7 +15,7 @@ import triton.experimental.gluon  # noqa: F401 (torch imports it later)
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
 
 import shardline.runtime.machines.cuda.machine  # noqa: F401 (its kernels, while the interpreter is chosen)
 from shardline.runtime.machines.host import machine as host_backend
@@ -165,8 +165,16 @@ def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ranks that are threads: the interpreter keeps the place of the running program in a global."""
+    """For ranks that are threads: the interpreter keeps the place of the running program in a global, and parses a
+    kernel when it first runs, where CPython's ast fails if several threads parse at once (its issue 106905)."""
     lock, run = threading.Lock(), GridExecutor.__call__
+    parsing, parse = threading.Lock(), InterpretedFunction.rewrite
+
+    def parse_alone(self: InterpretedFunction) -> object:
+        with parsing:
+            return parse(self)
+
+    monkeypatch.setattr(InterpretedFunction, "rewrite", parse_alone)
 
     def locked(self: GridExecutor, *args: object, **options: object) -> None:
         with lock, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
