@@ -125,13 +125,16 @@ class Guesses:
 
     def find_continuation(self, tokens: Sequence[int], limit: int) -> list[int]:
         """See `Lookup`. None are there yet if the last tokens were not those that the draft model had guessed."""
+        self.follow(tokens)
+        return (self._ready(tokens) or [])[:limit]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Have the draft model go on behind the tokens, unless it does."""
         ready = self._ready(tokens)
         if ready is None:
             self._begin(tokens, [])
-            return []
-        if self._continuation is not None and self._continuation.is_over and len(ready) < 2 * self._most:
+        elif self._continuation is not None and self._continuation.is_over and len(ready) < 2 * self._most:
             self._begin(tokens, ready)
-        return ready[:limit]
 
     def close(self) -> None:
         """Guess nothing more."""
@@ -174,7 +177,16 @@ class RankProposer(TextProposer):
             self._lookups[sequence] = guesses
             return guesses
 
-        super().__init__(config, look_up)
+        super().__init__(config, look_up, longest_search_pause=0)
+
+    def propose(
+        self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
+    ) -> list[int]:
+        """See `Proposer`. The ranks keep up with the sequence also in steps that have no draft."""
+        if self._payoff.is_open:
+            self._find(sequence)
+            self._lookups[sequence].follow([*sequence.tokens, *new_tokens] if new_tokens else sequence.tokens)
+        return super().propose(sequence, limit, new_tokens, guesses)
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""

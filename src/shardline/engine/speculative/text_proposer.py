@@ -55,7 +55,14 @@ class TextProposer:
     draft, and are planned ahead. So a text that nobody can guess costs little.
     """
 
-    def __init__(self, config: Speculation, make_lookup: Callable[[LiveSequence], Lookup]) -> None:
+    def __init__(
+        self,
+        config: Speculation,
+        make_lookup: Callable[[LiveSequence], Lookup],
+        longest_search_pause: int = _LONGEST_SEARCH_PAUSE,
+    ) -> None:
+        """`longest_search_pause`: steps without a draft after nothing was found."""
+        self._longest_search_pause = longest_search_pause
         self._config = config
         self._make_lookup = make_lookup
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
@@ -93,7 +100,7 @@ class TextProposer:
         draft = guesser.lookup.find_continuation(tokens, 1 if is_try else min(limit, length))
         if not draft:
             guesser.unmatched += 1
-            guesser.pause = min(guesser.unmatched // 2, _LONGEST_SEARCH_PAUSE)
+            guesser.pause = min(guesser.unmatched // 2, self._longest_search_pause)
         elif length == 0:
             guesser.note_miss(1)
         else:
