@@ -72,7 +72,7 @@ class ReadyModel:
 class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-        `async with AsyncLLM(config) as llm` waits until it is ready, and closes it. `grammars` writes and checks
+    `async with AsyncLLM(config) as llm` waits until it is ready, and closes it. `grammars` writes and checks
     grammars. `dead_reason` says why the state is "dead".
     """
 
