@@ -51,7 +51,7 @@ def flag_table() -> str:
         if option.treatment == "only":
             reason = f"only {' or '.join(option.allowed)}: {reason}"
         by_reason.setdefault((option.treatment, reason), []).append(_flag(option.name, option.takes))
-    words = {"nothing": "taken, no effect", "only": "one value", "refused": "refused"}
+    words = {"part": "same", "nothing": "taken, no effect", "only": "one value", "refused": "refused"}
     lines = [_row("flags", "here", "why"), _row("---", "---", "---"), _row(_names(same_flags()), "same", "")]
     for treatment, word in words.items():
         lines += [_row(_names(names), word, why) for (one, why), names in by_reason.items() if one == treatment]

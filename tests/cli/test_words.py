@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_parts_of_json_are_joined() -> None:
     )
     assert engine.scheduler.speculation.num_speculative_tokens == 2
     assert engine.model.config_overrides == {"a": {"b": 1, "c": "x"}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--spec-method ngram --spec-tokens=3",
+        '--spec_tokens 3 --speculative-config {"method":"ngram"}',
+        "--speculative-config.method ngram --spec-tokens 3",
+    ],
+)
+def test_flags_for_a_part_of_json_set_it(words: str) -> None:
+    config = parse(f"serve {words}")[0].scheduler.speculative_config
+    assert json.loads(config or "") == {"method": "ngram", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(

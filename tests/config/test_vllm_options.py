@@ -72,6 +72,22 @@ def test_keywords_are_treated_as_flags(caplog: pytest.LogCaptureFixture) -> None
         EngineConfig.from_options(enforce_eagerly=True)
 
 
+@pytest.mark.parametrize("whole", [{"method": "ngram"}, '{"method": "ngram"}', {}])
+def test_keywords_for_a_part_of_json_set_it(whole: dict[str, str] | str) -> None:
+    options = {"spec_tokens": 3, "speculative_config": whole, "eplb_config": {"window_size": 8}}
+    given = options if whole else {**options, "spec_method": "ngram"}
+    config = EngineConfig.from_options(**given, num_redundant_experts=2, enable_eplb=True, enable_expert_parallel=True)
+    assert config.scheduler.speculation.num_speculative_tokens == 3
+    assert json.loads(config.parallel.eplb_config or "") == {"window_size": 8, "num_redundant_experts": 2}
+
+
+def test_what_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="spec_method is given twice, the other time as 'method' in JSON"):
+        EngineConfig.from_options(spec_method="ngram", speculative_config={"method": "suffix"})
+    with pytest.raises(ValueError, match="speculative_config must be a JSON object"):
+        EngineConfig.from_options(spec_method="ngram", speculative_config="suffix")
+
+
 def test_no_option_of_the_table_is_one_of_shardlines_own() -> None:
     own = {
         flag.lstrip("-")

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline.config.vllm import vllm_options
+
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+)(?:=(.*))?", re.DOTALL)
 _LEVEL = re.compile(r"-O=?(\d)")
 
@@ -26,7 +28,16 @@ def expand_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -
         flat += [*level, match[1]] if match and level else [word]
     if "--config" in actions:
         flat = _with_file(flat, actions)
-    return _join_parts(flat, actions)
+    return _join_parts([_with_dots(word, actions) for word in flat], actions)
+
+
+def _with_dots(word: str, actions: Mapping[str, argparse.Action]) -> str:
+    """`--spec-method=ngram` becomes `--speculative-config.method=ngram`: vLLM's flags for a part of JSON."""
+    flag, equals, value = word.partition("=")
+    option = vllm_options().get(flag.removeprefix("--")) if flag.startswith("--") and flag in actions else None
+    if option is None or option.treatment != "part":
+        return word
+    return f"--{'.'.join(option.part)}{equals}{value}"
 
 
 def _with_file(words: list[str], actions: Mapping[str, argparse.Action]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardline.config.cluster import ClusterConfig
-from shardline.config.fields import option, parse_bytes, parse_count
+from shardline.config.fields import json_object, option, parse_bytes, parse_count
 from shardline.config.kv_events import KVEventsConfig, parse_kv_events
 from shardline.config.lora import MOST_RANK, LoRAConfig
 from shardline.config.parallel import ParallelConfig, check_parallel, divide_tensor_ranks
@@ -387,23 +387,6 @@ class EngineConfig:
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
             raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**parts)
-
-
-def json_object(name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object of an option; empty: it is not set.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, TypeError):  # vLLM also takes a function
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {text!r}")
-    return value
 
 
 _PARTS = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, LoRAConfig, ClusterConfig)

@@ -4,6 +4,7 @@ write them in these fields."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -72,3 +73,20 @@ def format_bytes(count: int | float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def json_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object of an option; empty: it is not set.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError):  # vLLM also takes a function
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text!r}")
+    return value

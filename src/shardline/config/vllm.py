@@ -11,6 +11,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from shardline.config.fields import json_object
+
 _PROTECTIVE_WORDS = re.compile(
     r"_(AUTH|AUTHORIZATION|CERT|CERTFILE|KEY|KEYS|KEYFILE|PASSWORD|SECRET|SSL|TLS|ALLOWLIST|DENYLIST)(_|$)"
 )
@@ -24,10 +26,12 @@ class VllmOption:
     """As a flag, without the dashes at its front."""
     takes: Literal["switches", "values", "lists", "keywords"]
     """What follows the flag: nothing, a word, or several; keywords are no flags."""
-    treatment: Literal["nothing", "only", "refused"]
+    treatment: Literal["nothing", "only", "refused", "part"]
     reason: str
     allowed: tuple[str, ...] = ()
     """The values that are taken, of a treatment "only"."""
+    part: tuple[str, str] = ("", "")
+    """Of a treatment "part": the option whose JSON object has it, as a flag without dashes at its front, and the key."""
 
     def take(self, value: Any, spelling: str) -> str:
         """The line of the log about an option that is taken; empty: it says what happens anyway.
@@ -56,6 +60,10 @@ def vllm_options() -> dict[str, VllmOption]:
                 for name in entry.get(takes, ()):
                     assert name not in options, name
                     options[name] = VllmOption(name, takes, treatment, entry["reason"], allowed)
+    for entry in table["part"]:
+        for name, key in entry["keys"].items():
+            reason = f"--{entry['of']}.{key} is the same"
+            options[name] = VllmOption(name, "values", "part", reason, part=(entry["of"], key))
     return options
 
 
@@ -73,6 +81,14 @@ def take_keywords(options: dict[str, Any]) -> list[str]:
         value = options.pop(name)
         # Code that fills in vLLM's defaults asks for nothing.
         if value is None or (value is False and option.treatment != "only"):
+            continue
+        if option.treatment == "part":
+            whole, key = option.part[0].replace("-", "_"), option.part[1]
+            known = options.get(whole)
+            parts = known if isinstance(known, Mapping) else json_object(whole, known)
+            if key in parts:
+                raise ValueError(f"{name} is given twice, the other time as {key!r} in JSON; give it once")
+            options[whole] = {**parts, key: value}
             continue
         if line := option.take(value, name):
             lines.append(line)
