@@ -31,7 +31,7 @@ class VllmOption:
     allowed: tuple[str, ...] = ()
     """The values that are taken, of a treatment "only"."""
     part: tuple[str, str] = ("", "")
-    """Of a treatment "part": the option whose JSON object has it, as a flag without dashes at its front, and the key."""
+    """Of a treatment "part": the option whose JSON object has it, without dashes at its front, and the key there."""
 
     def take(self, value: Any, spelling: str) -> str:
         """The line of the log about an option that is taken; empty: it says what happens anyway.
