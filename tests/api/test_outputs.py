@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
+import shardline
+import shardline.types
 from shardline.api.logprobs import Logprob
 from shardline.api.outputs import RequestOutput
 from shardline.messages.request import TokenLogprobs
@@ -26,3 +31,17 @@ def test_log_probabilities_of_a_prompt_are_shaped_once() -> None:
     ]
     assert output.prompt_logprobs is output.prompt_logprobs
     assert len(decoded) == 3
+
+
+def test_public_types_have_a_public_place() -> None:
+    """Users and tools write annotations with them, so no version takes one away."""
+    methods = (shardline.LLM.generate, shardline.LLM.chat, shardline.LLM.embed, shardline.LLM.score)
+    returned = {
+        word
+        for method in methods
+        for word in re.findall(r"\w+", str(inspect.signature(method).return_annotation))
+        if word != "list"
+    }
+    assert returned <= set(shardline.types.__all__)
+    assert {"Logprob", "Prompt", "TextPrompt", "TokensPrompt", "EmbedsPrompt"} <= set(shardline.types.__all__)
+    assert all(inspect.isclass(getattr(shardline.types, name)) for name in returned)
