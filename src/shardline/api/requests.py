@@ -326,7 +326,7 @@ def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> No
     """
     for token_id in token_ids:
         if not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
-            raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {vocab_size} tokens")
+            raise ValueError(f"{name} has token id {token_id!r}, but the vocabulary has {vocab_size} tokens")
 
 
 def _engine_params(params: SamplingParams) -> SamplingParams:
