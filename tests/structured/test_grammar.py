@@ -235,7 +235,7 @@ def test_a_repetition_of_repetitions_is_cheap(compiler: GrammarCompiler) -> None
     assert time.process_time() - started < 2
 
 
-FUNCTIONS = [OfferedFunction("f", SCHEMA), OfferedFunction("weather", None)]
+FUNCTIONS = [OfferedFunction("f", {**NAMES_A, "required": ["a"]}), OfferedFunction("weather", None)]
 CALLS = [("f", '{"a": 1}'), ("weather", "{}")]
 
 
@@ -255,11 +255,12 @@ def test_calls_in_every_format(compiler: GrammarCompiler, name: str, write: Any)
         rules = find_tool_parser(name).write_rules(CallRules(FUNCTIONS, parallel, template, {}))
         return wrap_grammar(f"start: answer\nanswer: {rule}\n{rules}", "")
 
-    both, wrong = write(CALLS), write([("f", '{"b": 1}')])
+    both, wrong, unknown = write(CALLS), write([("f", '{"b": 1}')]), write([("f", '{"a": 1, "b": 2}')])
     for rule in ("calls", "auto"):
         assert accepts(compiler, grammar(rule), both)
         assert accepts(compiler, grammar(rule), write(CALLS[:1]))
         assert not accepts(compiler, grammar(rule), wrong)
+        assert not accepts(compiler, grammar(rule), unknown)
         assert not accepts(compiler, grammar(rule, parallel=False), both)
         assert accepts(compiler, grammar(rule, parallel=False), write(CALLS[:1]))
     assert accepts(compiler, grammar("auto"), "<|channel|>final<|message|>" + content if name == "gpt_oss" else content)

@@ -93,7 +93,8 @@ def schema_grammar(schema: Any, params: StructuredOutputsParams | None = None) -
 
 
 def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> dict[str, Any]:
-    """A schema with our rules for whitespace.
+    """A schema with our rules for whitespace and for properties that it does not name: unless it or `params` allow
+    them, there are none, as with vLLM's default compiler.
 
     Raises:
         ValueError: it is no schema.
@@ -112,10 +113,8 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
         elif params.json_object:
             options = {"whitespace_pattern": _INDENTATION}
     try:
-        closed = False
-        if params is not None:
-            given = params.disable_additional_properties
-            closed = not _combines(schema) if given is None else given
+        given = None if params is None else params.disable_additional_properties
+        closed = not _combines(schema) if given is None else given
         return {**_spell_schema(schema, closed), "x-guidance": options}
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
