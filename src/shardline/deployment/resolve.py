@@ -255,7 +255,7 @@ def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
         return
     if layout.grid.expert == 1:
         raise ValueError("enable_eplb moves experts between ranks, and one rank has them all: leave it out")
-    if layout.device == "cuda" and layout.kernels == "own":
+    if layout.device == "cuda" and layout.kernels != "torch":
         raise ValueError("enable_eplb is not there for GPU kernels yet: leave it out, or use --kernels torch")
     if parallel.numerics == "fast" and layout.grid.expert == layout.grid.sharing:
         raise ValueError(
