@@ -33,6 +33,7 @@ PROTOCOLS = tuple(
         "kernels",
         "kernels.block_copies",
         "kernels.contract",
+        "kernels.low_rank",
         "kernels.memory",
         "kernels.page_cache",
         "kernels.pages",

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardline import _cpu
 from shardline.deployment import probe
+from shardline.deployment.generations import generation_of, generations
 from shardline.deployment.machine import Device
-from shardline.deployment.probe import probe_gpus, probe_machine
+from shardline.deployment.probe import probe_gpus, probe_machine, probe_torch
+from shardline.kernels.torch import devices
 
 H200 = "NVIDIA H200, 143771, 143000, 9.0"
 A100 = "NVIDIA A100-SXM4-80GB, 81559, 512, 8.0"
@@ -47,6 +53,30 @@ def test_only_visible_gpus_count(fake_tool: Path, monkeypatch: pytest.MonkeyPatc
     assert (found.memory_total, found.memory_free, found.identifier) == (81559 << 20, 512 << 20, "GPU-7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert probe_gpus() == ([], "")
+
+
+@pytest.mark.parametrize(("hip", "capability"), [("6.4.2", "gfx942"), (None, "sm_94")])
+def test_devices_of_torch(
+    hip: str | None, capability: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls AMD's GPUs cuda; their architecture comes with what is switched on."""
+    properties = SimpleNamespace(major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-")
+    for name, value in {
+        "is_available": True,
+        "device_count": 2,
+        "mem_get_info": (5, 7),
+        "get_device_name": "AMD Instinct MI300X",
+        "get_device_properties": properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(sys, "argv", ["devices", "cuda"])
+    devices.main()
+    done = SimpleNamespace(stdout=capsys.readouterr().out)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    found = probe_torch("cuda")
+    assert found == [Device("cuda", "AMD Instinct MI300X", 7, 5, capability, identifier=str(n)) for n in range(2)]
+    assert generation_of(found[0]) is generations()["gfx942" if hip else "sm_90"]
 
 
 def test_no_gpu_where_the_tool_fails(fake_tool: Path) -> None:

@@ -71,8 +71,22 @@ def test_drafts() -> None:
     assert (deployment.max_in_flight, deployment.limits.max_samples) == (2, 8)
     assert resolve_on(machine(), speculative_config=asked, pipeline_parallel_size=2).max_in_flight == 2
     assert not resolve_on(machine()).limits.drafts
-    with pytest.raises(ValueError, match="speculative_config works on CPUs only so far"):
-        resolve_on(machine((80 * GIB, 79 * GIB)), speculative_config=asked)
+    gpu, of_model = machine((80 * GIB, 79 * GIB)), {"model": "demo-draft", "num_speculative_tokens": 3}
+    for kernels in ("auto", "triton"):
+        with pytest.raises(ValueError, match="the Triton kernels have no drafts yet"):
+            resolve_on(gpu, speculative_config=asked, kernels=kernels)
+    assert resolve_on(gpu, speculative_config=asked, kernels="torch").limits.drafts
+    with pytest.raises(ValueError, match="draft models and heads run on CPUs only so far; use the method ngram"):
+        resolve_on(gpu, speculative_config=of_model, kernels="torch")
+    assert resolve_on(machine(), speculative_config=of_model, kernels="torch").draft
+
+
+def test_adapters_are_those_of_the_cpu_and_of_torch() -> None:
+    gpu = machine((80 * GIB, 79 * GIB))
+    for kernels in ("auto", "triton"):
+        with pytest.raises(ValueError, match="the Triton kernels have no adapters yet; use --kernels torch"):
+            resolve_on(gpu, enable_lora=True, kernels=kernels)
+    assert resolve_on(gpu, enable_lora=True, kernels="torch").adapters.num_bytes
 
 
 def test_pipelines_of_cpus_cut_prompts_finer() -> None:

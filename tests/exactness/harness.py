@@ -234,12 +234,24 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
 
 
 def golden(
-    model: Path, dtype: str, quantization: str, kv: str, requests: Sequence[Request], mark: str = NO_MARK
+    model: Path,
+    dtype: str,
+    quantization: str,
+    kv: str,
+    requests: Sequence[Request],
+    mark: str = NO_MARK,
+    kernels: str = "auto",
 ) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
     with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
         engine, executor = start_engine(
-            model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, enable_prefix_caching=False, mark=mark
+            model,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv,
+            enable_prefix_caching=False,
+            mark=mark,
+            kernels=kernels,
         )
         answers = run(engine, requests, "alone")
         engine.close()
@@ -298,12 +310,17 @@ def drafts_allowed() -> Iterator[None]:
 
 
 def run_case(
-    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer], chunk: int = 13
+    model: Path,
+    case: Case,
+    requests: Sequence[Request],
+    expected: Mapping[str, Answer],
+    chunk: int = 13,
+    kernels: str = "auto",
 ) -> tuple[dict[str, Answer], list[EngineStats]]:
     """The requests under a case, and each engine's counters. Drafts are those of `expected`; `chunk`: tokens of a step
     if prompts are chunked."""
     if case.drafts == NO_DRAFTS:
-        return _run_case(model, case, requests, {}, chunk)
+        return _run_case(model, case, requests, {"kernels": kernels}, chunk)
     guesses = Guesses(requests, expected)
     if case.drafts != DRAFTS:
         with (
@@ -315,7 +332,7 @@ def run_case(
             drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
             source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
             asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
-            return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
+            return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
     with (
         patch.object(
             PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
@@ -323,7 +340,7 @@ def run_case(
         drafts_allowed(),
     ):
         asked = {"method": "ngram", "num_speculative_tokens": 4}
-        return _run_case(model, case, requests, {"speculative_config": asked}, chunk)
+        return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
 
 
 def _run_case(

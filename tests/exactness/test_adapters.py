@@ -37,9 +37,17 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 class Setup:
     """A model, requests with three adapters and without one, and their answers, each computed alone."""
 
-    def __init__(self, folder: Path, dtype: str, quantization: str, family: str = "llama") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        quantization: str,
+        family: str = "llama",
+        kernels: str = "auto",
+        count: int = 8,
+    ) -> None:
         self.model = make_checkpoint(family, folder / "model", dtype=dtype, max_position_embeddings=1024)
-        self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
+        self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kernels": kernels}
         spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
         for number, (targets, whole) in enumerate(ADAPTERS):
@@ -48,7 +56,7 @@ class Setup:
             self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
         self.requests = [
             msgspec.structs.replace(one, adapter=(ref := self.adapters[i % 4]), cache_salt=ref.digest if ref else "")
-            for i, one in enumerate(make_requests(256))
+            for i, one in enumerate(make_requests(256, count))
         ]
         with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
             self.expected = self.answers(self.requests, "alone", max_lora_rank=64)

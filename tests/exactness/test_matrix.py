@@ -120,10 +120,15 @@ def test_one_answer(case: Case, goldens: Goldens) -> None:
 
 
 def check_case(
-    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer], chunk: int = 13
+    model: Path,
+    case: Case,
+    requests: Sequence[Request],
+    expected: Mapping[str, Answer],
+    chunk: int = 13,
+    kernels: str = "auto",
 ) -> None:
     """Run a case and compare with the golden answers; `chunk` as in `run_case`."""
-    answers, stats = run_case(model, case, requests, expected, chunk)
+    answers, stats = run_case(model, case, requests, expected, chunk, kernels)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id
         assert answer.digests == expected[request_id].digests, request_id

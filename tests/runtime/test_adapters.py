@@ -69,11 +69,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
+    check_logits(case, tmp_path)
+
+
+def check_logits(case: str, folder: Path, kernels: str = "auto") -> None:
+    """Compare the logits of a case with those of merged weights."""
     family, options = CASES[case]
-    model = make_checkpoint(family, tmp_path / "model")
-    adapter = make_adapter(model, tmp_path / "adapter", **options)
+    model = make_checkpoint(family, folder / "model")
+    adapter = make_adapter(model, folder / "adapter", **options)
     prompt = torch.randint(0, 256, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    tokens, logits = generate(model, prompt, num_tokens=5, chunk=11, adapter=adapter)
+    tokens, logits = generate(model, prompt, num_tokens=5, chunk=11, kernels=kernels, adapter=adapter)
     oracle = load_oracle(model)
     with torch.no_grad():
         base = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]

@@ -27,6 +27,7 @@ def test_parts_are_mixed_by_a_hadamard_matrix(rng, k):
     matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(parts)] for i in range(parts)]).double()
     expected = (matrix @ x.double().view(3, parts, -1)).flatten(1)
     assert torch.allclose(rotate_reference(x).double(), expected, rtol=0, atol=1e-5)
+    assert rotate_reference(x[:0]).shape == (0, k)
 
 
 @pytest.mark.usefixtures("isa")

@@ -23,11 +23,8 @@ def plan_adapters(
     lora = config.lora
     if not lora.enable_lora:
         return NO_ADAPTERS
-    if layout.device != "cpu" or layout.kernels != "own":
-        raise ValueError(
-            "enable_lora runs with the CPU's own kernels only: those of GPUs and of torch have no adapters; use "
-            "--device cpu, and leave --kernels out"
-        )
+    if layout.device == "cuda" and layout.kernels != "torch":
+        raise ValueError("enable_lora: the Triton kernels have no adapters yet; use --kernels torch, or --device cpu")
     if config.parallel.numerics == "fast" and layout.grid.sharing > 1:
         raise ValueError(
             "enable_lora needs --numerics exact where ranks share layers: then each output has one owner, which adds "

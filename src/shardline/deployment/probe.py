@@ -95,8 +95,8 @@ def probe_torch(kind: str) -> list[Device]:
         return []
     devices = enumerate(map(json.loads, done.stdout.splitlines()))
     return [
-        Device(cast("DeviceKind", kind), name, total, free, identifier=str(index))
-        for index, (name, total, free) in devices
+        Device(cast("DeviceKind", kind), name, total, free, capability, identifier=str(index))
+        for index, (name, total, free, capability) in devices
     ]
 
 

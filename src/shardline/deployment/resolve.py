@@ -237,8 +237,16 @@ def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
         # A step of 64 tokens takes a CPU twice as long as of 32; a GPU reads weights for longer than it computes 128.
         32 if layout.device == "cpu" else 128,
     )
-    if limits.drafts and layout.device == "cuda":
-        raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
+    if limits.drafts and layout.device == "cuda" and layout.kernels != "torch":
+        raise ValueError(
+            "speculative_config: the Triton kernels have no drafts yet; leave it out, or use --device cpu, or for the "
+            "methods ngram and suffix --kernels torch"
+        )
+    if limits.speculation.draft is not None and layout.device != "cpu":
+        raise ValueError(
+            "speculative_config: draft models and heads run on CPUs only so far; use the method ngram or suffix, or "
+            "--device cpu"
+        )
     return limits
 
 
@@ -255,7 +263,7 @@ def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
         return
     if layout.grid.expert == 1:
         raise ValueError("enable_eplb moves experts between ranks, and one rank has them all: leave it out")
-    if layout.device == "cuda" and layout.kernels == "own":
+    if layout.device == "cuda" and layout.kernels != "torch":
         raise ValueError("enable_eplb is not there for GPU kernels yet: leave it out, or use --kernels torch")
     if parallel.numerics == "fast" and layout.grid.expert == layout.grid.sharing:
         raise ValueError(

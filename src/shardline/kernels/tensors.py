@@ -42,6 +42,22 @@ def as_tensor(x: LinearInput) -> Tensor:
     return x
 
 
+class RowBias(NamedTuple):
+    """What a product adds to each row, where kernels round the product with its bias before."""
+
+    bias: Tensor | None
+    """[out_features], or [num_experts, out_features]: of the product itself."""
+    added: Tensor
+    """[num_rows, out_features] float32"""
+    factors: Tensor | None
+    """[num_rows, out_features] float32: of the product with its bias; None: they are 1."""
+
+    def change(self, product: Tensor) -> Tensor:
+        """The rows of a product with its bias, changed and rounded again."""
+        sums = product.float() if self.factors is None else product.float() * self.factors
+        return (sums + self.added).to(product.dtype)
+
+
 def features_error(features: int, expected: int) -> ValueError:
     """Rows have another number of features than a weight."""
     return ValueError(f"x has {features} features, the weight takes {expected}")

@@ -45,7 +45,7 @@ PASSED = (*_SAME_IN_VLLM, *_OTHERWISE_IN_VLLM, *_ONLY_OURS)
 
 _NODES = "--gpus says which nodes there are, such as 2x8xH100, and the printed commands have the flags for them"
 _CHANGED = "a plan reads config.json as it is; change it in a folder of your own, and plan that"
-_ADAPTERS = "adapters run on CPUs only so far; --gpus here takes it"
+_ADAPTERS = "the Triton kernels have no adapters yet; --gpus here takes it"
 _REFUSED = {
     "hf_token": "set HF_TOKEN, so that no printed command has it",
     "hf_overrides": _CHANGED,
@@ -70,11 +70,11 @@ _REFUSED = {
     "offload_to": "weights are read from a disk on CPUs only so far; --gpus here takes it",
     "enable_eplb": "experts move on CPUs only so far; give it to serve only",
     "eplb_config": "experts move on CPUs only so far; give it to serve only",
-    "share_suffixes": "drafts run on CPUs only so far; --gpus here takes it",
+    "share_suffixes": "the Triton kernels have no drafts yet; --gpus here takes it",
     "kernels": "a plan has no figures for torch's operations; give it to serve only",
     "kv_events_config": "it changes no figure; give it to serve only",
     "check_finite": "it is for finding faults, and how much it slows down is not known; give it to serve only",
-    "speculative_config": "drafts run on CPUs only so far, and their gain depends on the text; --gpus here takes it",
+    "speculative_config": "the Triton kernels have no drafts yet; --gpus here takes it",
 }
 """Options that no plan takes, by the reason."""
 

@@ -49,7 +49,7 @@ def rotate_reference(rows: Tensor) -> Tensor:
     (num_rows, columns), bit = rows.shape, 1
     parts, mixed = num_parts(columns), rows.float()
     while bit < parts:
-        pairs = mixed.reshape(num_rows, -1, 2, bit * (columns // parts))
+        pairs = mixed.reshape(num_rows, parts // (2 * bit), 2, bit * (columns // parts))
         mixed = pairs.new_empty(pairs.shape)
         mixed[:, :, 0], mixed[:, :, 1] = pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]
         bit *= 2

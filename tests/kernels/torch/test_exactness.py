@@ -81,6 +81,21 @@ def test_so_is_a_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_exactness(kernels(), torch.float32)
 
 
+def test_so_is_a_product_of_adapters() -> None:
+    own = kernels()
+    own.low_rank_empty(1, 20, 77, (3,), torch.float32)
+    check_exactness(own, torch.float32)
+    product = own.multiply_low_rank
+    for rank, fault in ((16, _few_rows), (32, _place_of_row), (32, _place_of_column)):
+
+        def faulty(x: Tensor, down: Tensor, *rest: Any, rank: int = rank, fault: Any = fault) -> Tensor:
+            return fault(product, x, down, *rest) if 16 * len(down) == rank else product(x, down, *rest)
+
+        setattr(own, "multiply_low_rank", faulty)  # noqa: B010
+        with pytest.raises(ValueError, match=f"adapters of rank {rank} have other bits"):
+            check_exactness(own, torch.float32)
+
+
 def test_so_is_a_function_that_ends_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own sigmoid does, for numbers beyond the last whole vector."""
     tanh = torch.tanh

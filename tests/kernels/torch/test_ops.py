@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.torch import attention
 from shardline.kernels.torch.torch_kernels import TorchKernels
+from shardline.runtime.ops.adapters.low_rank import expert_low_rank, low_rank
 from shardline.weights.base import weight_format
-from tests.runtime.ops import test_activation, test_norm, test_scale
+from tests.runtime.ops import test_activation, test_low_rank, test_norm, test_output_factors, test_scale
 from tests.runtime.ops.attention import (
     test_kv_cache,
     test_latent,
@@ -23,6 +25,7 @@ from tests.runtime.ops.attention import (
     test_partials,
     test_rope,
 )
+from tests.runtime.ops.helpers import sorted_slots
 from tests.runtime.ops.moe import test_experts, test_routing
 from tests.runtime.ops.sampling import test_logprobs, test_mask, test_penalties, test_row_digests, test_sample
 from tests.weights import test_contract
@@ -43,6 +46,13 @@ TESTS: dict[Any, tuple[str, ...]] = {
         "rows_that_quantize_to_nothing",
     ),
     test_scale: ("rows_times_factors",),
+    test_low_rank: (
+        "against_torch",
+        "a_row_has_the_same_bits_in_every_batch",
+        "columns_have_the_same_bits_on_every_rank",
+        "rows_of_experts_are_those_of_linears",
+    ),
+    test_output_factors: ("against_torch", "a_row_has_the_same_bits_in_every_part"),
     test_rope: ("matches_reference", "slices_of_a_fused_projection_and_neighbours"),
     test_kv_cache: ("keys_and_values_lie_where_the_reference_puts_them",),
     test_linear_heads: ("matches_reference", "rows_and_heads_do_not_notice_their_neighbours"),
@@ -125,6 +135,28 @@ def _replaced(value: object) -> object:
     return value
 
 
+def _in_one(own: Any, bias: Tensor | None, scaled: bool) -> Tensor:
+    """What kernels of adapters return, as the host's do: with the bias."""
+    own_bias = 0.0 if bias is None else bias.float()
+    if not scaled:
+        return own.added if bias is None else own.added + own_bias
+    return torch.stack([own.added if bias is None else own.added + own_bias * own.factors, own.factors], 1)
+
+
+def _low_rank(*arguments: Any, scaled: bool = False) -> Tensor:
+    bias = arguments[4] if len(arguments) > 4 else None
+    return _in_one(low_rank(*arguments, scaled=scaled), bias, scaled)
+
+
+def _expert_low_rank(*arguments: Any, first_expert: int, scaled: bool, **form: Any) -> Tensor:
+    own: Any = expert_low_rank(*arguments, first_expert=first_expert, scaled=scaled, **form)
+    ids, num_experts, bias = arguments[2], arguments[5], arguments[6]
+    experts = sorted_slots(ids, first_expert, num_experts)[1]
+    rows = _in_one(own, None if bias is None else bias[experts], scaled)
+    rows = rows.view(len(experts), 1 + scaled, own.added.shape[1])
+    return torch.cat([rows, rows.new_full((ids.numel() - len(rows), *rows.shape[1:]), torch.nan)])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def torch_kernels() -> Iterator[None]:
     """In the modules of the tests, and in the defaults of their functions."""
@@ -139,4 +171,6 @@ def torch_kernels() -> Iterator[None]:
                     )
                     named = value.__kwdefaults__ and {key: _replaced(one) for key, one in value.__kwdefaults__.items()}
                     patch.setattr(value, "__kwdefaults__", named)
+        patch.setattr(test_low_rank, "low_rank", _low_rank)
+        patch.setattr(test_low_rank, "expert_low_rank", _expert_low_rank)
         yield

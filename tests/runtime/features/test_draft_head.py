@@ -70,7 +70,8 @@ def check_guesses(
         assert again == {name: expected[name] for name in again}
         assert engine.stats().prefix_hits > 0
         executor.close()
-    assert all(isinstance(replay, DecodeReplay) and replay._programs for replay in replays), "no pass was recorded"
+    if "kernels" not in options:  # torch's record nothing
+        assert all(isinstance(replay, DecodeReplay) and replay._programs for replay in replays), "no pass was recorded"
     assert len(noted.guesses) > 20
     longest = max(noted.guesses, key=len)
     assert (len(longest) > 1024) == (context > 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.adapters.low_rank import LowRankWeights, expert_low_rank, low_rank, low_rank_reference
+from shardline.kernels.low_rank import LowRankWeights
+from shardline.runtime.ops.adapters.low_rank import expert_low_rank, low_rank, low_rank_reference
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn, sorted_slots
 
 SLOTS, MAX_RANK, WIDTHS = 4, 20, (70, 33, 5)
@@ -18,7 +19,7 @@ SLOTS, MAX_RANK, WIDTHS = 4, 20, (70, 33, 5)
 def adapters(in_features: int, dtype: torch.dtype, rng: torch.Generator) -> LowRankWeights:
     """Three adapters of unlike ranks, which leave some parts alone, and an empty slot. Unused memory is NaN. The first
     part of the first one and the last part of the second one have factors."""
-    weights = LowRankWeights.empty(SLOTS, MAX_RANK, in_features, WIDTHS, dtype)
+    weights = KERNELS.low_rank_empty(SLOTS, MAX_RANK, in_features, WIDTHS, dtype)
     for unused in (weights.down, weights.up, weights.factors):
         unused.fill_(math.nan)
     for slot, ranks in enumerate([(16, 1, 20), (3, 0, 17), (0, 8, 0)]):
@@ -72,7 +73,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, rng):
 
 def test_columns_have_the_same_bits_on_every_rank(dtype, rng):
     """A rank has some of the outputs of each part."""
-    whole = LowRankWeights.empty(1, 16, 48, (90, 40), dtype)
+    whole = KERNELS.low_rank_empty(1, 16, 48, (90, 40), dtype)
     downs = [randn(11, 48, rng=rng) for _ in range(2)]
     ups = [randn(width, 11, rng=rng) for width in (90, 40)]
     for part in range(2):
@@ -80,7 +81,7 @@ def test_columns_have_the_same_bits_on_every_rank(dtype, rng):
     x, slots = randn(6, 48, dtype=dtype, rng=rng), torch.zeros(6, dtype=torch.int32)
     expected = low_rank(KERNELS, x, slots, whole)
     for first, second in ((slice(0, 31), slice(0, 8)), (slice(31, 90), slice(8, 40))):
-        own = LowRankWeights.empty(1, 16, 48, (len(ups[0][first]), len(ups[1][second])), dtype)
+        own = KERNELS.low_rank_empty(1, 16, 48, (len(ups[0][first]), len(ups[1][second])), dtype)
         own.put(0, 0, downs[0], ups[0][first], 0.7)
         own.put(0, 1, downs[1], ups[1][second], 0.7)
         columns = torch.cat([expected[:, :90][:, first], expected[:, 90:][:, second]], dim=1)

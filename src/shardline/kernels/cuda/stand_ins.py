@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardline.kernels.cuda.weights import RowKernels
+from shardline.kernels.tensors import RowBias
 from shardline.kernels.torch.elementwise import activation
 from shardline.kernels.torch.formats import multiply_bytes
-from shardline.kernels.torch.linear import COLUMNS
+from shardline.kernels.torch.linear import COLUMNS, split_bias
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.rows import quantize_rows_reference
@@ -50,11 +51,14 @@ class StandIns(TorchKernels):
             parts.append(super().multiply(x, last, own, dtype)[:, : num_rows - whole])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | RowBias | None, out: Tensor, gate: str | None = None
+    ) -> None:
+        bias, change = split_bias(bias)
         if gate is None:
-            out.copy_(self.multiply(x, panels, bias, out.dtype))
+            out.copy_(change(self.multiply(x, panels, bias, out.dtype)))
         else:
-            activation(self.multiply(x, panels, bias, x.dtype), out, gate, True)
+            activation(change(self.multiply(x, panels, bias, x.dtype)), out, gate, True)
 
     def linear_int4(
         self,
@@ -64,7 +68,7 @@ class StandIns(TorchKernels):
         depth: int,
         panels: Tensor,
         column_scales: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
         out: Tensor,
         gate: str | None = None,
     ) -> None:
@@ -72,9 +76,16 @@ class StandIns(TorchKernels):
         self.linear_int8(values, scales, sums, depth, weight, column_scales, bias, out, gate)
 
     def linear_fp8(
-        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | RowBias | None,
+        out: Tensor,
+        gate: str | None = None,
     ) -> None:
-        product = self._multiply_fp8(x, values, scales, bias)
+        bias, change = split_bias(bias)
+        product = change(self._multiply_fp8(x, values, scales, bias))
         if gate is None:
             out.copy_(product)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.kernels.host import low_rank as adapters
 from shardline.kernels.host.fp8_panels import Fp8PanelKernels
 from shardline.kernels.pages import PageOrder
 from shardline.kernels.tensors import GROUP_SIZE, LatentCache, QuantizedRows
@@ -22,8 +23,9 @@ class HostKernels(Fp8PanelKernels):
     rms_norm = staticmethod(_cpu.rms_norm)
     layer_norm = staticmethod(_cpu.layer_norm)
     add = staticmethod(_cpu.add)
-    low_rank = staticmethod(_cpu.low_rank)
-    expert_low_rank = staticmethod(_cpu.expert_low_rank)
+    low_rank_empty = staticmethod(adapters.low_rank_empty)
+    low_rank = staticmethod(adapters.low_rank)
+    expert_low_rank = staticmethod(adapters.expert_low_rank)
     apply_rope = staticmethod(_cpu.apply_rope)
     activation = staticmethod(_cpu.activation)
     scale_rows = staticmethod(_cpu.scale_rows)

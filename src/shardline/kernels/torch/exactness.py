@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardline.kernels.low_rank import RANK_BLOCK
 from shardline.kernels.torch.linear import COLUMNS, ROWS, SIZES, multiply_tiles, tiles_at_once
 from shardline.kernels.torch.torch_kernels import TorchKernels
 
@@ -53,6 +54,8 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
         for out_dtype in {dtype, torch.float32}:
             _check_product(kernels, x, weight, bias, out_dtype)
         _check_rows(f"norms of {depth} elements", partial(_norms, kernels, numbers(depth)), x)
+    for depth, blocks in sorted(kernels.low_rank_shapes):
+        _check_low_rank(kernels, numbers(_NUM_ROWS, depth), numbers(blocks, RANK_BLOCK, depth), numbers)
     for num_tiles, depth in shapes:
         _try_whole(kernels, numbers, num_tiles, depth, dtype)
     _check_rows("attention", partial(_attention, kernels, numbers(2 * 300, 2, 64)), numbers(_NUM_ROWS, 6, 64))
@@ -108,6 +111,21 @@ def _check_product(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tenso
     for columns in (slice(*bounds) for bounds in _COLUMNS):
         _compare(what, multiply(x, columns), whole[:, columns])
     _compare(what, multiply(x.repeat(_MANY, 1), all_columns), whole.repeat(_MANY, 1))
+
+
+def _check_low_rank(kernels: TorchKernels, x: Tensor, down: Tensor, numbers: Callable[..., Tensor]) -> None:
+    """Check products of adapters of each number of blocks of ranks."""
+    for count in range(1, len(down) + 1):
+        what, own = f"adapters of rank {count * RANK_BLOCK}", down[:count]
+        up = numbers(count * RANK_BLOCK, _NUM_COLUMNS)
+        _check_rows(what, partial(_low_rank, kernels, own, up), x)
+        whole = _low_rank(kernels, own, up, x)
+        for columns in (slice(*bounds) for bounds in _COLUMNS):
+            _compare(what, _low_rank(kernels, own, up[:, columns], x), whole[:, columns])
+
+
+def _low_rank(kernels: TorchKernels, down: Tensor, up: Tensor, x: Tensor) -> Tensor:
+    return kernels.multiply_low_rank(x, down, up, 0.7)[:, : up.shape[1]]
 
 
 def _try_whole(

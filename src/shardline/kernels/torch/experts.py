@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.kernels.tensors import RowBias
 from shardline.kernels.torch.elementwise import activation, sigmoid
 from shardline.kernels.torch.formats import FormatKernels
 from shardline.weights.base import RotatedScales
@@ -21,13 +22,30 @@ Scales = Tensor | tuple[object, ...] | None
 """See `contract.Kernels`; there are none of groups."""
 
 
-class _Slots(NamedTuple):
+class Slots(NamedTuple):
     """The slots of the experts of a rank, sorted by expert and then by token."""
 
     order: Tensor
     """[num_slots] int64: indices into the flattened ids"""
     counts: list[int]
     """Number of slots of each expert."""
+
+    def tokens(self, ids: Tensor) -> Tensor:
+        """[num_slots]: the token of each."""
+        return self.order // max(1, ids.shape[1])
+
+    def experts(self) -> Tensor:
+        """[num_slots]: the expert of each, counted from the first of the rank."""
+        counts = torch.tensor(self.counts, device=self.order.device)
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+    def rows(self, x: Tensor, ids: Tensor, compact: bool) -> Tensor:
+        """The row of x of each; with `compact`, x has only the tokens that chose one of the experts."""
+        tokens = self.tokens(ids)
+        if compact:
+            is_there = torch.zeros(len(ids), dtype=torch.int64, device=ids.device).index_fill_(0, tokens, 1)
+            tokens = (is_there.cumsum(0) - 1).index_select(0, tokens)
+        return x.index_select(0, tokens)
 
 
 class ExpertKernels(FormatKernels):
@@ -44,14 +62,11 @@ class ExpertKernels(FormatKernels):
         name: str,
         gated: bool,
         out: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
     ) -> None:
-        slots, width = _slots_of(ids, first_expert, len(panels)), out.shape[1]
-        tokens = slots.order // max(1, ids.shape[1])
-        if compact:
-            is_there = torch.zeros(len(ids), dtype=torch.int64, device=ids.device).index_fill_(0, tokens, 1)
-            tokens = (is_there.cumsum(0) - 1).index_select(0, tokens)
-        product = self._products(x.index_select(0, tokens), slots, panels, scales, bias, 2 * width if gated else width)
+        slots, width = slots_of(ids, first_expert, len(panels)), out.shape[1]
+        rows = slots.rows(x, ids, compact)
+        product = self._products(rows, slots, panels, scales, bias, 2 * width if gated else width)
         activation(product, out[: len(product)], name, gated)
 
     def expert_down(
@@ -65,9 +80,9 @@ class ExpertKernels(FormatKernels):
         shared: Tensor | None,
         shared_scale: Tensor | None,
         out: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
     ) -> None:
-        slots, width = _slots_of(ids, first_expert, len(panels)), out.shape[1]
+        slots, width = slots_of(ids, first_expert, len(panels)), out.shape[1]
         product = self._products(x[: len(slots.order)], slots, panels, scales, bias, width, out.dtype)
         placed = product.new_zeros(ids.numel(), width).index_copy_(0, slots.order, product)
         _add_slots(placed.view(*ids.shape, width), weights, shared, shared_scale, out)
@@ -80,19 +95,19 @@ class ExpertKernels(FormatKernels):
         panels: Tensor,
         scales: Scales,
         out: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
     ) -> None:
-        slots = _slots_of(ids, first_expert, len(panels))
+        slots = slots_of(ids, first_expert, len(panels))
         product = self._products(x[: len(slots.order)], slots, panels, scales, bias, out.shape[1])
         out[: len(product)] = product.index_select(0, slots.order.argsort())
 
     def _products(
         self,
         rows: Tensor,
-        slots: _Slots,
+        slots: Slots,
         panels: Tensor,
         scales: Scales,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
         width: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
@@ -102,14 +117,14 @@ class ExpertKernels(FormatKernels):
         if isinstance(scales, RotatedScales):
             rows, scales = rotate_reference(rows), scales.scales
         assert not isinstance(scales, tuple), "no experts are kept in groups"
-        first = 0
+        first, own = 0, bias.bias if isinstance(bias, RowBias) else bias
         for expert, count in enumerate(slots.counts):
             if count:
                 some = slice(first, first + count)
-                own_scales, own_bias = (None if part is None else part[expert] for part in (scales, bias))
+                own_scales, own_bias = (None if part is None else part[expert] for part in (scales, own))
                 out[some] = self.multiply_packed(rows[some], panels[expert], own_scales, own_bias, width, out.dtype)
                 first += count
-        return out
+        return bias.change(out) if isinstance(bias, RowBias) else out
 
 
 def combine_slots(
@@ -187,12 +202,13 @@ def route_experts(
         counts += torch.bincount(chosen.flatten(), minlength=num_experts).to(counts)
 
 
-def _slots_of(ids: Tensor, first_expert: int, num_experts: int) -> _Slots:
+def slots_of(ids: Tensor, first_expert: int, num_experts: int) -> Slots:
+    """The slots of the experts [first_expert, first_expert + num_experts)."""
     flat = ids.flatten() - first_expert
     own = ((flat >= 0) & (flat < num_experts)).nonzero()[:, 0]
     experts = flat.index_select(0, own)
     order = own.index_select(0, experts.argsort(stable=True))
-    return _Slots(order, torch.bincount(experts, minlength=num_experts).tolist())
+    return Slots(order, torch.bincount(experts, minlength=num_experts).tolist())
 
 
 def _ranks_of(ids: Tensor, expert_bounds: Tensor) -> Tensor:

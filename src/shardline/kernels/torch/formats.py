@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardline.kernels.host.panels import PanelKernels
-from shardline.kernels.tensors import GROUP_SIZE, QuantizedRows
+from shardline.kernels.tensors import GROUP_SIZE, QuantizedRows, RowBias
 from shardline.kernels.torch.elementwise import activation, quantize_rows, quantized_width
-from shardline.kernels.torch.linear import COLUMNS, DenseKernels, best_of, place_rows
+from shardline.kernels.torch.linear import COLUMNS, DenseKernels, best_of, place_rows, split_bias
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.formats.int8_fast import int8_weight_reference
@@ -75,11 +75,12 @@ class FormatKernels(DenseKernels):
         depth: int,
         panels: Tensor,
         column_scales: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
         out: Tensor,
         gate: str | None = None,
     ) -> None:
-        product = multiply_bytes(values, scales, panels, column_scales, bias)
+        bias, change = split_bias(bias)
+        product = change(multiply_bytes(values, scales, panels, column_scales, bias))
         if gate is None:
             out.copy_(product)
         else:
@@ -130,7 +131,7 @@ class FormatKernels(DenseKernels):
         depth: int,
         panels: Tensor,
         column_scales: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | RowBias | None,
         out: Tensor,
         gate: str | None = None,
     ) -> None:
@@ -150,7 +151,13 @@ class FormatKernels(DenseKernels):
         place_rows(scales, len(weight), first, half).copy_(row_scales)
 
     def linear_fp8(
-        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | RowBias | None,
+        out: Tensor,
+        gate: str | None = None,
     ) -> None:
         self.linear(x, _dense_fp8(values, scales, x.dtype), bias, out, gate)
 

@@ -8,11 +8,15 @@ of tiles.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardline.kernels.memory import mapped_empty
+from shardline.kernels.tensors import RowBias
 from shardline.kernels.torch.elementwise import activation
 from shardline.kernels.torch.sampling import greedy_argmax, mask_tokens
 
@@ -35,7 +39,8 @@ class DenseKernels:
         """Number of tiles and of columns of the weights that have been allocated."""
         self.whole: set[tuple[torch.dtype, int, int]] = set()
         """Dtype and shape of the weights, or parts of them, for which products with all of it give the same bits."""
-        self._scratch = torch.empty(0, device=device)
+        self._scratch = threading.local()
+        """Of each thread, since adapters are loaded beside steps."""
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=self.device)
@@ -65,10 +70,13 @@ class DenseKernels:
     def unpack_rows(panels: Tensor, indices: Tensor, out: Tensor) -> None:
         torch.index_select(panels.flatten(0, 1), 0, indices, out=out)
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | RowBias | None, out: Tensor, gate: str | None = None
+    ) -> None:
         width = out.shape[1]
+        bias, change = split_bias(bias)
         if gate is None:
-            out.copy_(self.multiply(x, panels, bias, out.dtype)[:, :width])
+            out.copy_(change(self.multiply(x, panels, bias, out.dtype)[:, :width]))
             return
         half = len(panels) // 2 * COLUMNS
         if bias is not None:
@@ -76,7 +84,7 @@ class DenseKernels:
         product = self.multiply(x, panels, bias, x.dtype)
         if half != width:
             product = torch.cat([product[:, :width], product[:, half : half + width]], 1)
-        activation(product, out, gate, True)
+        activation(change(product), out, gate, True)
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
@@ -102,9 +110,10 @@ class DenseKernels:
         """Tiles in `dtype`, perhaps in memory that the next call uses again: fresh memory costs more than the rest."""
         if tiles.dtype == dtype:
             return tiles
-        if self._scratch.dtype != dtype or self._scratch.numel() < tiles.numel():
-            self._scratch = torch.empty(tiles.numel(), dtype=dtype, device=self.device)
-        return self._scratch[: tiles.numel()].view(tiles.shape).copy_(tiles)
+        scratch: Tensor | None = getattr(self._scratch, "tensor", None)
+        if scratch is None or scratch.dtype != dtype or scratch.numel() < tiles.numel():
+            scratch = self._scratch.tensor = torch.empty(tiles.numel(), dtype=dtype, device=self.device)
+        return scratch[: tiles.numel()].view(tiles.shape).copy_(tiles)
 
     def _multiply_part(self, rows: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
         num_tiles, _, depth = tiles.shape
@@ -144,21 +153,26 @@ class DenseKernels:
         return torch.empty(sizes, dtype=dtype, device=self.device)
 
 
+def split_bias(bias: Tensor | RowBias | None) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """What the library adds to a product, and what becomes of the product's rows then."""
+    return (bias.bias, bias.change) if isinstance(bias, RowBias) else (bias, lambda product: product)
+
+
 def multiply_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] times the transpose of tiles [num_tiles, COLUMNS, K], plus bias: [M, num_tiles * COLUMNS]. The library
+    """x [M, K] times the transpose of tiles [num_tiles, columns, K], plus bias: [M, num_tiles * columns]. The library
     multiplies tiles only, in as few calls as there can be."""
-    num_tiles, _, depth = tiles.shape
+    num_tiles, columns, depth = tiles.shape
     rows = F.pad(x, (0, 0, 0, -len(x) % ROWS)).reshape(-1, ROWS, depth)
-    biases = None if bias is None else bias.view(-1, 1, COLUMNS)
-    out = x.new_empty(num_tiles, len(rows), ROWS, COLUMNS)
+    biases = None if bias is None else bias.view(-1, 1, columns)
+    out = x.new_empty(num_tiles, len(rows), ROWS, columns)
     if len(rows) <= num_tiles:
         for index, tile in enumerate(rows):
             out[:, index] = _multiply(tile.expand(num_tiles, ROWS, depth), tiles.mT, biases)
     else:
         for index, tile in enumerate(tiles):
             own_bias = None if biases is None else biases[index]
-            out[index] = _multiply(rows, tile.T.expand(len(rows), depth, COLUMNS), own_bias)
-    return out.permute(1, 2, 0, 3).reshape(-1, num_tiles * COLUMNS)[: len(x)]
+            out[index] = _multiply(rows, tile.T.expand(len(rows), depth, columns), own_bias)
+    return out.permute(1, 2, 0, 3).reshape(-1, num_tiles * columns)[: len(x)]
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from shardline.kernels.pages import PageOrder
 from shardline.kernels.torch import elementwise, experts, sampling
 from shardline.kernels.torch.attention import AttentionKernels
-from shardline.kernels.torch.experts import ExpertKernels
+from shardline.kernels.torch.low_rank import LowRankKernels
 
 
-class TorchKernels(ExpertKernels, AttentionKernels):
+class TorchKernels(LowRankKernels, AttentionKernels):
     """See `contract.Kernels`."""
 
     add = staticmethod(elementwise.add)
@@ -33,7 +33,7 @@ class TorchKernels(ExpertKernels, AttentionKernels):
     logprobs = staticmethod(sampling.logprobs)
 
     def __init__(self, device: torch.device) -> None:
-        ExpertKernels.__init__(self, device)
+        LowRankKernels.__init__(self, device)
         AttentionKernels.__init__(self)
 
     @staticmethod

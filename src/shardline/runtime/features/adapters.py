@@ -19,7 +19,7 @@ class RowAdapters(Feature):
 
     def __init__(self, max_rows: int, device: torch.device, stage: DecoderStage) -> None:
         """`max_rows`: rows of the largest step that can be replayed. Such steps share memory."""
-        self._memory = torch.empty(max_rows, dtype=torch.int32)
+        self._memory = torch.empty(max_rows, dtype=torch.int32, device=device)
         self._device = device
         self._scaling_slots: Set[int] = stage.scaling_slots
         self._expert_slots: Set[int] = stage.expert_slots

@@ -19,7 +19,7 @@ from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.low_rank import LinearAdapters, dora_factors
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
-from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
+from shardline.runtime.ops.adapters.low_rank import LowRankKernels, add_low_rank
 from shardline.runtime.step import Rows
 from shardline.weights.base import PackedLinear
 from shardline.weights.formats import plain
@@ -41,10 +41,10 @@ class EmbeddingAdapters:
         self.own_whole = own
         self._loader = loader
         self._kernels = cast(LowRankKernels, stage.kernels)
-        self._dtype = stage.dtype
-        self._inner = torch.empty(num_slots, spec.vocab_size, max_rank, dtype=stage.dtype)
+        self._dtype, self._device = stage.dtype, stage.device
+        self._inner = torch.empty(num_slots, spec.vocab_size, max_rank, dtype=stage.dtype, device=stage.device)
         """The columns of `down`; memory that no adapter needs is not touched."""
-        self._outer = LowRankWeights.empty(num_slots, max_rank, max_rank, (spec.hidden_size,), stage.dtype)
+        self._outer = self._kernels.low_rank_empty(num_slots, max_rank, max_rank, (spec.hidden_size,), stage.dtype)
         self._changes = [False] * num_slots
         """Whether each slot has a low-rank change. Other slots are loaded while steps run."""
         self._wholes: list[Tensor | None] = [None] * num_slots
@@ -81,7 +81,7 @@ class EmbeddingAdapters:
 
     def put_whole(self, slot: int, rows: Tensor) -> None:
         """Give a slot its own table: the rows [own range, hidden]."""
-        self._wholes[slot] = rows.to(self._dtype, copy=True)
+        self._wholes[slot] = rows.to(self._device, self._dtype, copy=True)
 
     def look_up(self, base: Callable[[Tensor], Tensor], adapters: Tensor, own_ids: Tensor) -> Tensor:
         """Rows of this rank's range by their indices in it, each from the table of its adapter."""
@@ -99,10 +99,7 @@ class EmbeddingAdapters:
         vocab_size, max_rank = self._inner.shape[1:]
         places = adapters.long().clamp(min=0) * vocab_size + token_ids
         inner = torch.index_select(self._inner.view(-1, max_rank), 0, places)
-        added = low_rank(self._kernels, inner, adapters, self._outer, scaled=scaled)
-        if scaled:
-            return (rows.float() * added[:, 1] + added[:, 0]).to(rows.dtype)
-        return (rows.float() + added).to(rows.dtype)
+        return add_low_rank(self._kernels, rows, inner, adapters, self._outer, scaled=scaled)
 
 
 class HeadAdapters(LinearAdapters):

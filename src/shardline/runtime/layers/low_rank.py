@@ -14,7 +14,7 @@ from shardline.models.parameters import expert_of, kind_of, parse_name
 from shardline.models.partition import Span
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.loader.folded_norms import FoldedNorms
-from shardline.runtime.ops.adapters.low_rank import LowRankKernels, LowRankWeights, low_rank
+from shardline.runtime.ops.adapters.low_rank import LowRankKernels, low_rank
 from shardline.runtime.ops.adapters.output_factors import output_factors
 from shardline.runtime.step import Rows
 
@@ -44,7 +44,7 @@ class LinearAdapters:
         self.own_whole = spans[0]
         self._kernels = cast(LowRankKernels, stage.kernels)
         self._num_experts, self._num_parts = num_experts, len(names) // num_experts
-        self.weights = LowRankWeights.empty(
+        self.weights = self._kernels.low_rank_empty(
             stage.adapters.num_slots * num_experts,
             stage.adapters.max_rank,
             in_features,
@@ -100,7 +100,7 @@ def dora_factors(
     Raises:
         ValueError: a row is zero, so no factor gives it a norm.
     """
-    factors = output_factors(loader.stage.kernels, base, down, up, scale, magnitude)
+    factors = output_factors(loader.stage.kernels, loader.stage.device, base, down, up, scale, magnitude)
     if not bool(torch.isfinite(factors).all()):
         raise ValueError(f"the adapter makes {name} zero somewhere, where DoRA divides by its norm")
     loader.scaling_slots.add(slot)
