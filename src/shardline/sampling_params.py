@@ -106,7 +106,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """No effect: the decoders of generating models write special tokens without spaces between them."""
     include_stop_str_in_output: bool = False
     detokenize: bool = True
-    """False: outputs have token ids and no text."""
+    """False, and None as in vLLM: outputs have token ids and no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
     """Keep only that many of the prompt's last tokens; -1: as many as the model takes, None: refuse a longer prompt."""

@@ -29,8 +29,10 @@ def test_a_new_key_is_random_and_its_owners_only(scheme: Scheme, tmp_path: Path)
     assert key_name(key) == key_name(read_key(path))
     assert "secret" in repr(key)
     assert not any(str(number) in repr(key) for number in json.loads(path.read_text()).values())
-    with pytest.raises(ValueError, match="File exists"):
+    with pytest.raises(ValueError, match="give another name, or move the file away"):
         write_key(key, path)
+    with pytest.raises(ValueError, match="cannot be written: No such file or directory"):
+        write_key(key, tmp_path / "none" / "key.json")
 
 
 @pytest.mark.parametrize(
