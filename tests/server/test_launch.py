@@ -80,7 +80,7 @@ def sighup(disposition: signal.Handlers) -> Iterator[None]:
 
 
 def client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=10, trust_env=False)
+    return httpx.Client(base_url=url, timeout=10, trust_env=False, verify=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
