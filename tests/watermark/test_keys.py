@@ -7,13 +7,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from shardline.watermark import SCHEMES, Scheme
 from shardline.watermark.keys import KGWKey, SynthIDKey, key_name, new_key, read_key, write_key
 
 
 def test_files_of_transformers_are_keys(tmp_path: Path) -> None:
+    from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
+
     WatermarkingConfig(hashing_key=99, context_width=3).to_json_file(tmp_path / "kgw.json")
     assert read_key(tmp_path / "kgw.json") == KGWKey(hashing_key=99, context_width=3)
     SynthIDTextWatermarkingConfig(ngram_len=4, keys=[5, -6]).to_json_file(tmp_path / "synthid.json")
