@@ -7,6 +7,7 @@ decides as it is imported, and as kernels are, whether they run in its interpret
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -66,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@functools.cache
 def mark_of(path: Path) -> str | None:
     """The mark of all tests in a file or folder below tests/."""
     own = path.relative_to(TESTS)
@@ -107,7 +109,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
         count = min(SAMPLE_CASES, len(cases))
         sampled.update(cases[n * len(cases) // count] for n in range(count))
     config.hook.pytest_deselected(items=[item for item in items if item not in sampled])
-    items[:] = [item for item in items if item in sampled]
+    # Those that may need transformers come first, so that the second worker need not import it.
+    items[:] = sorted((item for item in items if item in sampled), key=lambda item: not _may_compare(item.path))
     for item in items:
         # The settings of a property are those of its function, the settings of a state machine those of its class.
         for owner, name in (
@@ -120,18 +123,26 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
                 setattr(owner, name, hypothesis.settings(own, max_examples=fewer))
 
 
+@functools.cache
+def _may_compare(path: Path) -> bool:
+    """Whether the tests in a file compare something with transformers, or have it make checkpoints."""
+    text = path.read_text(encoding="utf-8")
+    return "transformers" in text or "tests.models" in text
+
+
 def _spread(items: list[pytest.Item]) -> None:
     """Have the first worker begin with the tests that wait for long, and the second with those whose ranks spin on all
     cores: together at the end, these would slow each other down."""
     waiting, spinning, others = (
-        [item for item in items if _slow_folder(item) == folder] for folder in ("faults", "exactness", "")
+        [item for item in items if _slow_folder(item.path) == folder] for folder in ("faults", "exactness", "")
     )
     place = max(0, len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - len(waiting))
     items[:] = [*waiting, *others[:place], *spinning, *others[place:]]
 
 
-def _slow_folder(item: pytest.Item) -> str:
-    return next((name for name in ("faults", "exactness") if item.path.is_relative_to(TESTS / name)), "")
+@functools.cache
+def _slow_folder(path: Path) -> str:
+    return next((name for name in ("faults", "exactness") if path.is_relative_to(TESTS / name)), "")
 
 
 def pytest_collection_finish() -> None:

@@ -106,7 +106,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """No effect: the decoders of generating models write special tokens without spaces between them."""
     include_stop_str_in_output: bool = False
     detokenize: bool = True
-    """False: outputs have token ids and no text."""
+    """False, and None as in vLLM: outputs have token ids and no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
     """Keep only that many of the prompt's last tokens; -1: as many as the model takes, None: refuse a longer prompt."""
@@ -220,15 +220,3 @@ def wrong_type(params: msgspec.Struct) -> str:
         except msgspec.ValidationError as error:
             return f"{field.name} has a wrong type: {error}"
     return ""
-
-
-CHOOSE_NO_TOKEN = frozenset(
-    {
-        "n", "stop", "logprobs", "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "output_kind",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "truncate_prompt_tokens",
-        "logits_processors", "logits_digest", "receipt",
-    }
-)  # fmt: skip
-"""The parameters that change no token of an output. A receipt holds all others."""
-RESOLVED = frozenset({"seed", "structured_outputs", "allowed_token_ids", "bad_words"})
-"""The parameters of which an engine's request has something else: the seed that was drawn, constraints in tokens."""

@@ -10,6 +10,7 @@ import pytest
 
 from shardline.api.beam_search import BeamSearch, BeamSearchParams, run_searches, step_params
 from shardline.api.llm import LLM
+from shardline.api.logprob_counts import LogprobCounts
 from shardline.api.outputs import CompletionOutput
 from shardline.api.prompts import Prompt
 from shardline.config.engine import EngineConfig
@@ -91,7 +92,11 @@ def test_a_failed_step_ends_the_search() -> None:
 
 
 def test_parameters() -> None:
-    assert step_params(BeamSearchParams(beam_width=3, max_tokens=9), 5).logprobs == 6
+    assert step_params(BeamSearchParams(beam_width=3, max_tokens=9), 5, LogprobCounts(100, 6)).logprobs == 6
+    assert step_params(BeamSearchParams(beam_width=50, max_tokens=9), 5, LogprobCounts(100, -1)).logprobs == 100
+    for counts, most in ((LogprobCounts(100, 7), 3), (LogprobCounts(100, -1), 50), (LogprobCounts(100, 0), 0)):
+        with pytest.raises(ValueError, match=f"beam_width must be at most {most}, got {most + 1}"):
+            step_params(BeamSearchParams(beam_width=most + 1, max_tokens=4), 5, counts)
     with pytest.raises(ValueError, match="at least 1, got 0 and 4"):
         BeamSearchParams(beam_width=0, max_tokens=4)
     with pytest.raises(ValueError, match="not supported with beam search"):
@@ -109,5 +114,5 @@ def test_searches_of_an_llm_have_the_prompt() -> None:
         steps = zip(best.logprobs, best.tokens[-3:], strict=True)
         assert best.cum_logprob == sum(entries[token].logprob for entries, token in steps)
         assert second.sequences[0].tokens[:2] == [5, 6]
-        with pytest.raises(ValueError, match="max allowed: 20"):
+        with pytest.raises(ValueError, match="beam_width must be at most 10, got 11"):
             llm.beam_search("the dog", BeamSearchParams(beam_width=11, max_tokens=3))

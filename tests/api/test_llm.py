@@ -91,9 +91,11 @@ def test_a_progress_bar_of_ones_own() -> None:
     assert totals == [2]
 
 
-def test_tokens_without_text() -> None:
+@pytest.mark.parametrize("detokenize", [False, None])
+def test_tokens_without_text(detokenize: Any) -> None:
+    """vLLM takes None for no."""
     with make(FakeCluster()) as llm:
-        [output] = llm.generate("dog", SamplingParams(detokenize=False, logprobs=1), use_tqdm=False)
+        [output] = llm.generate("dog", SamplingParams(detokenize=detokenize, logprobs=1), use_tqdm=False)
     [choice] = output.outputs
     assert (choice.text, len(choice.token_ids)) == ("", 16)
     assert choice.logprobs is not None

@@ -86,6 +86,9 @@ def test_flags_for_a_part_of_json_set_it(words: str) -> None:
         ("served-model-name: [[a]]", "served-model-name has a list within a list"),
         ("a: [", "cannot be read"),
         (None, "cannot be read"),
+        ("port: 1\n\nhost: h\nport: 2", "port is on line 1 and on line 4; keep one of them"),
+        ("hf-overrides:\n  a: {b: 1, b: 1}", "b is on line 2 and on line 2; keep one of them"),
+        ("max_model_len: 8\nmax-model-len: 9", "max_model_len and max-model-len are the same flag; give one of them"),
         ("enable-sleep-mode: true", "--enable-sleep-mode is not supported"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.config.speculation import DraftModel, Speculation, Suffixes, parse_speculation
 
@@ -39,6 +40,12 @@ def test_suffixes_are_those_of_vllm() -> None:
         EngineConfig.from_options(
             speculative_config={"method": "ngram", "num_speculative_tokens": 2}, share_suffixes=True
         )
+
+
+def test_the_help_says_how_a_draft_model_gets_ranks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert '"draft_ranks": 1' in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_is_enough_to_draft_by_it() -> None:

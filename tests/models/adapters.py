@@ -7,14 +7,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -22,6 +23,8 @@ LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 def load_oracle(model: Path) -> PreTrainedModel:
     """transformers' model in fp32."""
+    from transformers import AutoModelForCausalLM
+
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
@@ -60,6 +63,8 @@ def make_adapter(
     """Save an adapter of the modules whose names end with one of `targets`, which changes the logits a lot; `ranks`:
     those of some modules, by their names; `whole`: ends of the names of those that are saved whole; `stacked`: names of
     experts' stacked parameters that are targets, as the module has them; `config`: further keys."""
+    from transformers.pytorch_utils import Conv1D
+
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     oracle = load_oracle(model)
@@ -109,6 +114,8 @@ def make_adapter(
 
 def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add an adapter to the weights of transformers' model."""
+    from transformers.pytorch_utils import Conv1D
+
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     modules, experts = dict(model.named_modules()), expert_weights(model)

@@ -7,15 +7,18 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import transformers
-from torch import nn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardline.models.parameters import parameters
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.loader.weights import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+    from torch import nn
+
+    from shardline.runtime.loader.weights import WeightSource
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
 _SHAPE = {
@@ -76,32 +79,32 @@ _GLM = {
     "use_qk_norm": True,
 }
 _GEMMA_4_KINDS = {"s": "sliding_attention", "f": "full_attention"}
-_CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, _SHAPE),
-    "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
-    "qwen2": (transformers.Qwen2Config, _SHAPE),
-    "qwen3": (transformers.Qwen3Config, {**_SHAPE, "head_dim": 24}),
-    "gemma": (transformers.GemmaConfig, _GEMMA),
-    "gemma2": (transformers.Gemma2Config, {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 30}),
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SHAPE),
+    "mistral": ("MistralConfig", {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
+    "qwen2": ("Qwen2Config", _SHAPE),
+    "qwen3": ("Qwen3Config", {**_SHAPE, "head_dim": 24}),
+    "gemma": ("GemmaConfig", _GEMMA),
+    "gemma2": ("Gemma2Config", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 30}),
     "gemma3_text": (
-        transformers.Gemma3TextConfig,
+        "Gemma3TextConfig",
         {**_GEMMA, "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 30},
     ),
-    "phi3": (transformers.Phi3Config, _SHAPE),
+    "phi3": ("Phi3Config", _SHAPE),
     "mixtral": (
-        transformers.MixtralConfig,
+        "MixtralConfig",
         {**_SHAPE, "intermediate_size": 56, "num_local_experts": 9, "num_experts_per_tok": 2},
     ),
     "qwen2_moe": (
-        transformers.Qwen2MoeConfig,
+        "Qwen2MoeConfig",
         {**_SHAPE, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
     ),
     "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         {**_SHAPE, **_EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "gpt2": (
-        transformers.GPT2Config,
+        "GPT2Config",
         {
             "vocab_size": 256,
             "n_embd": 64,
@@ -112,10 +115,10 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
             **_TOKENS,
         },
     ),
-    "deepseek_v2": (transformers.DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
-    "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
+    "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
     "gpt_oss": (
-        transformers.GptOssConfig,
+        "GptOssConfig",
         {
             **_SHAPE,
             "intermediate_size": 40,
@@ -127,7 +130,7 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         },
     ),
     "llama4_text": (
-        transformers.Llama4TextConfig,
+        "Llama4TextConfig",
         {
             **_SHAPE,
             "intermediate_size": 40,
@@ -140,18 +143,18 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
             "interleave_moe_layer_step": 2,
         },
     ),
-    "ministral3": (transformers.Ministral3Config, {**_SHAPE, "head_dim": 24, "rope_parameters": _GROWING_YARN}),
+    "ministral3": ("Ministral3Config", {**_SHAPE, "head_dim": 24, "rope_parameters": _GROWING_YARN}),
     "mistral4": (
-        transformers.Mistral4Config,
+        "Mistral4Config",
         {**_DEEPSEEK, "num_key_value_heads": 4, "rope_parameters": {**_GROWING_YARN, "partial_rotary_factor": 0.4}},
     ),
     "glm4_moe": (
-        transformers.Glm4MoeConfig,
+        "Glm4MoeConfig",
         {**_GLM, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
     ),
-    "glm4": (transformers.Glm4Config, {**_SHAPE, "head_dim": 24}),
+    "glm4": ("Glm4Config", {**_SHAPE, "head_dim": 24}),
     "minimax_m2": (
-        transformers.MiniMaxM2Config,
+        "MiniMaxM2Config",
         {
             **_SHAPE,
             "intermediate_size": 40,
@@ -161,10 +164,10 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
             "rotary_dim": 12,
         },
     ),
-    "olmo2": (transformers.Olmo2Config, _SHAPE),
-    "olmo3": (transformers.Olmo3Config, {**_SHAPE, "sliding_window": 8, "rope_scaling": _GROWING_YARN_OF_OLMO}),
+    "olmo2": ("Olmo2Config", _SHAPE),
+    "olmo3": ("Olmo3Config", {**_SHAPE, "sliding_window": 8, "rope_scaling": _GROWING_YARN_OF_OLMO}),
     "granite": (
-        transformers.GraniteConfig,
+        "GraniteConfig",
         {
             **_SHAPE,
             "embedding_multiplier": 3.0,
@@ -174,19 +177,19 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         },
     ),
     "cohere2": (
-        transformers.Cohere2Config,
+        "Cohere2Config",
         {**_SHAPE, "sliding_window": 8, "layer_norm_eps": 1e-3, "logit_scale": 0.7},
     ),
-    "smollm3": (transformers.SmolLM3Config, _SHAPE),
-    "ernie4_5": (transformers.Ernie4_5Config, {**_SHAPE, "head_dim": 24}),
+    "smollm3": ("SmolLM3Config", _SHAPE),
+    "ernie4_5": ("Ernie4_5Config", {**_SHAPE, "head_dim": 24}),
     "ernie4_5_moe": (
-        transformers.Ernie4_5_MoeConfig,
+        "Ernie4_5_MoeConfig",
         {**_SHAPE, "moe_num_experts": 9, "moe_k": 3, "moe_intermediate_size": 40},
     ),
-    "seed_oss": (transformers.SeedOssConfig, {**_SHAPE, "head_dim": 24}),
-    "exaone4": (transformers.Exaone4Config, {**_SHAPE, "sliding_window": 8}),
+    "seed_oss": ("SeedOssConfig", {**_SHAPE, "head_dim": 24}),
+    "exaone4": ("Exaone4Config", {**_SHAPE, "sliding_window": 8}),
     "gemma4_text": (
-        transformers.Gemma4TextConfig,
+        "Gemma4TextConfig",
         {
             **_SHAPE,
             "num_hidden_layers": 7,
@@ -208,10 +211,6 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     ),
 }
 FAMILIES = tuple(_CONFIGS)
-# transformers has the class, but not in its table.
-transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
-
-
 LIKE_OTHERS = (
     "ministral3",
     "mistral4",
@@ -409,16 +408,28 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+@functools.cache
+def _library() -> ModuleType:
+    """transformers, which takes two seconds, of those tests only that need it."""
+    import transformers
+
+    # It has the class, but not in its table.
+    auto = transformers.AutoModelForCausalLM
+    auto.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+    return transformers
+
+
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """The family's tiny configuration: 4 heads, 4 layers (gemma3_text: 7), hidden size 64, 256 tokens."""
-    config_class, values = _CONFIGS[family]
-    return config_class(**{**values, **overrides})
+    name, values = _CONFIGS[family]
+    config: transformers.PreTrainedConfig = getattr(_library(), name)(**{**values, **overrides})
+    return config
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A float32 model with weights so large that every part of it shows in the logits."""
     config = make_config(family, **overrides)
-    model = transformers.AutoModelForCausalLM.from_config(
+    model: transformers.PreTrainedModel = _library().AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
     randomize(model, seed)
@@ -427,6 +438,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
 
 def randomize(model: nn.Module, seed: int) -> None:
     """Draw the weights of a model."""
+    import torch
+    from torch import nn
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -475,6 +489,8 @@ def make_checkpoint(
 @functools.lru_cache(maxsize=32)
 def _checkpoint_files(family: str, seed: int, dtype: str, max_shard_size: str, overrides: str) -> Mapping[str, bytes]:
     """Files by their names; kept, since many tests want the same ones."""
+    import torch
+
     model = make_model(family, seed, **json.loads(overrides)).to(getattr(torch, dtype))
     model.config.dtype = dtype
     with tempfile.TemporaryDirectory() as folder:
@@ -485,7 +501,7 @@ def _checkpoint_files(family: str, seed: int, dtype: str, max_shard_size: str, o
 def make_classifier(family: str, folder: Path, num_labels: int, **overrides: Any) -> Path:
     """Save a tiny random checkpoint of `family` with a head for `num_labels` labels."""
     config = make_config(family, num_labels=num_labels, dtype="float32", **overrides)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model = _library().AutoModelForSequenceClassification.from_config(config)
     randomize(model, 0)
     model.save_pretrained(folder)
     return folder

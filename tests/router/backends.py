@@ -23,6 +23,7 @@ from shardline.router.launch import watch_fleet
 from shardline.server.keys import ApiKeys
 from shardline.server.launch import bind_listener, make_http_server
 from shardline.server.middleware import InFlight
+from tests.server.endings import ends_at_once
 
 T = TypeVar("T")
 _PATIENCE = 60.0
@@ -158,7 +159,7 @@ class Site:
         self._thread.start()
         self.backends: list[Backend] = []
         self.fleet: Fleet
-        self.client = httpx.Client(timeout=_PATIENCE)
+        self.client = httpx.Client(timeout=_PATIENCE, verify=False)
         self._ending: list[Callable[[], None]] = []
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -186,13 +187,14 @@ class Site:
         listener = bind_listener("127.0.0.1", 0)
         app = create_app(self.fleet, config, server, ApiKeys(server), InFlight())
         http = make_http_server(app, server, 0)
+        end_http = ends_at_once(http)
         tasks = [
             asyncio.create_task(http.serve(sockets=[listener])),
             asyncio.create_task(watch_fleet(self.fleet, config)),
         ]
 
         async def end() -> None:
-            http.should_exit = True
+            end_http()
             tasks[1].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()

@@ -159,7 +159,7 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"use_beam_search": True, "stream": True}, "stream"),
         ({"use_beam_search": True, "stop": "x"}, "use_beam_search"),
         ({"use_beam_search": True, "structured_outputs": {"regex": "a"}}, "use_beam_search"),
-        ({"use_beam_search": True, "n": 11}, "logprobs"),
+        ({"use_beam_search": True, "n": 11}, "n"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"seed": 2**63}, "seed"),

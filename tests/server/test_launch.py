@@ -80,7 +80,7 @@ def sighup(disposition: signal.Handlers) -> Iterator[None]:
 
 
 def client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=10, trust_env=False)
+    return httpx.Client(base_url=url, timeout=10, trust_env=False, verify=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -188,14 +188,22 @@ def test_serves_503_while_it_loads_and_can_be_stopped() -> None:
         assert "startup complete" not in err
 
 
-def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:
-    def never(config: EngineConfig) -> Any:
-        raise AssertionError("the engine was started")
+def never(config: EngineConfig) -> Any:
+    raise AssertionError("the engine was started")
 
+
+def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port}: Address already in use; choose another --port"):
             run_server(EngineConfig(), ServerConfig(port=port), start_llm=never)
+
+
+def test_a_file_without_a_key_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n")
+    with pytest.raises(ValueError, match="has no key; write one on each line"):
+        run_server(EngineConfig(), ServerConfig(port=0, api_key_file=str(file)), start_llm=never)
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "203.0.113.1"])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, SynthIDTextWatermarkingConfig, WatermarkDetector, WatermarkingConfig
 
 from shardline.watermark.detector import binomial_tail, detect
 from shardline.watermark.green_lists import GreenLists
@@ -28,6 +27,8 @@ def random_text(dice: random.Random, length: int, vocab_size: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("lefthash", 3), ("selfhash", 1), ("selfhash", 3)])
 def test_green_tokens_are_those_of_transformers(scheme: str, width: int) -> None:
+    from transformers import LlamaConfig, WatermarkDetector, WatermarkingConfig
+
     dice = random.Random(width)
     for vocab_size in (97, 5003):
         theirs = WatermarkingConfig(
@@ -54,6 +55,8 @@ def test_tokens_that_a_shuffle_moves_twice_are_found() -> None:
 
 @pytest.mark.parametrize(("ngram_len", "history"), [(2, 7), (5, 1024)])
 def test_bits_and_repetitions_are_those_of_transformers(ngram_len: int, history: int) -> None:
+    from transformers import SynthIDTextWatermarkingConfig
+
     dice = random.Random(ngram_len)
     keys = [dice.randrange(-(2**63), 2**63) for _ in range(12)]
     config = SynthIDTextWatermarkingConfig(

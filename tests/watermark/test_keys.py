@@ -7,13 +7,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from shardline.watermark import SCHEMES, Scheme
 from shardline.watermark.keys import KGWKey, SynthIDKey, key_name, new_key, read_key, write_key
 
 
 def test_files_of_transformers_are_keys(tmp_path: Path) -> None:
+    from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
+
     WatermarkingConfig(hashing_key=99, context_width=3).to_json_file(tmp_path / "kgw.json")
     assert read_key(tmp_path / "kgw.json") == KGWKey(hashing_key=99, context_width=3)
     SynthIDTextWatermarkingConfig(ngram_len=4, keys=[5, -6]).to_json_file(tmp_path / "synthid.json")
@@ -29,8 +30,10 @@ def test_a_new_key_is_random_and_its_owners_only(scheme: Scheme, tmp_path: Path)
     assert key_name(key) == key_name(read_key(path))
     assert "secret" in repr(key)
     assert not any(str(number) in repr(key) for number in json.loads(path.read_text()).values())
-    with pytest.raises(ValueError, match="File exists"):
+    with pytest.raises(ValueError, match="give another name, or move the file away"):
         write_key(key, path)
+    with pytest.raises(ValueError, match="cannot be written: No such file or directory"):
+        write_key(key, tmp_path / "none" / "key.json")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from shardline.api.logprob_counts import LogprobCounts
 from shardline.api.logprobs import Logprob, logprobs_by_token
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.prompts import Prompt
@@ -234,7 +235,7 @@ async def search_async(
     if encoded.embeds is not None:
         raise ValueError("prompt_embeds are not supported with beam search")
     search = BeamSearch(encoded.token_ids, params, model.builder.eos_token_ids, model.max_model_len)
-    sampling = step_params(params, llm.config.model.seed)
+    sampling = step_params(params, llm.config.model.seed, model.builder.logprob_counts)
     for step in itertools.count():
         if step and search.is_over:
             break
@@ -260,8 +261,18 @@ async def search_async(
     )
 
 
-def step_params(params: BeamSearchParams, seed: int) -> SamplingParams:
-    """The parameters of each request of a search: twice as many candidates as beams, as in transformers."""
+def step_params(params: BeamSearchParams, seed: int, counts: LogprobCounts) -> SamplingParams:
+    """The parameters of each request of a search: twice as many candidates as beams, as in transformers.
+
+    Raises:
+        ValueError: the engine was started for fewer log probabilities than so many beams need.
+    """
+    if params.beam_width > counts.most // 2:
+        raise ValueError(
+            f"beam_width must be at most {counts.most // 2}, got {params.beam_width}: a step needs two log "
+            f"probabilities for each beam, and there are at most {counts.most} (--max-logprobs; -1 is the whole "
+            "vocabulary)"
+        )
     return SamplingParams(
         max_tokens=1,
         temperature=params.temperature,

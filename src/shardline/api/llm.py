@@ -293,7 +293,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"beam_search takes BeamSearchParams(beam_width=4, max_tokens=32), not {params!r:.80}")
         adapter = self._read_adapters(lora_request, 1)
-        sampling = step_params(params, self.config.model.seed)
+        sampling = step_params(params, self.config.model.seed, self._builder.logprob_counts)
         batch = as_prompts(prompts)
         with self._lock:
             checked = self._build_requests(batch, [sampling] * len(batch), [0] * len(batch))

@@ -26,6 +26,11 @@ class LogprobCounts:
     vocab_size: int
     max_logprobs: int
 
+    @property
+    def most(self) -> int:
+        """The most log probabilities at each token."""
+        return self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
+
     def count_all(self, params: SamplingParams, num_prompt_tokens: int, room: int) -> dict[str, int | None]:
         """The numbers of log probabilities at each token, without -1.
 
@@ -57,11 +62,10 @@ class LogprobCounts:
         Raises:
             ValueError: they are more than the engine was started for.
         """
-        most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
         count = self.vocab_size if count == -1 else count
-        if count is not None and count > most:
+        if count is not None and count > self.most:
             raise ValueError(
-                f"{name} must be in [0, {most}], got {count}, which is greater than max allowed: {most} "
+                f"{name} must be in [0, {self.most}], got {count}, which is greater than max allowed: {self.most} "
                 "(--max-logprobs; -1 is the whole vocabulary)"
             )
         return count

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from shardline.api.logprobs import Decode, decode_nothing
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import UNKNOWN_SCORE, ChoiceSoFar
+from shardline.api.resume import ChoiceSoFar
 from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.receipts.receipt import make_receipt
@@ -91,13 +89,10 @@ class ChoiceState:
         Raises:
             ValueError: it has come to its end.
         """
-        count, output = len(so_far.token_ids), self.output
-        digests = so_far.digests or [""] * count
-        known = SequenceOutput("", output.index, so_far.token_ids, [UNKNOWN_SCORE] * count, digests)
-        self.add_output(known, 0.0)
+        self.add_output(so_far.as_step(self.output.index), 0.0)
         if so_far.finished:
             self._set_finished("stop", None)
-        elif output.finished():
+        elif self.output.finished():
             raise ValueError("resume has a choice that has reached a stop string and is not finished")
 
     def _continues(self, timeline: EngineTimeline) -> bool:
@@ -226,14 +221,6 @@ class RequestState:
         """Whether the usage has the number of cached tokens already."""
         self.on_change: Callable[[], None] = _ignore_change
         """What the owner of the processor calls when the output has changed."""
-
-    def copy_replayed(self) -> RequestOutput:
-        """The output so far, which was reported elsewhere, and stays as it is when the output grows."""
-        output = self.output
-        choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
-        has_scores = self.request.params.prompt_logprobs is not None
-        scores = [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1) if has_scores else None
-        return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
 
     def forget_reader(self) -> None:
         """Call nobody any more: the reader knows of the last change."""

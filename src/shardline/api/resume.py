@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardline.messages.request import Constraints, TokenLogprobs
+from shardline.api.outputs import RequestOutput
+from shardline.messages.request import Constraints, SequenceOutput, TokenLogprobs
 from shardline.sampling_params import SamplingParams
 
 UNKNOWN_SCORE = TokenLogprobs(0.0, 1, [], [])
@@ -26,6 +27,11 @@ class ChoiceSoFar(msgspec.Struct, forbid_unknown_fields=True):
     finished: bool = False
     digests: list[Annotated[str, Meta(max_length=64)]] | msgspec.UnsetType = msgspec.UNSET
     """Of the logits of all tokens, if the request wants a receipt."""
+
+    def as_step(self, index: int) -> SequenceOutput:
+        """The same as the output of one step of the choice `index`."""
+        count = len(self.token_ids)
+        return SequenceOutput("", index, self.token_ids, [UNKNOWN_SCORE] * count, self.digests or [""] * count)
 
 
 class PromptSoFar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,6 +61,13 @@ class PromptSoFar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
             left = (params.max_tokens or 0) - len(choice.token_ids)
             if left < (0 if choice.finished else 1):
                 raise ValueError("resume has a choice with more tokens than the request may generate")
+
+
+def copy_reported(output: RequestOutput, params: SamplingParams) -> RequestOutput:
+    """An output that was reported elsewhere. It stays as it is when the output grows."""
+    choices = [msgspec.structs.replace(choice, token_ids=list(choice.token_ids)) for choice in output.outputs]
+    scores = None if params.prompt_logprobs is None else [UNKNOWN_SCORE] * (len(output.prompt_token_ids) - 1)
+    return msgspec.structs.replace(output, outputs=choices, prompt_token_logprobs=scores)
 
 
 def request_digest(

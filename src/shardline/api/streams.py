@@ -12,7 +12,7 @@ from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import PromptSoFar
+from shardline.api.resume import PromptSoFar, copy_reported
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -38,7 +38,8 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         state.on_change = self._wake_reader
-        self.replayed = None if state.request.so_far is None else state.copy_replayed()
+        resumes, params = state.request.so_far is not None, state.request.params
+        self.replayed = copy_reported(self.output, params) if resumes else None
         """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:

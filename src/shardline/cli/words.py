@@ -48,11 +48,14 @@ def _with_file(words: list[str], actions: Mapping[str, argparse.Action]) -> list
     path = words[place].partition("=")[2]
     if not path:
         path = words[place + 1] if place + 1 < len(words) else ""
+    flags_of: dict[int, str] = {}
     given = {id(actions[name]) for word in words if (name := word.split("=")[0].split(".")[0]) in actions}
     before: list[str] = []
     after: list[str] = []
     for key, value in read_config_file(path).items():
         name = "--" + key.replace("_", "-")
+        if name in actions and (other := flags_of.setdefault(id(actions[name]), key)) != key:
+            raise ValueError(f"--config {path}: {other} and {key} are the same flag; give one of them")
         if id(actions.get(name)) in given:
             continue  # the command line comes first
         if isinstance(value, bool):
@@ -74,12 +77,25 @@ def read_config_file(path: str) -> dict[str, Any]:
     """The flags in a file of --config, without dashes at their front, and their values.
 
     Raises:
-        ValueError: it cannot be read, or is no YAML mapping.
+        ValueError: it cannot be read, is no YAML mapping, or has a key twice.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            mapping: yaml.MappingNode = super().compose_mapping_node(anchor)
+            lines: dict[Any, int] = {}
+            for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    raise ValueError(
+                        f"--config {path}: {key.value} is on line {lines[name]} and on line {line}; keep one of them"
+                    )
+                lines[name] = line
+            return mapping
+
     try:
-        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from error

@@ -285,7 +285,8 @@ class SchedulerConfig:
         "draft tokens and check them in one step, as JSON: "
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4} drafts what followed the last tokens '
         'when they occurred before; with {"method": "suffix"} also in earlier answers; {"model": "small/model", '
-        '"num_speculative_tokens": 5}: a smaller model of the same vocabulary guesses; the answers stay the same',
+        '"num_speculative_tokens": 5}: a smaller model of the same vocabulary guesses, on ranks of its own with '
+        '"draft_ranks": 1; the answers stay the same',
         aliases=("sc",),
     )
     share_suffixes: bool = option(

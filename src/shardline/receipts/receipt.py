@@ -14,11 +14,22 @@ from msgspec import Meta
 
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import AdapterRef, Constraints, Request
-from shardline.sampling_params import CHOOSE_NO_TOKEN, RESOLVED, SamplingParams
+from shardline.sampling_params import SamplingParams
 
 PREFIX_CHARS = 8
 """Of each position's digest, the receipt lists that many hex digits: they name the first position that differs. The
 chained digest covers the whole digests, so it decides whether all are equal."""
+_LEFT_OUT = frozenset(
+    {
+        # These change no token of an output.
+        "n", "stop", "logprobs", "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "output_kind",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "truncate_prompt_tokens",
+        "logits_processors", "logits_digest", "receipt",
+        # The receipt has what has become of these: the seed that was drawn, and constraints in tokens.
+        "seed", "structured_outputs", "allowed_token_ids", "bad_words",
+    }
+)  # fmt: skip
+"""The sampling parameters that a receipt does not hold."""
 
 TokenIds = list[Annotated[int, Meta(ge=0, lt=2**32)]]
 
@@ -198,12 +209,12 @@ def _receipts_in(value: Any) -> list[Any]:
 def _choosing(params: SamplingParams) -> dict[str, Any]:
     """The parameters that choose tokens and are not at their defaults; parameters of later versions are among them."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(params))  # without defaults
-    return {name: found[name] for name in sorted(found) if name not in CHOOSE_NO_TOKEN | RESOLVED}
+    return {name: found[name] for name in sorted(found) if name not in _LEFT_OUT}
 
 
 def _convert(sampling: dict[str, Any]) -> SamplingParams:
     for name in sampling:
-        if name in CHOOSE_NO_TOKEN | RESOLVED:
+        if name in _LEFT_OUT:
             raise ValueError(f"this is no receipt: its sampling parameters have {name!r}")
     try:
         return msgspec.convert(sampling, SamplingParams, str_keys=True)

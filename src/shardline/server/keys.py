@@ -8,9 +8,12 @@ import logging
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardline.config.server import ServerConfig
-from shardline.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from shardline.server.errors import ApiError
 
 _SECRET = secrets.token_bytes(32)
 logger = logging.getLogger(__name__)
@@ -40,13 +43,12 @@ class ApiKeys:
         """
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            return ApiError(
-                401,
+            return _unauthorized(
                 "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
             )
         if not self.is_valid(key.strip(), admin=admin):
-            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+            return _unauthorized("Incorrect API key provided.", "invalid_api_key")
         return None
 
     def is_valid(self, key: str, *, admin: bool) -> bool:
@@ -69,6 +71,12 @@ class ApiKeys:
             logger.error("the keys stay as they are: %s", error)
             return
         logger.info("read %d key(s) from %s", len(self._from_file), self._file)
+
+
+def _unauthorized(message: str, code: str | None = None) -> ApiError:
+    from shardline.server.errors import ApiError  # the HTTP library: keys are read before it is imported
+
+    return ApiError(401, message, code=code)
 
 
 def owner_of(key: str) -> str:

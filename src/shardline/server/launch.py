@@ -30,6 +30,7 @@ from shardline.config.server import ServerConfig
 from shardline.config.vllm import note_variables
 from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
+from shardline.server.keys import ApiKeys
 from shardline.server.tls import check_tls, refresh_tls
 from shardline.server.user_middleware import load_middleware
 from shardline.stop_signals import stop_signals
@@ -84,6 +85,7 @@ def run_server(
     if server_config.receipts and engine_config.parallel.numerics != "exact":
         raise ValueError("--receipts needs --numerics exact: otherwise bits depend on the batch and the layout")
     check_tls(server_config)
+    ApiKeys(server_config)  # a file that cannot be used is refused before anything is loaded
     load_middleware(server_config)
     started = time.monotonic()
     with contextlib.closing(open_listener(server_config)) as listener, contextlib.ExitStack() as ending:

@@ -160,6 +160,11 @@ def write_key(key: WatermarkKey, path: str | os.PathLike[str]) -> None:
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ValueError(
+            f"there is a file {path} already, and texts that a key in it has marked are found with that key only: "
+            "give another name, or move the file away"
+        ) from None
     except OSError as error:
         raise ValueError(f"the watermark key {path} cannot be written: {error.strerror}") from None
     with os.fdopen(descriptor, "wb") as file:

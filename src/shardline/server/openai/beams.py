@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.api.beam_search import BeamSearchParams, search_async
+from shardline.api.beam_search import BeamSearchParams, search_async, step_params
 from shardline.api.outputs import RequestOutput
 from shardline.api.prompts import Prompt
 from shardline.sampling_params import SamplingParams
@@ -46,8 +46,9 @@ async def search_beams(
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
+        step_params(search, 0, service.llm.model.builder.logprob_counts)
     except ValueError as error:
-        raise bad_parameter(str(error)) from error
+        raise bad_parameter(str(error).replace("beam_width", "n")) from error
     outputs = []
     for index, prompt in enumerate(prompts):
         try:
