@@ -86,6 +86,7 @@ def serve(
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=60,  # as the product; a client that was kept from the cores finds its connection
                 root_path=server_config.root_path,
             )
         )
@@ -106,9 +107,10 @@ def serve(
         await llm.close()
         await asyncio.gather(loading, return_exceptions=True)
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert up.wait(60)
+    while not up.wait(1.0):
+        assert thread.is_alive(), "it has failed"
     running, server = box
     assert isinstance(running, Running)
     assert isinstance(server, uvicorn.Server)
@@ -117,7 +119,7 @@ def serve(
     finally:
         running.engine.load.set()
         server.should_exit = True
-        thread.join(10)
+        thread.join()
         listener.close()
 
 
