@@ -112,7 +112,8 @@ def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict
             message = json.loads(said)["error"]["message"]
         except (ValueError, LookupError, TypeError):
             message = f"{args.url} is no router: it says {error.code} to {request.selector}; say where it is with --url"
-        raise ValueError(message) from None
+        hint = " Pass the router's key as --admin-api-key." if error.code == 401 else ""
+        raise ValueError(message + hint) from None
     except urllib.error.URLError as error:
         raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None
     except TimeoutError:
