@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,6 +139,23 @@ def test_it_survives_a_server_that_goes_and_comes_back(url: str, monkeypatch: py
     monkeypatch.undo()
     watch.try_to_look()
     assert "trying again" not in drawn(watch)
+
+
+def test_into_a_pipe_comes_a_picture_at_each_look(url: str) -> None:
+    words = [sys.executable, "-m", "shardline.cli.main", "top", url, "--interval", "0.1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines: list[str] = []
+        while sum("12.5 tokens/s" in line for line in lines) < 2:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it has ended"
+        times = [line for line in lines if re.fullmatch(r"\d\d:\d\d:\d\d\n", line)]
+        assert len(times) == 2
+        assert "\x1b" not in "".join(lines)
+        process.stdout.close()  # as head does
+        assert process.wait(60.0) == 141
+        assert process.stderr.read() == ""
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

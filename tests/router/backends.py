@@ -224,7 +224,7 @@ class Site:
             end()
         self.run(self._end_backends())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
+        self._thread.join()
         self._loop.close()
 
     async def _end_backends(self) -> None:

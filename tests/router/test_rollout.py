@@ -11,7 +11,7 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.router.rollout import RolloutFailed, roll_out
-from tests.router.backends import Backend, Site, open_site
+from tests.router.backends import Backend, Call, Site, open_site
 
 
 @pytest.fixture
@@ -33,6 +33,14 @@ def ask(site: Site) -> Any:
 
 def states(site: Site) -> list[str]:
     return [backend["state"] for backend in ask(site)("status", None)["backends"]]
+
+
+async def no_router(call: Call) -> None:
+    await call.send(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 6\r\n\r\n<html>")
+
+
+def states_of(site: Site) -> list[bool]:
+    return [backend.is_ready for backend in site.fleet.backends]
 
 
 @pytest.mark.slow
@@ -81,8 +89,29 @@ def test_a_rollout_leaves_nobody_without_a_backend(site: Site) -> None:
     site.add_backend()
     site.start_router()
     with pytest.raises(RolloutFailed, match="no other backend is ready"):
-        roll_out(ask(site), "true", 1.0, lambda line: None)
+        roll_out(ask(site), "true", 60.0, lambda line: None)
     assert states(site) == ["ready"]
+
+
+def test_a_rollout_waits_for_another_backend_to_be_ready(site: Site) -> None:
+    site.add_backend()
+    other = site.add_backend()
+    site.start_router()
+    other.ready = 503
+    site.wait_for(lambda: states_of(site) == [True, False])
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if "waits until another" in line:
+            other.ready = 200
+
+    with pytest.raises(RolloutFailed, match=f"{site.backends[0].url} was not restarted: no other"):
+        roll_out(ask(site), "true", 0.0, lambda line: None)
+    roll_out(ask(site), "true", 60.0, tell)
+    assert lines[0] == f"{site.backends[0].url} waits until another backend is ready"
+    assert lines.count(lines[0]) == 1
+    assert states(site) == ["ready", "ready"]
 
 
 def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +127,5 @@ def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["router", "status", url, "--restart", "true"]) == 2
     assert main(["router", "rollout", "http://a", url, "--restart", "true"]) == 2
     assert "rollout takes no URL" in capsys.readouterr().err
+    assert main(["router", "status", f"--url={site.add_backend(no_router).url}"]) == 2
+    assert "is no router" in capsys.readouterr().err

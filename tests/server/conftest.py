@@ -87,6 +87,7 @@ def serve(
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                timeout_keep_alive=60,  # as the product; a client that was kept from the cores finds its connection
                 root_path=server_config.root_path,
             )
         )
@@ -107,9 +108,10 @@ def serve(
         await llm.close()
         await asyncio.gather(loading, return_exceptions=True)
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert up.wait(60)
+    while not up.wait(1.0):
+        assert thread.is_alive(), "it has failed"
     running, end = box
     assert isinstance(running, Running)
     assert not isinstance(end, Running)
@@ -118,7 +120,7 @@ def serve(
     finally:
         running.engine.load.set()
         running.loop.call_soon_threadsafe(end)
-        thread.join(10)
+        thread.join()
         listener.close()
 
 

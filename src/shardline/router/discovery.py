@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +26,9 @@ _DNS_SECONDS = 5.0
 _WATCH_SECONDS = 60
 """How long one watch of the Kubernetes API lasts."""
 _ANSWER_BYTES = 16 << 20
+_KUBERNETES_ERRORS = (
+    OSError, UpstreamError, ValueError, LookupError, TypeError, AttributeError, msgspec.MsgspecError,
+)  # fmt: skip
 
 
 class Discovery:
@@ -74,7 +79,7 @@ class Discovery:
             await asyncio.sleep(_DNS_SECONDS)
 
     async def _follow_service(self, service: str) -> None:
-        """The endpoints of a service: listed, and listed again at each event of a watch, and when the watch ends."""
+        """The endpoints of a service: listed once, then changed by the events of watches."""
         place, _, port = service.partition(":")
         namespace, _, name = place.rpartition("/")
         folder = Path(self._config.kubernetes_credentials)
@@ -86,29 +91,22 @@ class Discovery:
                 path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
                 path += f"?labelSelector=kubernetes.io%2Fservice-name%3D{name}"
                 with contextlib.closing(api):
-                    await self._watch_service(api, folder / "token", path, service, port)
-            except (OSError, ValueError, LookupError, TypeError, UpstreamError, msgspec.MsgspecError) as error:
+                    await self._watch_service(_Slices(api, folder / "token", path), service, port)
+            except _KUBERNETES_ERRORS as error:
                 self._keep(service, error)
-                await asyncio.sleep(_SECONDS)
+            await asyncio.sleep(_SECONDS)
 
-    async def _watch_service(self, api: Upstream, token_file: Path, path: str, service: str, port: str) -> None:
-        async def get(target: str) -> Answer:
-            token = token_file.read_text(encoding="utf-8").strip()  # it is replaced from time to time
-            headers = [(b"authorization", b"Bearer " + token.encode()), (b"accept", b"application/json")]
-            answer = await api.send(b"GET", target.encode(), headers, b"", _WATCH_SECONDS)
-            if answer.status != 200:
-                answer.close()
-                raise ValueError(f"the Kubernetes API says {answer.status} to GET {target}")
-            return answer
+    async def _watch_service(self, slices: _Slices, service: str, port: str) -> None:
+        """Returns when all must be listed again. Raises what `_Slices` does."""
 
-        with contextlib.closing(await get(path)) as answer:
-            slices = msgspec.json.decode(await answer.read_all(_WATCH_SECONDS, _ANSWER_BYTES))
-        self._fleet.set_backends(service, endpoints(slices, port))
-        self._problems.pop(service, None)
-        version = slices["metadata"]["resourceVersion"]
-        watch = f"{path}&watch=1&timeoutSeconds={_WATCH_SECONDS}&resourceVersion={version}"
-        with contextlib.closing(await get(watch)) as answer:
-            await answer.read(_WATCH_SECONDS + 10.0)  # the first event, or the end
+        def apply() -> None:
+            self._fleet.set_backends(service, endpoints(slices.items.values(), port))
+            self._problems.pop(service, None)
+
+        await slices.read_all()
+        apply()
+        while await slices.watch(apply):
+            pass
 
     def _keep(self, source: str, error: Exception) -> None:
         if self._problems.get(source) != str(error):
@@ -116,16 +114,85 @@ class Discovery:
         self._problems[source] = str(error)
 
 
-def endpoints(slices: Any, port: str) -> list[BackendSpec]:
+class _Slices:
+    """The EndpointSlices of a service, as the Kubernetes API tells them: a list, and what has changed since then.
+
+    Its methods raise OSError and UpstreamError where the API cannot be asked, and ValueError, LookupError, TypeError,
+    AttributeError or msgspec's errors where it says what makes no sense.
+    """
+
+    def __init__(self, api: Upstream, token_file: Path, path: str) -> None:
+        self.items: dict[str, Any] = {}
+        """By their names."""
+        self._api = api
+        self._token_file = token_file
+        self._path = path
+        self._version = ""
+
+    async def read_all(self) -> None:
+        """List them."""
+        with contextlib.closing(await self._get(self._path)) as answer:
+            said = msgspec.json.decode(await answer.read_all(_WATCH_SECONDS, _ANSWER_BYTES))
+        self.items = {item["metadata"]["name"]: item for item in said["items"]}
+        self._version = said["metadata"]["resourceVersion"]
+
+    async def watch(self, apply: Callable[[], None]) -> bool:
+        """Follow what changes until the watch ends, and call `apply` after each change. Another watch goes on there.
+
+        False: the API no longer knows what has changed (410 Gone), so all must be listed again.
+        """
+        before, rest = self._version, b""
+        query = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={_WATCH_SECONDS}&resourceVersion={before}"
+        with contextlib.closing(await self._get(self._path + query, HTTPStatus.GONE)) as answer:
+            if answer.status == HTTPStatus.GONE:
+                return False
+            while data := await answer.read(_WATCH_SECONDS + 10.0):
+                *lines, rest = (rest + data).split(b"\n")
+                if not all(map(self._note, filter(None, lines))):
+                    return False
+                if len(rest) > _ANSWER_BYTES:
+                    raise ValueError(f"an event of the Kubernetes API is larger than {_ANSWER_BYTES} bytes")
+                apply()
+        if self._version == before:
+            await asyncio.sleep(_SECONDS)  # a server that ends each watch at once is not asked all the time
+        return True
+
+    def _note(self, line: bytes) -> bool:
+        """Whether an event says what has changed."""
+        event = msgspec.json.decode(line)
+        kind, item = event["type"], event["object"]
+        if kind == "ERROR":
+            if item["code"] == HTTPStatus.GONE:
+                return False
+            raise ValueError(f"the Kubernetes API says {item['code']}: {item.get('message')}")
+        self._version = item["metadata"]["resourceVersion"]
+        if kind == "DELETED":
+            self.items.pop(item["metadata"]["name"], None)
+        elif kind != "BOOKMARK":
+            self.items[item["metadata"]["name"]] = item
+        return True
+
+    async def _get(self, target: str, *others: int) -> Answer:
+        """An answer with status 200, or one of `others`."""
+        token = self._token_file.read_text(encoding="utf-8").strip()  # it is replaced from time to time
+        headers = [(b"authorization", b"Bearer " + token.encode()), (b"accept", b"application/json")]
+        answer = await self._api.send(b"GET", target.encode(), headers, b"", _WATCH_SECONDS)
+        if answer.status not in (200, *others):
+            answer.close()
+            raise ValueError(f"the Kubernetes API says {answer.status} to GET {target}")
+        return answer
+
+
+def endpoints(slices: Iterable[Any], port: str) -> list[BackendSpec]:
     """The endpoints of EndpointSlices that take new requests. `port`: its name or number; empty: the first one.
 
     Pods that are ready take requests; those that terminate take none, be they ready or not.
 
     Raises:
-        LookupError, TypeError: these are no EndpointSlices.
+        LookupError, TypeError, AttributeError: these are no EndpointSlices.
     """
     found = []
-    for one in slices["items"]:
+    for one in slices:
         ports = [p for p in one.get("ports") or () if port in ("", p.get("name"), str(p.get("port")))]
         for endpoint in one.get("endpoints") or ():
             state = endpoint.get("conditions") or {}

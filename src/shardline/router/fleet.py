@@ -184,24 +184,27 @@ class Fleet:
                 entries.setdefault(str(entry.get("id")), entry)
         return list(entries.values())
 
-    def candidates(self, model: str, tried: Collection[Backend]) -> list[Backend]:
-        """The backends that can take a request for a model now; busy ones only if there is no other."""
+    def candidates(self, model: str, tried: Collection[Backend], only: Backend | None = None) -> list[Backend]:
+        """The backends that can take a request for a model now; busy ones only if there is no other.
+
+        `only`: the one that it must be.
+        """
         now = time.monotonic()
         able = [
             backend
-            for backend in self.backends
+            for backend in (self.backends if only is None else [only])
             if backend not in tried
             and backend.is_ready
             and not backend.is_draining
             and backend.breaker.allows(now)
-            and (not model or not backend.models or model in backend.models)
+            and (only or not model or not backend.models or model in backend.models)
         ]
         return [backend for backend in able if backend.busy_until <= now] or able
 
-    def busy_seconds(self, model: str) -> float:
-        """How long all backends that have a model are left alone; 0: there is none, or one that is not."""
+    def busy_seconds(self, model: str, only: Backend | None = None) -> float:
+        """How long all backends that can take a request are left alone; 0: there is none, or one that is not."""
         now = time.monotonic()
-        return max(0.0, min((backend.busy_until for backend in self.candidates(model, ())), default=0.0) - now)
+        return max(0.0, min((one.busy_until for one in self.candidates(model, (), only)), default=0.0) - now)
 
     def choose(self, prompt: Prompt, candidates: Sequence[Backend]) -> Choice:
         """The backend that takes a request, by the policy."""

@@ -16,6 +16,8 @@ from shardline.router.upstream import Header, UpstreamError
 logger = logging.getLogger(__name__)
 
 _ANSWER_BYTES = 1 << 20
+_ANSWER_SECONDS = 5.0
+"""In which a backend must answer, or the interval between two looks if that is longer."""
 _MODELS_EVERY = 30
 """Looks between two questions for the models of a backend that is ready."""
 
@@ -91,7 +93,14 @@ class HealthChecker:
         return ""
 
     async def _get(self, backend: Backend, path: bytes) -> tuple[int, bytes]:
-        return await backend.upstream.get(path, self._headers, max(5.0, self._interval), _ANSWER_BYTES)
+        """The answer to GET. A backend that was ready and takes the connection may only be busy: it is asked twice."""
+        seconds = max(_ANSWER_SECONDS, self._interval)
+        try:
+            return await backend.upstream.get(path, self._headers, seconds, _ANSWER_BYTES)
+        except UpstreamError as error:
+            if not (error.is_late and backend.is_ready):
+                raise
+        return await backend.upstream.get(path, self._headers, seconds, _ANSWER_BYTES)
 
 
 def _entries(body: bytes) -> list[dict[str, Any]]:

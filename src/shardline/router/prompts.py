@@ -36,6 +36,8 @@ class Prompt:
     """The body asks for a stream, and does not say itself with what it goes on."""
     priority: int = 0
     """Requests with the least one go first."""
+    previous_response: str = ""
+    """The id of the response that it continues."""
 
 
 def read_prompt(body: bytes, session: str = "") -> Prompt:
@@ -65,6 +67,7 @@ def read_prompt(body: bytes, session: str = "") -> Prompt:
         token_ids if are_ids else None,
         fields.get("stream") is True and "resume" not in fields,
         priority if type(priority := fields.get("priority")) is int else 0,
+        _short(fields.get("previous_response_id")),
     )
 
 

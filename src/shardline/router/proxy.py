@@ -20,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from shardline.config.router import RouterConfig
 from shardline.router.fleet import Backend, Choice, Fleet
+from shardline.router.kept_responses import PATH as RESPONSES
+from shardline.router.kept_responses import KeptResponses, response_of
 from shardline.router.metrics import RouterMetrics
 from shardline.router.prompts import Prompt, cached_share, read_prompt
 from shardline.router.queue import Queue
@@ -46,7 +48,7 @@ _OF_ONE_CONNECTION = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
-_RESUMABLE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_RESUMABLE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES)
 _REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
 _NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
 
@@ -82,6 +84,8 @@ class Job:
     """The client asks which backend answered, and why."""
     choice: Choice | None = None
     """The backend that it was given to; None: it is asked of all."""
+    holder: Backend | None = None
+    """The only backend that can answer, since it keeps the response that this one continues."""
     can_resume: bool = False
     """It asks for a stream that another backend can go on with."""
     has_begun: bool = False
@@ -131,6 +135,7 @@ class Proxy:
         self._metrics = metrics
         self._budget = RetryBudget()
         self._queue = Queue(config.max_queue)
+        self._kept = KeptResponses(fleet)
         metrics.waiting.set_function(lambda: len(self._queue))
         key = config.backend_api_key
         self._key = None if key is None else b"Bearer " + key.encode()
@@ -142,10 +147,11 @@ class Proxy:
             if body is None:
                 return  # the client has left
             job = self._make_job(scope, body)
-            if scope["method"] == "POST":
+            asked = response_of(scope["method"], scope["path"])
+            if scope["method"] == "POST" and not asked:
                 await self._generate(job, scope, send)
             else:
-                await self._look_up(job, scope, send)
+                await self._look_up(job, scope, send, asked)
         except ApiError as error:
             await error_answer(error, scope["path"])(scope, receive, send)
 
@@ -164,7 +170,7 @@ class Proxy:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         prompt = read_prompt(body, session) if scope["method"] == "POST" else Prompt()
-        can_resume = prompt.asks_for_stream and scope["path"] in _RESUMABLE
+        can_resume = prompt.asks_for_stream and scope["path"] in _RESUMABLE and not prompt.previous_response
         return Job(scope["method"].encode(), target, headers, body, prompt, explains, can_resume=can_resume)
 
     async def _generate(self, job: Job, scope: Scope, send: Send) -> None:
@@ -175,14 +181,21 @@ class Proxy:
             known = ", ".join(str(entry["id"]) for entry in self._fleet.models()) or "none yet"
             message = f"The model `{model}` does not exist. The backends serve: {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
+        if job.prompt.previous_response and scope["path"] == RESPONSES:
+            headers, timeout = job.headers, self._config.connect_timeout
+            job.holder = await self._kept.find_previous(job.prompt.previous_response, headers, timeout)
         self._budget.earn()
-        place = self._queue.place(job.prompt.priority, lambda: not self._fleet.busy_seconds(model))
+
+        def busy_seconds() -> float:
+            return self._fleet.busy_seconds(model, job.holder)
+
+        place = self._queue.place(job.prompt.priority, lambda: not busy_seconds())
 
         async def wait() -> bool:
             left = began + self._config.queue_timeout - time.monotonic()
-            return await self._queue.wait(place, left, self._fleet.busy_seconds(model))
+            return await self._queue.wait(place, left, busy_seconds())
 
-        if self._fleet.busy_seconds(model):
+        if busy_seconds():
             await wait()
         refusals = await self._offer(job, scope, send, began)
         while refusals and not job.has_begun and all(refusal.is_full for refusal in refusals) and await wait():
@@ -199,10 +212,10 @@ class Proxy:
         refusals: list[Refusal] = []
         while len(refusals) <= self._config.retries:
             tried = [refusal.backend for refusal in refusals]
-            candidates = [backend for backend in self._fleet.candidates(model, tried) if job.can_go_to(backend)]
+            candidates = [one for one in self._fleet.candidates(model, tried, job.holder) if job.can_go_to(one)]
             if not candidates or (refusals and not job.has_begun and not self._budget.spend()):
                 break
-            if self._config.policy == "kv_aware" and job.prompt.token_ids is None and not refusals:
+            if self._config.policy == "kv_aware" and job.prompt.token_ids is None and not (refusals or job.holder):
                 token_ids = await rendered_tokens(job.target, job.headers, job.body, job.prompt.text, candidates)
                 job.prompt = dataclasses.replace(job.prompt, token_ids=token_ids)
                 candidates = self._fleet.candidates(model, tried) or candidates
@@ -222,10 +235,14 @@ class Proxy:
             refusals.append(refusal)
         return refusals
 
-    async def _look_up(self, job: Job, scope: Scope, send: Send) -> None:
-        """Ask all backends for what one of them may have, such as a stored response; the first that has it answers."""
+    async def _look_up(self, job: Job, scope: Scope, send: Send, response_id: str) -> None:
+        """Ask all backends for what one of them may have; the first that has it answers.
+
+        `response_id`: it is a response with this id, of which only its backend is asked if that is known.
+        """
         refusals: list[Refusal] = []
-        for backend in filter(job.can_go_to, self._fleet.candidates("", ())):
+        holder = self._kept.find(response_id)
+        for backend in self._fleet.candidates("", ()) if holder is None else [holder]:
             refusal = await self._try(backend, job, scope, send, len(refusals) + 1, passes_on_404=False)
             if refusal is None:
                 return
@@ -304,9 +321,14 @@ class Proxy:
                 headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             job.has_begun = is_stream
+        may_name = scope["path"] == RESPONSES
+        if went_on and may_name and job.transcript.so_far is not None:
+            self._kept.note(job.transcript.so_far.id, backend)
         try:
             tail, num_parts = part, 0
             while part:
+                if may_name:
+                    may_name = not self._kept.learn(part, backend)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 part = await (self._read_events(answer, job) if is_stream else answer.read(timeout))
                 num_parts += 1

@@ -45,9 +45,7 @@ class _Restart:
 
     def run(self, command: str) -> None:
         """Drain, restart, and wait until it is ready."""
-        others = [backend for backend in self._ask("status", None)["backends"] if backend["url"] != self._url]
-        if not any(backend["state"] in ("ready", "busy") for backend in others):
-            raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready")
+        self._await_others()
         self._ask("drain", self._url)
         self._tell(f"{self._url} gets no new requests")
         self._await(lambda backend: backend["requests"] == 0, "its requests have not ended")
@@ -58,6 +56,20 @@ class _Restart:
         )
         self._ask("undrain", self._url)
         self._tell(f"{self._url} is ready again")
+
+    def _await_others(self) -> None:
+        """Wait until another backend is ready, which the load of a restart may have kept from answering the router."""
+        deadline, is_told = time.monotonic() + self._timeout, False
+        while True:
+            states = [one["state"] for one in self._ask("status", None)["backends"] if one["url"] != self._url]
+            if any(state in ("ready", "busy") for state in states):
+                return
+            if not states or time.monotonic() > deadline:
+                raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready")
+            if not is_told:
+                self._tell(f"{self._url} waits until another backend is ready")
+            is_told = True
+            time.sleep(_PAUSE_SECONDS)
 
     def _restart(self, command: str) -> None:
         parts = urlsplit(self._url)

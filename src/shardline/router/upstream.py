@@ -25,12 +25,13 @@ _HEADER_BYTES = 64 << 10
 class UpstreamError(Exception):
     """A backend has not answered as it must. The message says how.
 
-    `stale`: it has closed a kept connection, as it may at any time.
+    `stale`: it has closed a kept connection, as it may at any time. `is_late`: it has a connection, and says nothing.
     """
 
-    def __init__(self, message: str, *, stale: bool = False) -> None:
+    def __init__(self, message: str, *, stale: bool = False, is_late: bool = False) -> None:
         super().__init__(message)
         self.stale = stale
+        self.is_late = is_late
 
 
 class Answer:
@@ -306,7 +307,7 @@ class _Connection(asyncio.Protocol):
             self._waiter = None
         if self._loop.time() >= deadline:
             self._problem = f"nothing came for {timeout:g} s"
-            raise UpstreamError(self._problem)
+            raise UpstreamError(self._problem, is_late=True)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

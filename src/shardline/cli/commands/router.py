@@ -12,6 +12,8 @@ from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
 
 _PORT = 9000
+_ANSWER_SECONDS = 10.0
+"""In which a router must answer; during a rollout, it is the time of a step."""
 _ACTIONS = ("status", "add", "drain", "undrain", "remove", "rollout")
 _OF_ALL = ("status", "rollout")
 """Actions that are for no single backend."""
@@ -96,14 +98,23 @@ def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict
 
     body = None if backend_url is None else json.dumps({"url": backend_url}).encode()
     request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{action}", body)
+    seconds = args.step_timeout if args.action == "rollout" else _ANSWER_SECONDS
     key = getattr(args, "admin_api_key", None)
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             status: dict[str, Any] = json.load(answer)
             return status
     except urllib.error.HTTPError as error:
-        raise ValueError(json.load(error)["error"]["message"]) from None
+        said = error.read()
+        try:
+            message = json.loads(said)["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"{args.url} is no router: it says {error.code} to {request.selector}; say where it is with --url"
+        hint = " Pass the router's key as --admin-api-key." if error.code == 401 else ""
+        raise ValueError(message + hint) from None
     except urllib.error.URLError as error:
         raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None
+    except TimeoutError:
+        raise OSError(f"the router at {args.url} has not answered in {seconds:g} s") from None

@@ -83,12 +83,19 @@ def run(args: argparse.Namespace) -> int:
         else:
             console.print(watch.picture(console.width, with_keys=False))
         return 0
-    with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    if not console.is_terminal:
+        while True:
+            watch.try_to_look()
+            with console.capture() as plain:
+                console.print(watch.picture(console.width, with_keys=False))
+            print(time.strftime("%H:%M:%S"), plain.get(), sep="\n", flush=True)
+            time.sleep(args.interval)
+    with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             watch.try_to_look()
             deadline = time.monotonic() + args.interval
             while (left := deadline - time.monotonic()) > 0.0:
-                live.update(watch.picture(console.width, with_keys=console.is_terminal), refresh=True)
+                live.update(watch.picture(console.width, with_keys=True), refresh=True)
                 key = read_key(left)
                 if key in ("q", "\x1b", "\x03"):
                     return 0
