@@ -164,21 +164,21 @@ def _narrowed(
     rows: Rows, steps: Sequence[SequenceStep], replica_samples: tuple[int, ...], scored: ScoredRows | None
 ) -> Rows:
     """The last tokens of the sampled sequences, and all tokens of the scored ones."""
-    counts = torch.tensor([entry.num_samples for entry in steps])
-    seqs = counts > 0
-    counts = counts[seqs]
-    query_starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-    torch.cumsum(counts, 0, dtype=torch.int32, out=query_starts[1:])
-    firsts = rows.query_starts[1:][seqs] - counts - query_starts[:-1]
-    places = torch.repeat_interleave(firsts, counts) + torch.arange(int(query_starts[-1]))
+    samples = np.array([entry.num_samples for entry in steps])
+    seqs = np.flatnonzero(samples)
+    counts = samples[seqs]
+    query_starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    firsts = rows.query_starts.numpy()[1:][seqs] - counts - query_starts[:-1]
+    places = np.repeat(firsts, counts) + np.arange(query_starts[-1])
     return Rows(
-        positions=rows.positions[places],
-        query_starts=query_starts,
-        context_lens=rows.context_lens[seqs],
-        block_tables=tuple(tables[seqs] for tables in rows.block_tables),
+        positions=torch.from_numpy(rows.positions.numpy()[places]),
+        query_starts=torch.from_numpy(query_starts),
+        context_lens=torch.from_numpy(rows.context_lens.numpy()[seqs]),
+        block_tables=tuple(torch.from_numpy(tables.numpy()[seqs]) for tables in rows.block_tables),
         slots=(),
         replicas=replica_samples,
-        places=places,
+        places=torch.from_numpy(places),
         scored=scored,
     )
 
