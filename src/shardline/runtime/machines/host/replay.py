@@ -77,10 +77,11 @@ class DecodeReplay:
         self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
         self._programs: dict[object, _cpu.Program] = {}
         """Recorded programs by step shape, see `_shape`."""
-        self._possible = True
+        self._unrecorded: set[bool] = set()
+        """Whether torch computes in layers of short prompts (true), and of decode steps (false)."""
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
-        if not step.is_replayable or not self._possible:
+        if not step.is_replayable or step.rows.narrow().are_last in self._unrecorded:
             return self.forward(step, hidden)
         placed = self._hidden[: len(hidden)]
         placed.copy_(hidden)
@@ -107,8 +108,8 @@ class DecodeReplay:
             program.set_output(output)
             self._programs[_shape(step)] = program
         else:
-            self._possible = False
-            _log.debug("decode steps are not replayed: a layer computes with %s", detector.computed)
+            self._unrecorded.add(step.rows.narrow().are_last)
+            _log.debug("these steps are not replayed: a layer computes with %s", detector.computed)
         return output
 
 
