@@ -202,7 +202,10 @@ def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> No
     assert found[3] in (whole, rest)
 
 
-def test_the_draft_model_of_the_demo_model_guesses_its_answers() -> None:
+@pytest.mark.parametrize(
+    ("method", "model", "least"), [("draft_model", "demo-draft", 0.9), ("eagle", "demo-eagle", 0.75)]
+)
+def test_what_drafts_for_the_demo_model_guesses_its_answers(method: str, model: str, least: float) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     lines = (DEMO_FOLDER / "conversations.jsonl").read_text().splitlines()[:8]
     texts = [f"<|begin|><|user|>{json.loads(line)['question']}<|end|><|assistant|>" for line in lines]
@@ -218,14 +221,15 @@ def test_the_draft_model_of_the_demo_model_guesses_its_answers() -> None:
     ]
     noted = Noted()
     with drafting_always(MOST), patch.object(DraftModel, "_guess", lambda model, asked: noted.guess(model, asked)):
-        engine, executor = start_engine(Path("demo"), speculative_config=draft_with(Path("demo-draft")))
+        speculation = {**draft_with(Path(model)), "method": method}
+        engine, executor = start_engine(Path("demo"), speculative_config=speculation)
         answers = run(engine, requests, "together")
         drafts = engine.stats().drafts
         executor.close()
     known = [tokenizer.encode(json.loads(line)["answer"], add_special_tokens=False).ids for line in lines]
     assert [answers[str(number)].token_ids[:-1] for number in range(len(lines))] == known
     assert drafts is not None
-    assert drafts.num_accepted > 0.5 * drafts.num_tokens
+    assert drafts.num_accepted > least * drafts.num_tokens
     # Nothing is guessed behind the end of an answer, be it certain or a guess.
     assert not any(end in text[text.index(assistant) :] for text in noted.guesses)
     assert any(guesses[-1] == end for guesses in noted.guesses.values())
