@@ -1,8 +1,8 @@
-"""Decode steps, recorded once per number of sequences and tokens, and replayed in one call into C++: the CPU's
-counterpart of a CUDA graph.
+"""Decode steps and short prompts, recorded once per number of sequences and tokens, and replayed in one call into C++:
+the CPU's counterpart of a CUDA graph.
 
 The layers are ordinary Python that calls kernels. The step's shape alone determines which kernels they call, and on
-which memory. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
+which memory. So the first step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
 shape have their inputs in the same memory (`step_inputs.py`) and repeat these calls without Python.
 """
 
@@ -70,7 +70,7 @@ _MAX_PROGRAMS = 1024
 
 
 class DecodeReplay:
-    """See `base.Replay`: decode steps are recorded at the first of their shape and replayed from then on."""
+    """See `base.Replay`: steps are recorded at the first of their shape and replayed from then on."""
 
     def __init__(self, forward: Forward, sizes: StepSizes) -> None:
         self.forward = forward
