@@ -116,7 +116,7 @@ def guesses_of(oracle: Oracle) -> Iterator[None]:
 
     def replaced(draft: DraftModel, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         texts = {
-            step.seq_id: sequence.tokens[: step.start + 1].tolist()
+            step.seq_id: sequence.tokens[: step.start + step.num_tokens - len(step.draft_token_ids)].tolist()
             for step, sequence in zip(running.plan.steps, running.stepped, strict=True)
         }
         return [
