@@ -107,7 +107,7 @@ class Drafting:
 
     def ask_with_prompt(self, sequence: LiveSequence, step: SequenceStep, limit: int) -> SequenceStep:
         """The only step of a plan. If it ends a prompt, it may ask for guesses, too, so that the next has a draft."""
-        asks = step.sample and not step.decodes and not sequence.has_grammar and not sequence.expects
+        asks = step.sample and not step.decodes and not step.allowed and not sequence.expects
         if self._proposer is None or not asks:
             return step
         return msgspec.structs.replace(step, num_guesses=self._proposer.count_first_guesses(sequence, limit))
