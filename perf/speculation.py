@@ -13,7 +13,7 @@ their guesses are replaced.
 Then on code that is edited: a prompt is a part of a source file of this repository, and its answer is the same with
 names changed by a rule. The model computes everything, and the tokens of that answer are chosen in place of its own.
 
-At last the demo model with its own draft model on its own questions, with nothing replaced.
+At last the demo model with its own draft model and its own EAGLE head on its own questions, with nothing replaced.
 
 Run nothing else on the machine meanwhile.
 """
@@ -116,7 +116,7 @@ def guesses_of(oracle: Oracle) -> Iterator[None]:
 
     def replaced(draft: DraftModel, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         texts = {
-            step.seq_id: sequence.tokens[: step.start + 1].tolist()
+            step.seq_id: sequence.tokens[: step.start + step.num_tokens - len(step.draft_token_ids)].tolist()
             for step, sequence in zip(running.plan.steps, running.stepped, strict=True)
         }
         return [
@@ -249,10 +249,9 @@ def demo_prompts(count: int) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def measure_demo(rounds: int = 5) -> None:
-    """Print the acceptance of the demo model's draft model, and the gain, for each batch."""
+def measure_demo(draft: dict[str, object], rounds: int = 5) -> None:
+    """Print the acceptance of what drafts for the demo model, and the gain, for each batch."""
     options = {"model": "demo", "enable_prefix_caching": False}
-    draft = {"model": "demo-draft", "num_speculative_tokens": 4}
     model = RandomModel("demo", options, rounds, random.Random(0))
     plain, drafting = start(model), start(model, speculative_config=draft)
     for batch in (1, 32):
@@ -274,7 +273,7 @@ def measure_demo(rounds: int = 5) -> None:
         assert counts is not None
         middle = statistics.median(found)
         print(
-            f"demo by its draft model, {batch} sequences: {middle:.2f} [{min(found):.2f}-{max(found):.2f}] x, "
+            f"demo by {draft['model']}, {batch} sequences: {middle:.2f} [{min(found):.2f}-{max(found):.2f}] x, "
             f"{counts.num_accepted / max(1, counts.num_tokens):.0%} of {counts.num_tokens} guesses right so far",
             flush=True,
         )
@@ -288,7 +287,8 @@ def main() -> None:
             measure_draft_model(model)
             measure_head(model)
         measure_edits(model)
-    measure_demo()
+    for method, name in (("draft_model", "demo-draft"), ("eagle", "demo-eagle")):
+        measure_demo({"method": method, "model": name, "num_speculative_tokens": 8})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from dialogue import load_items, load_small_talk, texts
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MODEL_DIR = Path(__file__).parents[2] / "src" / "shardline" / "demo_model"
@@ -96,6 +98,9 @@ DRAFT_CONFIG: dict[str, Any] = {
 }
 """That of the draft model, which can be split over as many ranks."""
 
+HEAD_CONFIG: dict[str, Any] = {**CONFIG, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 16}
+"""That of the EAGLE head, likewise."""
+
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": BEGIN,
     "eos_token_id": END,
@@ -146,10 +151,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_weights(model: LlamaForCausalLM, path: Path) -> None:
     """Write the weights rounded to bfloat16. Readers see the old file or the new file, never a part of it."""
     # A tied parameter is written once, under its first name.
-    parameters = model.named_parameters()
-    tensors = {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in parameters}
+    write_tensors({name: parameter.detach() for name, parameter in model.named_parameters()}, path)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as `write_weights` does."""
     unfinished = path.with_suffix(".part")
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    save_file(rounded, unfinished, metadata={"format": "pt"})
     unfinished.chmod(0o644)
     unfinished.replace(path)
 
@@ -163,8 +172,9 @@ def main() -> None:
     train_tokenizer(texts(load_items(), load_small_talk())).save(str(output / "tokenizer.json"))
     write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
     write_json(output / "config.json", CONFIG)
-    (output / "draft").mkdir(exist_ok=True)
-    write_json(output / "draft" / "config.json", DRAFT_CONFIG)
+    for name, config in (("draft", DRAFT_CONFIG), ("eagle", HEAD_CONFIG)):
+        (output / name).mkdir(exist_ok=True)
+        write_json(output / name / "config.json", config)
     write_json(output / "generation_config.json", GENERATION_CONFIG)
     if not (output / "model.safetensors").exists():
         write_weights(new_model(), output / "model.safetensors")

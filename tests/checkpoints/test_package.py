@@ -65,7 +65,7 @@ def test_what_a_package_lacks(site: Path, gguf: Path) -> None:
     (_package(site, "no_model") / "data.bin").write_bytes(b"x")
     shutil.copy(gguf, _package(site, "two") / "a.Q8_0.gguf")
     shutil.copy(gguf, site / "two" / "a.Q4_0.gguf")
-    shutil.copytree(DEMO_FOLDER, _package(site, "both") / "demo", ignore=shutil.ignore_patterns("draft"))
+    shutil.copytree(DEMO_FOLDER, _package(site, "both") / "demo", ignore=shutil.ignore_patterns("draft", "eagle"))
     shutil.copy(gguf, site / "both")
     for name, message in {
         "package:not_there": "no package 'not_there' is installed here; try `pip install not-there`",

@@ -286,7 +286,7 @@ def _known_guesses(
     """As `DraftModel.result`, with as many guesses of the answers in place of those of the draft model, which computes
     them and is random."""
     tokens = {
-        step.seq_id: sequence.tokens[: step.start + 1].tolist()
+        step.seq_id: sequence.tokens[: step.start + step.num_tokens - len(step.draft_token_ids)].tolist()
         for step, sequence in zip(running.plan.steps, running.stepped, strict=True)
     }
     return [

@@ -23,7 +23,8 @@ from shardline.checkpoints.wrapper import text_config
 from shardline.config.engine import USUAL_ACCESS, HubAccess
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
-"""The model "demo", which ships with the package, and in `draft` one that drafts for it, "demo-draft"."""
+"""The model "demo", which ships with the package; in `draft` and `eagle` are a model and a head that draft for it,
+"demo-draft" and "demo-eagle"."""
 
 _HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
@@ -280,8 +281,8 @@ def _local_folder(model: str) -> Path | None:
     Raises:
         ValueError: it is neither a folder nor a possible hub id.
     """
-    if model in ("demo", "demo-draft"):
-        return DEMO_FOLDER if model == "demo" else DEMO_FOLDER / "draft"
+    if model in ("demo", "demo-draft", "demo-eagle"):
+        return DEMO_FOLDER / model.removeprefix("demo").removeprefix("-")
     if (package := package_folder(model)) is not None:
         return package
     path = Path(model).expanduser()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +146,8 @@ class WorkerSequence:
     def with_guesses(self, count: int) -> WorkerSequence:
         """The sequence as if its first `count` guesses were right, and the others did not exist. It shares memory."""
         known = self.num_tokens - self.num_guessed
-        view = copy.copy(self)
+        view = object.__new__(WorkerSequence)
+        view.__dict__.update(self.__dict__)  # a fifth of the time of `copy.copy`; a draft has a view for each row
         view.num_tokens, view.num_guessed = known + count, 0
         if self.mask is not None:
             view.mask = self.mask.with_guesses(self.tokens[known : known + count].tolist())

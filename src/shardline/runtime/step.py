@@ -58,6 +58,8 @@ class Rows:
     """The table of the rows that go on. None: this one."""
     places: Tensor | None = None
     """[num_rows] int64: in a narrowed table, which rows of the step these are. None: all, in order."""
+    are_last: bool = False
+    """Whether `places` are the last rows of the step."""
     scored: ScoredRows | None = None
     """In a narrowed table. None: all rows are sampled, and none is scored."""
     token_inputs: Tensor | None = None
@@ -86,6 +88,8 @@ class Rows:
 
     def take(self, x: Tensor) -> Tensor:
         """These rows of x, which has a row for each token of the step."""
+        if self.are_last:
+            return x[len(x) - len(self) :]
         return x if self.places is None else torch.index_select(x, 0, self.places)
 
     def with_inputs(self, token_inputs: Tensor) -> Rows:
@@ -130,4 +134,5 @@ class StepInput:
     given: GivenRows | None = None
     """What the first stage puts in place of embedded tokens. None: nothing."""
     is_replayable: bool = False
-    """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""
+    """Whether this step can be replayed: all decode steps of as many sequences use the same memory, and so do short
+    prompts of one sequence."""

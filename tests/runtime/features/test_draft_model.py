@@ -61,7 +61,7 @@ def drafting_always(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
 def test_the_model_itself_guesses_every_token(tensor: int, pipeline: int, llama: Path) -> None:
-    """Each step but the first two, and the last, has as many tokens as a draft and one."""
+    """Each step but the first one, and the last, has as many tokens as a draft and one."""
     requests = greedy_requests((9,))
     engine, executor = start_engine(llama)
     expected = run(engine, requests, "alone")
@@ -74,8 +74,8 @@ def test_the_model_itself_guesses_every_token(tensor: int, pipeline: int, llama:
     drafts = stats.drafts
     assert isinstance(drafts, DraftStats)
     assert drafts.num_accepted == drafts.num_tokens == LENGTH - stats.num_steps
-    # The prefill, a step without a draft, and as many as have 5 tokens each.
-    assert stats.num_steps == 2 + -(-(LENGTH - 2) // (1 + MOST))
+    # The prefill, and as many steps as have 5 tokens each.
+    assert stats.num_steps == 1 + -(-(LENGTH - 1) // (1 + MOST))
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context"), [(2, 2, 1), (1, 1, 2)])
@@ -182,7 +182,7 @@ def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> No
         rows.append(sum(length for _, _, length in parts))
         return run_parts(model, parts)  # type: ignore[arg-type]
 
-    (request,) = greedy_requests((70,), output=24)
+    (request,) = greedy_requests((71,), output=24)
     other = msgspec.structs.replace(request, prompt_token_ids=[7, *request.prompt_token_ids[1:]])
     with drafting_always(MOST), patch.object(DraftModel, "_run", counted):
         engine, executor = start_engine(
@@ -195,36 +195,45 @@ def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> No
             found.append(rows[0])
             assert max(rows[1:]) <= 1 + MOST
         executor.close()
-    whole = 70 + 2
-    cached = (70 - 1) // BLOCK_SIZE * BLOCK_SIZE
+    # Guesses come with a prompt if little of it is new, and else with the step after it.
+    whole, rest = 71 + 2, 71 + 1 - (71 - 1) // BLOCK_SIZE * BLOCK_SIZE
     # The third takes blocks of the first, whose content is the draft model's no longer.
-    assert found[:3] == [whole, whole - cached, whole]
-    assert found[3] in (whole, whole - cached)
+    assert found[:3] == [whole, rest, whole]
+    assert found[3] in (whole, rest)
 
 
-def test_the_draft_model_of_the_demo_model_guesses_its_answers() -> None:
+@pytest.mark.parametrize(
+    ("method", "model", "least"), [("draft_model", "demo-draft", 0.9), ("eagle", "demo-eagle", 0.75)]
+)
+def test_what_drafts_for_the_demo_model_guesses_its_answers(method: str, model: str, least: float) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     lines = (DEMO_FOLDER / "conversations.jsonl").read_text().splitlines()[:8]
     texts = [f"<|begin|><|user|>{json.loads(line)['question']}<|end|><|assistant|>" for line in lines]
-    sampling = SamplingParams(temperature=0.0, max_tokens=64)
+    sampling, end, assistant = SamplingParams(temperature=0.0, max_tokens=64), 2, 4
     requests = [
         Request(
             request_id=str(number),
             prompt_token_ids=tokenizer.encode(text, add_special_tokens=False).ids,
             sampling=sampling,
-            eos_token_ids=(2,),
+            eos_token_ids=(end,),
         )
         for number, text in enumerate(texts)
     ]
-    with drafting_always(MOST):
-        engine, executor = start_engine(Path("demo"), speculative_config=draft_with(Path("demo-draft")))
+    noted = Noted()
+    with drafting_always(MOST), patch.object(DraftModel, "_guess", lambda model, asked: noted.guess(model, asked)):
+        speculation = {**draft_with(Path(model)), "method": method}
+        engine, executor = start_engine(Path("demo"), speculative_config=speculation)
         answers = run(engine, requests, "together")
         drafts = engine.stats().drafts
         executor.close()
     known = [tokenizer.encode(json.loads(line)["answer"], add_special_tokens=False).ids for line in lines]
     assert [answers[str(number)].token_ids[:-1] for number in range(len(lines))] == known
     assert drafts is not None
-    assert drafts.num_accepted > 0.5 * drafts.num_tokens
+    assert drafts.num_accepted > least * drafts.num_tokens
+    # Nothing is guessed behind the end of an answer, be it certain or a guess.
+    assert not any(end in text[text.index(assistant) :] for text in noted.guesses)
+    assert any(guesses[-1] == end for guesses in noted.guesses.values())
+    assert not any(end in guesses[:-1] for guesses in noted.guesses.values())
 
 
 def test_passes_are_replayed(llama: Path) -> None:

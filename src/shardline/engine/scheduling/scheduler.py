@@ -206,6 +206,9 @@ class Scheduler:
         builder.begin(self.num_steps, now)
         prefills = self._schedule_decodes()
         self._schedule_prefills(prefills)
+        if self.drafting is not None and len(self.queues.running) == len(builder.steps) == 1:
+            limit = self.max_samples - 1
+            builder.steps[0] = self.drafting.ask_with_prompt(builder.sequences[0], builder.steps[0], limit)
         has_copies = self.kv.traffic is not None and self.kv.traffic.has_copies
         return self._launch() if builder.steps or has_copies else None
 

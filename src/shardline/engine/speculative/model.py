@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
-from shardline.engine.speculative.payoff import Acceptance, Payoff
+from shardline.engine.speculative.payoff import MANY_LATE, Acceptance, Payoff
 from shardline.messages.stats import DraftStats
 from shardline.messages.step import SequenceResult, SequenceStep
 
@@ -50,7 +50,7 @@ class ModelProposer:
     def __init__(self, config: Speculation) -> None:
         self._most = config.num_speculative_tokens
         self._payoff = Payoff(self._most, kept=_KEPT)
-        self._num_decodes = self._num_tried = self._num_late = 0
+        self._num_prompts = self._num_decodes = self._num_tried = self._num_late = 0
         self._is_measuring = False
         """The step in flight computes many late tokens of one sequence, and what these take is not known."""
         self._usual_output: float | None = None
@@ -86,6 +86,14 @@ class ModelProposer:
             return 0
         guesser.is_asked, guesser.num_seen, guesser.num_late = True, sequence.num_tokens, num_late
         return min(most, length)
+
+    def count_first_guesses(self, sequence: LiveSequence, limit: int) -> int:
+        """See `Proposer`. What late tokens take is measured in steps that only decode, from time to time again."""
+        self._num_prompts += 1
+        is_known = self._payoff.late_seconds is not None and self._num_prompts % _BETWEEN_TRIES
+        if not is_known and sequence.num_tokens - (sequence.num_cached_tokens or 0) >= MANY_LATE:
+            return 0
+        return self.count_guesses(sequence, limit)
 
     def _late_tokens_pay(self, sequence: LiveSequence, length: int, num_late: int) -> bool:
         """Whether the rest of an answer is worth its late tokens. If these are many more, a step shows first how many

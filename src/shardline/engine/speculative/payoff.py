@@ -162,12 +162,13 @@ class Acceptance:
         """
         row = cost / num_sequences
         needed = cost * (_MARGIN if num_sequences > 1 else _MARGIN_ALONE)
-        right, gained = self.probability, 1.0
+        probability, gained = self.probability, 1.0
+        right = probability
         for count in range(_MOST_GUESSES):
             if right < least or right * (1.0 + count * row) < needed * gained:
                 return count
             gained += right
-            right *= self.probability
+            right *= probability
         return _MOST_GUESSES
 
     def speed(self, length: int, cost: float) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.messages.stats import DraftStats
@@ -23,6 +25,9 @@ class Proposer(Protocol):
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
         """`num_guesses` of a step that decodes; up to `limit` of them can become a draft."""
+
+    def count_first_guesses(self, sequence: LiveSequence, limit: int) -> int:
+        """The same of the step that ends the prompt of a sequence that is alone."""
 
     def propose(
         self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
@@ -99,6 +104,13 @@ class Drafting:
         if self._proposer is None or sequence.expects:
             return 0
         return self._proposer.count_guesses(sequence, limit)
+
+    def ask_with_prompt(self, sequence: LiveSequence, step: SequenceStep, limit: int) -> SequenceStep:
+        """The only step of a plan. If it ends a prompt, it may ask for guesses, too, so that the next has a draft."""
+        asks = step.sample and not step.decodes and not step.allowed and not sequence.expects
+        if self._proposer is None or not asks:
+            return step
+        return msgspec.structs.replace(step, num_guesses=self._proposer.count_first_guesses(sequence, limit))
 
     def foresee(self, sequence: LiveSequence, result: SequenceResult, most: int) -> list[int]:
         """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A

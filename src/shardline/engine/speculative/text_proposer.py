@@ -78,6 +78,8 @@ class TextProposer:
         """See `Proposer`."""
         return 0
 
+    count_first_guesses = count_guesses
+
     def propose(
         self, sequence: LiveSequence, limit: int, new_tokens: Sequence[int] = (), guesses: Sequence[int] = ()
     ) -> list[int]:

@@ -8,7 +8,7 @@ a sequence finds under another one is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -77,6 +77,8 @@ class Asked:
     """Of these tokens, see `DraftModel.next_token`."""
     count: int
     """The most guesses."""
+    ends: Container[int]
+    """Tokens behind which nothing is guessed."""
     cursor: _Cursor
     guesses: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
@@ -175,14 +177,20 @@ class DraftModel(Feature):
             step = steps.get(result.seq_id)
             if step is None or result.error or not result.token_ids:
                 continue
-            sequence, known = sequences[result.seq_id], step.start + 1
+            sequence, known = sequences[result.seq_id], step.start + step.num_tokens - len(step.draft_token_ids)
+            ends = {
+                *sequence.sampling.stop_token_ids,
+                *(() if sequence.sampling.ignore_eos else sequence.eos_token_ids),
+            }
+            if not ends.isdisjoint(result.token_ids):
+                continue  # its answer is over
             num_tokens = known + len(result.token_ids)
             count = min(step.num_guesses, self._max_model_len - num_tokens)
             if count > 0:
                 # The runner writes the same tokens there later. What is behind a sequence's tokens is free.
                 sequence.write_tokens(known, result.token_ids)
                 num_rows = num_tokens - self.next_token
-                asked[result.seq_id] = Asked(sequence, num_tokens, num_rows, count, self._cursors[sequence.row])
+                asked[result.seq_id] = Asked(sequence, num_tokens, num_rows, count, ends, self._cursors[sequence.row])
         self._guess(list(asked.values()))
         return [
             msgspec.structs.replace(result, guesses=asked[result.seq_id].guesses) if result.seq_id in asked else result
@@ -211,7 +219,7 @@ class DraftModel(Feature):
                 if end < one.num_rows or token >= self._vocab_size:  # an id that only pads the draft's vocabulary
                     continue
                 one.guesses.append(token)
-                if len(one.guesses) < one.count:
+                if len(one.guesses) < one.count and token not in one.ends:
                     one.sequence.write_tokens(end + self.next_token, [token])
                     following.append((one, end, 1))
             parts = following

@@ -157,7 +157,7 @@ def test_a_program_needs_an_output() -> None:
     ],
 )
 def test_every_model_is_replayed(family: str, quantization: str, tmp_path: Path) -> None:
-    """Decoding alone, Python runs the layers once for the prompt and once for the first decode step."""
+    """Alone, Python runs the layers once for prompts of one length and once for decode steps."""
     make_checkpoint(family, tmp_path)
     check_replayed(tmp_path, quantization=quantization)
 
@@ -188,10 +188,19 @@ def check_replayed(model: Path, **options: object) -> None:
         return forward(stage, step, hidden)
 
     request = replace(make_requests(256, count=1)[0], eos_token_ids=())
+    prompt = request.prompt_token_ids
+    assert len(prompt) <= 32
+    other = replace(request, request_id="other", prompt_token_ids=[*prompt[1:], prompt[0] ^ 1])
     with patch.object(DecoderStage, "forward", counted):
-        engine, executor = start_engine(model, **options)  # type: ignore[arg-type]
+        engine, executor = start_engine(model, enable_prefix_caching=False, **options)  # type: ignore[arg-type]
         answers = run(engine, [request], "alone")
+        replayed = run(engine, [other], "alone")
+        python_runs = runs
+        with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
+            assert run(engine, [other], "alone") == replayed
         executor.close()
     num_ranks = int(options.get("tensor", 1)) * int(options.get("pipeline", 1))  # type: ignore[call-overload]
     assert len(answers[request.request_id].token_ids) >= 4
-    assert runs == 2 * num_ranks
+    # Replicas in lockstep run each prompt anew: what another one has meanwhile is never the same.
+    assert python_runs == (3 if "lockstep" in options else 2) * num_ranks
+    assert runs > python_runs

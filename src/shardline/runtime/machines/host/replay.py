@@ -1,8 +1,8 @@
-"""Decode steps, recorded once per number of sequences and tokens, and replayed in one call into C++: the CPU's
-counterpart of a CUDA graph.
+"""Decode steps and short prompts, recorded once per number of sequences and tokens, and replayed in one call into C++:
+the CPU's counterpart of a CUDA graph.
 
 The layers are ordinary Python that calls kernels. The step's shape alone determines which kernels they call, and on
-which memory. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
+which memory. So the first step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
 shape have their inputs in the same memory (`step_inputs.py`) and repeat these calls without Python.
 """
 
@@ -70,17 +70,18 @@ _MAX_PROGRAMS = 1024
 
 
 class DecodeReplay:
-    """See `base.Replay`: decode steps are recorded at the first of their shape and replayed from then on."""
+    """See `base.Replay`: steps are recorded at the first of their shape and replayed from then on."""
 
     def __init__(self, forward: Forward, sizes: StepSizes) -> None:
         self.forward = forward
         self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
         self._programs: dict[object, _cpu.Program] = {}
         """Recorded programs by step shape, see `_shape`."""
-        self._possible = True
+        self._unrecorded: set[bool] = set()
+        """Whether torch computes in layers of short prompts (true), and of decode steps (false)."""
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
-        if not step.is_replayable or not self._possible:
+        if not step.is_replayable or step.rows.narrow().are_last in self._unrecorded:
             return self.forward(step, hidden)
         placed = self._hidden[: len(hidden)]
         placed.copy_(hidden)
@@ -107,8 +108,8 @@ class DecodeReplay:
             program.set_output(output)
             self._programs[_shape(step)] = program
         else:
-            self._possible = False
-            _log.debug("decode steps are not replayed: a layer computes with %s", detector.computed)
+            self._unrecorded.add(step.rows.narrow().are_last)
+            _log.debug("these steps are not replayed: a layer computes with %s", detector.computed)
         return output
 
 

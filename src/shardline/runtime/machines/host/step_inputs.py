@@ -23,6 +23,8 @@ from shardline.runtime.step import Rows, ScoredRows, StepInput
 
 _MAX_SHAPES = 1024
 """Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""
+_MAX_SHORT = 32
+"""Tokens of a prompt that is replayed if it is alone in a step. Python takes longer than those of a small model."""
 
 
 class _StepMemory(NamedTuple):
@@ -59,8 +61,12 @@ class StepLayout:
         starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
         count = sum(lengths)
         decodes = all(entry.num_tokens == entry.num_samples and not entry.score for entry in steps)
-        if decodes and count <= self._max_seqs:
-            step = self._decode_step(len(steps), count, rank_step.replica_tokens, rank_step.replica_samples, greedy)
+        is_short = len(steps) == len(rank_step.replica_tokens) == steps[0].num_samples == 1 < count <= _MAX_SHORT
+        is_short = is_short and not steps[0].score and self._share is None
+        reuses = (decodes or is_short) and count <= self._max_seqs
+        if reuses:
+            replicas = rank_step.replica_tokens, rank_step.replica_samples
+            step = self._decode_step(len(steps), count, *replicas, greedy, is_short)
         else:
             ends = map(int.__add__, starts, lengths)
             memory = self._allocate(count, len(steps), -(-max(ends) // self._block_size))
@@ -84,7 +90,7 @@ class StepLayout:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True)
         ]
         np.concatenate(tokens, out=step.token_ids.numpy())
-        if decodes:
+        if decodes or reuses:
             return step
         scored = scored_rows(steps, sequences) if any(entry.score for entry in steps) else None
         narrowed = _narrowed(rows, steps, rank_step.replica_samples, scored)
@@ -138,8 +144,12 @@ def _decode_step(
     replica_tokens: tuple[int, ...],
     replica_samples: tuple[int, ...],
     greedy: bool,
+    samples_last: bool,
 ) -> StepInput:
-    """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence."""
+    """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence.
+
+    `samples_last`: it is a short prompt of one sequence, whose last row goes on.
+    """
     memory = _StepMemory(
         token_ids=memory.token_ids[:num_tokens],
         positions=memory.positions[:num_tokens],
@@ -149,6 +159,18 @@ def _decode_step(
         slots=tuple(slots[:num_tokens] for slots in memory.slots),
     )
     rows = _whole_table(memory, replica_tokens, replica_samples)
+    if samples_last:
+        narrowed = dataclasses.replace(
+            rows,
+            positions=memory.positions[-1:],
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            slots=(),
+            replicas=replica_samples,
+            narrowed=None,
+            places=torch.tensor([num_tokens - 1]),
+            are_last=True,
+        )
+        rows = dataclasses.replace(rows, narrowed=narrowed)
     return StepInput(memory.token_ids, rows, greedy, is_replayable=True)
 
 
@@ -164,21 +186,21 @@ def _narrowed(
     rows: Rows, steps: Sequence[SequenceStep], replica_samples: tuple[int, ...], scored: ScoredRows | None
 ) -> Rows:
     """The last tokens of the sampled sequences, and all tokens of the scored ones."""
-    counts = torch.tensor([entry.num_samples for entry in steps])
-    seqs = counts > 0
-    counts = counts[seqs]
-    query_starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-    torch.cumsum(counts, 0, dtype=torch.int32, out=query_starts[1:])
-    firsts = rows.query_starts[1:][seqs] - counts - query_starts[:-1]
-    places = torch.repeat_interleave(firsts, counts) + torch.arange(int(query_starts[-1]))
+    samples = np.array([entry.num_samples for entry in steps])
+    seqs = np.flatnonzero(samples)
+    counts = samples[seqs]
+    query_starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    firsts = rows.query_starts.numpy()[1:][seqs] - counts - query_starts[:-1]
+    places = np.repeat(firsts, counts) + np.arange(query_starts[-1])
     return Rows(
-        positions=rows.positions[places],
-        query_starts=query_starts,
-        context_lens=rows.context_lens[seqs],
-        block_tables=tuple(tables[seqs] for tables in rows.block_tables),
+        positions=torch.from_numpy(rows.positions.numpy()[places]),
+        query_starts=torch.from_numpy(query_starts),
+        context_lens=torch.from_numpy(rows.context_lens.numpy()[seqs]),
+        block_tables=tuple(torch.from_numpy(tables.numpy()[seqs]) for tables in rows.block_tables),
         slots=(),
         replicas=replica_samples,
-        places=places,
+        places=torch.from_numpy(places),
         scored=scored,
     )
 
