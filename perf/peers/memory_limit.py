@@ -2,8 +2,8 @@
 
 A GGUF file of 1.1 B random parameters in 16 bits (2.2 GB) is made in the folder in which this runs, unless it is there.
 The process is in a memory cgroup (version 1) of 1.6 GiB. Shardline streams the layers that do not fit
-(`--cpu-offload-gb`); llama.cpp maps the file, and the system reads pages as they are missed. Printed is how many tokens
-a second 32 sequences decode. `llama.cpp` needs `xllamacpp` and `httpx`, in an environment of its own.
+(`--offload-to` alone); llama.cpp maps the file, and the system reads pages as they are missed. Printed is how many
+tokens a second 32 sequences decode. `llama.cpp` needs `xllamacpp` and `httpx`, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path("memory-limit.gguf")
-LIMIT, OFFLOADED = 1.6, 1.5
+LIMIT = 1.6
 """GiB"""
 LAYERS, HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS = 22, 2048, 5632, 32000, 32, 4
 PROMPT = list(range(300, 330))
@@ -92,7 +92,6 @@ def shardline(batch: int) -> Callable[[int], None]:
         max_num_seqs=batch,
         kv_cache_memory="128MiB",
         enable_prefix_caching=False,
-        cpu_offload_gb=OFFLOADED,
         offload_to=str(folder),
     )
     prompts: Any = [{"prompt_token_ids": [1, *PROMPT, 400 + number]} for number in range(batch)]
