@@ -260,7 +260,7 @@ def test_a_plan_for_this_host_counts_weights_from_a_disk(
     assert re.search(r"read in every step: [\d.]+ GiB more of weights: at [\d.]+ GB/s, a step takes", text)
     assert not list(tmp_path.iterdir())
     for wrong, says in (
-        ([*words, "--storage-gbs", "1"], "needs --cpu-offload-gb"),
+        ([*words, "--storage-gbs", "1"], "needs --offload-to"),
         ([*read[:-1], "/proc/nowhere"], "cannot be written to /proc/nowhere"),
     ):
         assert main(wrong) == 2

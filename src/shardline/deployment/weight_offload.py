@@ -156,8 +156,8 @@ def _plan_layers(
 def _check(config: EngineConfig, layout: Layout) -> None:
     if layout.device != "cpu" or layout.kernels != "own":
         raise ValueError(
-            "cpu_offload_gb works with the CPU's own kernels only so far: on GPUs, split the model over more of them "
-            "(--tensor-parallel-size, --pipeline-parallel-size), or use a smaller --quantization"
+            "weights are read from a disk with the CPU's own kernels only so far: on GPUs, split the model over more "
+            "of them (--tensor-parallel-size, --pipeline-parallel-size), or use a smaller --quantization"
         )
     if config.model.offload_to is None:
         raise ValueError(
@@ -165,4 +165,4 @@ def _check(config: EngineConfig, layout: Layout) -> None:
             "with room for them"
         )
     if config.parallel.enable_eplb:
-        raise ValueError("cpu_offload_gb reads weights from files, and enable_eplb changes them: leave one of them out")
+        raise ValueError("offload_to reads weights from files, and enable_eplb changes them: leave one of them out")
