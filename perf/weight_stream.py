@@ -39,7 +39,7 @@ def start(**options: object) -> tuple[Engine, int]:
     setup = resolve_here(EngineConfig.from_options(**options))
     executor = make_executor(setup)
     executor.start()
-    return Engine(setup, executor), setup.weights[0].read_bytes
+    return Engine(setup, executor), int(setup.file_bytes)
 
 
 def read_seconds(folder: Path, num_bytes: int) -> float:

@@ -2,8 +2,8 @@
 
 A GGUF file of 1.1 B random parameters in 16 bits (2.2 GB) is made in the folder in which this runs, unless it is there.
 The process is in a memory cgroup (version 1) of 1.6 GiB. Shardline streams the layers that do not fit
-(`--cpu-offload-gb`); llama.cpp maps the file, and the system reads pages as they are missed. Printed is how many tokens
-a second 32 sequences decode. `llama.cpp` needs `xllamacpp` and `httpx`, in an environment of its own.
+(`--offload-to` alone); llama.cpp maps the file, and the system reads pages as they are missed. Printed is how many
+tokens a second 32 sequences decode. `llama.cpp` needs `xllamacpp` and `httpx`, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 FILE = Path("memory-limit.gguf")
-LIMIT, OFFLOADED = 1.6, 1.5
+LIMIT = 1.6
 """GiB"""
 LAYERS, HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS = 22, 2048, 5632, 32000, 32, 4
 PROMPT = list(range(300, 330))
@@ -80,8 +79,8 @@ def limit_memory() -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def shardline(batch: int) -> Callable[[int], None]:
-    """Decodes so many steps."""
+def shardline(batch: int, steps: int) -> float:
+    """Seconds of a step."""
     from shardline import LLM, SamplingParams
 
     folder = Path("memory-limit-offloaded").absolute()
@@ -92,19 +91,21 @@ def shardline(batch: int) -> Callable[[int], None]:
         max_num_seqs=batch,
         kv_cache_memory="128MiB",
         enable_prefix_caching=False,
-        cpu_offload_gb=OFFLOADED,
         offload_to=str(folder),
     )
     prompts: Any = [{"prompt_token_ids": [1, *PROMPT, 400 + number]} for number in range(batch)]
 
-    def decode(steps: int) -> None:
+    def decode(steps: int) -> float:
+        started = time.perf_counter()
         llm.generate(prompts, SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - started
 
-    return decode
+    decode(FIRST_STEPS)  # warms up
+    return (decode(FIRST_STEPS + steps) - decode(FIRST_STEPS)) / steps
 
 
-def llama_cpp(batch: int) -> Callable[[int], None]:
-    """The same with llama.cpp's server in this process."""
+def llama_cpp(batch: int, steps: int) -> float:
+    """The same with llama.cpp's server in this process, while all sequences decode."""
     import httpx
     import xllamacpp
 
@@ -114,19 +115,24 @@ def llama_cpp(batch: int) -> Callable[[int], None]:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
     server = xllamacpp.Server(params)
 
-    def ask(number: int, steps: int) -> None:
-        body = {"prompt": [1, *PROMPT, 400 + number], "n_predict": steps, "temperature": 0, "ignore_eos": True}
-        with httpx.Client(base_url=server.listening_address, timeout=900) as client:
-            client.post("/completion", json=body | {"cache_prompt": False}).raise_for_status()
+    times: list[list[float]] = [[] for _ in range(batch)]
 
-    def decode(steps: int) -> None:
-        threads = [threading.Thread(target=ask, args=(number, steps)) for number in range(batch)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def ask(number: int) -> None:
+        body = {"prompt": [1, *PROMPT, 400 + number], "n_predict": 2 * steps, "temperature": 0, "ignore_eos": True}
+        body |= {"cache_prompt": False, "stream": True}
+        with httpx.stream("POST", f"{server.listening_address}/completion", json=body, timeout=900) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    times[number].append(time.perf_counter())
 
-    return decode
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(batch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    begin, end = max(at[0] for at in times), min(at[-1] for at in times)
+    counts = [sum(begin < moment <= end for moment in at) for at in times]
+    return batch * (end - begin) / sum(counts)
 
 
 def main() -> None:
@@ -140,14 +146,7 @@ def main() -> None:
     if not FILE.exists():
         write_model()
     limit_memory()
-    decode = engines[arguments.engine](arguments.batch)
-    decode(FIRST_STEPS)  # warms up
-    seconds = []
-    for steps in (FIRST_STEPS, FIRST_STEPS + arguments.steps):
-        started = time.perf_counter()
-        decode(steps)
-        seconds.append(time.perf_counter() - started)
-    each = (seconds[1] - seconds[0]) / arguments.steps
+    each = engines[arguments.engine](arguments.batch, arguments.steps)
     print(f"{arguments.engine}: {arguments.batch / each:.1f} tokens/s, {each:.2f} s a step", flush=True)
     with contextlib.suppress(BrokenPipeError):
         os._exit(0)  # llama.cpp's threads do not end

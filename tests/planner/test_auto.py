@@ -252,14 +252,15 @@ def test_a_plan_for_this_host_counts_weights_from_a_disk(
     [rank] = resolve_here(config).weights
     assert streamed["weight_bytes"] == rank.num_bytes < kept["weight_bytes"]
     assert streamed["bound_by"] == "storage"
-    seconds = rank.read_bytes / (0.82 * 0.01e9)  # the rest of the rate is lost while the cores compute
+    # bf16 is stored shorter, and the rest of the rate is lost while the cores compute.
+    seconds = 0.75 * rank.read_bytes / (0.82 * 0.01e9)
     assert streamed["tpot_ms"]["p50"] == pytest.approx(1e3 * seconds, rel=1e-3)
     assert main(read) == 0
     text = capsys.readouterr().out
     assert re.search(r"read in every step: [\d.]+ GiB more of weights: at [\d.]+ GB/s, a step takes", text)
     assert not list(tmp_path.iterdir())
     for wrong, says in (
-        ([*words, "--storage-gbs", "1"], "needs --cpu-offload-gb"),
+        ([*words, "--storage-gbs", "1"], "needs --offload-to"),
         ([*read[:-1], "/proc/nowhere"], "cannot be written to /proc/nowhere"),
     ):
         assert main(wrong) == 2

@@ -6,6 +6,7 @@
 #include "bind/bind.h"
 #include "runtime/checked_copy.h"
 #include "runtime/page_toucher.h"
+#include "runtime/short_exponents.h"
 
 namespace shardline {
 namespace {
@@ -77,12 +78,41 @@ uint64_t checksum_of(nb::handle object) {
   return checksum(memory.as<unsigned char>(), static_cast<size_t>(memory.size(0)));
 }
 
+// Bytes whose number is a multiple of kStoredUnit.
+Tensor unit_bytes(nb::handle object, const char* name) {
+  const Tensor memory(object, name);
+  memory.is(DType::kUInt8).has_shape({-1}).is_contiguous();
+  if (memory.size(0) % static_cast<int64_t>(kStoredUnit) != 0) {
+    raise_value_error(std::string(name) + " has a part of a unit");
+  }
+  return memory;
+}
+
+size_t shorten(nb::handle memory_object, nb::handle stored_object) {
+  const Tensor memory = unit_bytes(memory_object, "memory"), stored = unit_bytes(stored_object, "stored");
+  if (stored.size(0) < memory.size(0) || memory.size(0) >> 25 != 0) raise_value_error("memory is too large");
+  nb::gil_scoped_release release;
+  return shorten_exponents(memory.as<unsigned char>(), static_cast<size_t>(memory.size(0)), stored.as<unsigned char>());
+}
+
+void restore(nb::handle object, size_t stored_size) {
+  const Tensor memory = unit_bytes(object, "memory");
+  bool restored;
+  {
+    nb::gil_scoped_release release;
+    restored = restore_exponents(memory.as<unsigned char>(), static_cast<size_t>(memory.size(0)), stored_size);
+  }
+  if (!restored) raise_value_error("memory has no shortened exponents");
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& m) {
   m.def("copy_block_out", &copy_block_out, "pages"_a, "block"_a, "slot"_a);
   m.def("copy_block_in", &copy_block_in, "slot"_a, "pages"_a, "block"_a);
   m.def("checksum", &checksum_of, "memory"_a);
+  m.def("shorten_exponents", &shorten, "memory"_a, "stored"_a);
+  m.def("restore_exponents", &restore, "memory"_a, "stored_size"_a);
   nb::class_<BufferToucher>(m, "PageToucher")
       .def(nb::init<nb::handle>(), "buffer"_a)
       .def("stop", &BufferToucher::stop)

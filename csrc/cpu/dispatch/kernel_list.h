@@ -36,4 +36,5 @@
   KERNEL(uint64_t, hash_row, const float* logits, int64_t count) \
   KERNEL(void, quantize_nibbles, const QuantizeNibblesArgs& args) \
   KERNEL(void, quantize_bytes, const QuantizeBytesArgs& args) \
-  KERNEL(void, hash_stripes, uint64_t* lanes, const unsigned char* memory, int64_t num_stripes)
+  KERNEL(void, hash_stripes, uint64_t* lanes, const unsigned char* memory, int64_t num_stripes) \
+  KERNEL(void, restore_words, unsigned char* words, const unsigned char* blocks, int64_t num_blocks, int base)

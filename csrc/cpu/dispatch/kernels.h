@@ -14,6 +14,7 @@ namespace shardline {
 // mask_logits: logits whose bit is 0 become -inf; logit i has bit i % 32 of word i / 32.
 // hash_row: see runtime/ops/sampling/row_digests.py.
 // hash_stripes: adds stripes of 16 words to the 16 lanes of a checksum, see runtime/checked_copy.h.
+// restore_words: words from blocks of short exponents, see runtime/short_exponents.h.
 // argmax: the largest logit's index, the lowest on ties; NaN never wins.
 struct Kernels {
   const char* isa;

@@ -107,10 +107,10 @@ class ModelConfig:
     cpu_offload_gb: float = option(
         0.0,
         "GiB of each rank's weights that are not kept in memory, but read from --offload-to: layers in every step, "
-        "experts when tokens choose them",
+        "experts when tokens choose them; 0: with --offload-to, what does not fit",
     )
     offload_to: str | None = option(
-        None, "folder on a fast disk for the weights of --cpu-offload-gb, as long as it runs"
+        None, "folder on a fast disk for weights that are not kept in memory, as long as it runs"
     )
     quantization: str | None = option(
         None,
@@ -441,8 +441,6 @@ def _validate(config: EngineConfig) -> None:
     ):
         if asked > most:
             raise ValueError(f"{name} must be at most {most}, got {asked}")
-    if config.model.offload_to is not None and not config.model.cpu_offload_gb:
-        raise ValueError("offload_to needs cpu_offload_gb: how much of the weights is read from there in every step")
     json_object("override_generation_config", config.model.override_generation_config)
     if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")

@@ -72,7 +72,8 @@ class RankWeights(msgspec.Struct, frozen=True):
     counts as memory of the process too. So the rank's largest tensor is left out, or what is mapped of it at a
     time."""
     read_bytes: int = 0
-    """Bytes that are read in every step, or of experts if tokens choose them. They are not part of `num_bytes`."""
+    """Bytes that are read in every step, or of experts if tokens choose them; in the file they may be fewer. They are
+    not part of `num_bytes`."""
     slot_bytes: int = 0
     """The most of them that a layer has. `num_bytes` includes memory for LAYER_SLOTS layers."""
     kept_expert_bytes: int = 0
@@ -299,6 +300,13 @@ class Deployment(msgspec.Struct, frozen=True):
     """The draft model on ranks of its own, an engine beside each engine; None: there are none."""
     role: str = ""
     """What its processes are called beside those of the model: "draft" for `drafting` of another one."""
+
+    @property
+    def file_bytes(self) -> float:
+        """The most that a rank reads from a file in a step, or of experts if tokens choose them."""
+        # Layers of bf16 are stored with short exponents.
+        is_short = self.offload.layers and (self.dtype, self.weight_format.name) == ("bfloat16", "plain")
+        return max((rank.read_bytes for rank in self.weights), default=0) * (0.75 if is_short else 1.0)
 
     @property
     def lora_memory(self) -> tuple[int, str]:

@@ -102,7 +102,7 @@ def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: 
                 f"the weights need {format_bytes(total)} ({engines} x {format_bytes(total // engines)}), but "
                 f"{_name_host(machine, index)} has {format_bytes(host.free_memory)} available; use a smaller model, "
                 "fewer replicas, --dtype bfloat16 or --quantization int8, or read weights from a disk in every step: "
-                "--cpu-offload-gb with --offload-to"
+                "--offload-to"
             )
         # Half of what is left: the page cache with the checkpoint, and other programs, need memory too.
         free = (host.free_memory - total) * config.cache.gpu_memory_utilization / 2
@@ -125,7 +125,7 @@ def _check_set_room(room: int, layout: Layout, machine: Machine, weights: Sequen
             raise ValueError(
                 f"weights and a KV cache of {format_bytes(room)} a rank need {format_bytes(needed)}, but {where} has "
                 f"{format_bytes(available)}; lower --kv-cache-memory"
-                + (", or use --cpu-offload-gb with --offload-to" if layout.device == "cpu" else "")
+                + (", or use --offload-to" if layout.device == "cpu" else "")
             )
 
 

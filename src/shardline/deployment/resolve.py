@@ -55,6 +55,7 @@ from shardline.models.sizes import (
     largest_weight_bytes,
     layer_bytes,
     stage_spans,
+    step_bytes,
     weight_bytes,
 )
 from shardline.models.spec import DecoderSpec
@@ -110,7 +111,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats, only_experts)
 
     has_experts = bool(_num_experts(spec))
-    offload, own_weights = plan_offload(config, layout, stages, own_weights, bytes_of, has_experts)
+    activations = step_bytes(spec, dtype, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    offload, own_weights = plan_offload(
+        config, layout, machine, activations, stages, own_weights, bytes_of, has_experts
+    )
     weights = own_weights if draft is None else tuple(map(operator.add, own_weights, draft.weights))
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = weights

@@ -3,41 +3,75 @@ or, of models with experts, those experts that tokens choose."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.config.fields import format_bytes
+from shardline.config.fields import format_bytes, parse_bytes
 from shardline.config.topology import RankPlace
 from shardline.deployment.deployment import LAYER_SLOTS, NO_OFFLOAD, OffloadPlan, RankWeights
 from shardline.deployment.layout import Layout
+from shardline.deployment.machine import Machine
 from shardline.models.partition import Span
 
 LayerBytes = Callable[[RankPlace, int, bool], int]
 """The bytes of a layer's weights on the rank at a place, or, if the last argument says so, of its experts."""
 
+_PROCESS_BYTES = 192 << 20
+"""What a rank's process has in memory beside weights, keys and values, and activations."""
+_KV_SHARE = 0.25
+"""Of the free memory, what is left for the KV cache if its size is not set."""
+
 
 def plan_offload(
     config: EngineConfig,
     layout: Layout,
+    machine: Machine,
+    activations: int,
     stages: Sequence[Span],
     weights: Sequence[RankWeights],
     layer_bytes: LayerBytes,
     has_experts: bool,
 ) -> tuple[OffloadPlan, tuple[RankWeights, ...]]:
-    """The weights that are read from files, and the memory that the ranks' weights need then.
+    """The weights that are read from files, and the memory that the ranks' weights need then. `activations`: the
+    bytes of a rank's step.
 
     Raises:
         ValueError: the deployment cannot do so, or it would save nothing.
     """
     model = config.model
-    if not model.cpu_offload_gb:
+    if not model.cpu_offload_gb and model.offload_to is None:
         return NO_OFFLOAD, tuple(weights)
     _check(config, layout)
     wanted = int(model.cpu_offload_gb * (1 << 30))
+    if not wanted:
+        wanted = _missing_bytes(config, layout, machine, activations, weights)
+        if wanted <= 0:
+            return NO_OFFLOAD, tuple(weights)
+        if not has_experts:  # layers that are read have memory too
+            wanted += LAYER_SLOTS * max(
+                layer_bytes(place, layer, False)
+                for place in map(layout.grid.place, range(layout.grid.world_size))
+                for layer in range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
+            )
     plan = _plan_experts if has_experts else _plan_layers
     return plan(str(model.offload_to), wanted, layout, stages, weights, layer_bytes)
+
+
+def _missing_bytes(
+    config: EngineConfig, layout: Layout, machine: Machine, activations: int, weights: Sequence[RankWeights]
+) -> int:
+    """The most bytes of a rank's weights for which its host has no memory."""
+    missing = []
+    for index in layout.hosts:
+        ranks, free = [rank for _, rank in layout.ranks_on(index)], machine.hosts[index].free_memory
+        kept = config.cache.kv_cache_memory
+        beside = free * _KV_SHARE if kept is None else len(ranks) * parse_bytes(kept)
+        beside += len(ranks) * (activations + _PROCESS_BYTES)
+        missing.append((sum(weights[rank].num_bytes for rank in ranks) + beside - free) / len(ranks))
+    return math.ceil(max(missing))
 
 
 def _plan_experts(
@@ -90,8 +124,6 @@ def _plan_layers(
         places = [place for place in map(layout.grid.place, range(layout.grid.world_size)) if place.pp_rank == stage]
         sizes = [max(layer_bytes(place, layer, False) for place in places) for layer in range(span.start, span.stop)]
         count = next((count for count in range(1, span.size) if sum(sorted(sizes)[:count]) >= wanted), span.size)
-        if count < span.size:
-            count += count % LAYER_SLOTS  # the first layer of a step is read while the last of the one before computes
         if count <= LAYER_SLOTS:
             raise ValueError(
                 f"cpu_offload_gb {wanted / (1 << 30):g} is {count} of the {span.size} layers of a stage, and "
@@ -124,8 +156,8 @@ def _plan_layers(
 def _check(config: EngineConfig, layout: Layout) -> None:
     if layout.device != "cpu" or layout.kernels != "own":
         raise ValueError(
-            "cpu_offload_gb works with the CPU's own kernels only so far: on GPUs, split the model over more of them "
-            "(--tensor-parallel-size, --pipeline-parallel-size), or use a smaller --quantization"
+            "weights are read from a disk with the CPU's own kernels only so far: on GPUs, split the model over more "
+            "of them (--tensor-parallel-size, --pipeline-parallel-size), or use a smaller --quantization"
         )
     if config.model.offload_to is None:
         raise ValueError(
@@ -133,4 +165,4 @@ def _check(config: EngineConfig, layout: Layout) -> None:
             "with room for them"
         )
     if config.parallel.enable_eplb:
-        raise ValueError("cpu_offload_gb reads weights from files, and enable_eplb changes them: leave one of them out")
+        raise ValueError("offload_to reads weights from files, and enable_eplb changes them: leave one of them out")

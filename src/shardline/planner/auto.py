@@ -86,7 +86,7 @@ def plan_here(
         ValueError: no layout works, requests are too long, or a GPU of this host is unknown. The message says why.
     """
     if storage_gbs is not None and not (storage_gbs > 0 and config.model.weight_folder):
-        raise ValueError("--storage-gbs must be above zero, and needs --cpu-offload-gb with --offload-to")
+        raise ValueError("--storage-gbs must be above zero, and needs --offload-to")
     model = model or find_model(config.model.model, config.model.revision)
     input_len, output_len = _lengths(load, config, model)
     machine = machine or probe_here(config)

@@ -279,7 +279,7 @@ def weights_note(fitted: Fit) -> str:
 
 def storage_note(fitted: Fit, storage_gbs: float) -> tuple[str, str]:
     """When a rank reads weights from a disk, and what it reads, and how long that takes at a rate; empty: nothing."""
-    read = max((rank.read_bytes for rank in fitted.deployment.weights), default=0) if fitted.deployment else 0
+    read = fitted.deployment.file_bytes if fitted.deployment else 0
     if not read:
         return "", ""
     seconds = read / (storage_gbs * GB)

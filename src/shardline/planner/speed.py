@@ -82,10 +82,9 @@ def deployment_work(deployment: Deployment) -> StepWork:
         "exact" if deployment.numerics == "exact" else "fast",
         whole_experts=deployment.expert_parallel,
     )
-    read = max(rank.read_bytes for rank in deployment.weights)
     if deployment.offload.expert_layers:
-        return dataclasses.replace(work, streamed_expert_bytes=read)
-    return dataclasses.replace(work, streamed_bytes=read)
+        return dataclasses.replace(work, streamed_expert_bytes=deployment.file_bytes)
+    return dataclasses.replace(work, streamed_bytes=deployment.file_bytes)
 
 
 @functools.lru_cache(maxsize=512)

@@ -12,6 +12,7 @@ import pytest
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.base import ExecutorFailure
+from tests.deployment.machines import machine, resolve_on
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -67,6 +68,27 @@ def test_memory_is_that_of_the_layers_that_stay_and_of_two_that_are_read(tmp_pat
     assert after.num_bytes == before.num_bytes - 2 * after.slot_bytes
 
 
+@pytest.mark.parametrize(("kv", "share"), [("64MiB", 1.0), (None, 0.75)])
+def test_without_a_size_layers_are_read_for_which_there_is_no_memory(
+    kv: str | None, share: float, tmp_path: Path
+) -> None:
+    """`share`: of the memory, what weights may have."""
+    model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=6)
+    options: dict[str, Any] = {"model": str(model), "offload_to": str(tmp_path), "kv_cache_memory": kv}
+    plain = resolve_on(machine(free_memory=GIB), **options)
+    assert not plain.offload.folder
+    layer = resolve_on(machine(free_memory=GIB), **options, cpu_offload_gb=1e3).weights[0].slot_bytes
+
+    def layers_with(free_memory: int) -> int:
+        return len(resolve_on(machine(free_memory=free_memory), **options).offload.layers)
+
+    least, most = 0, GIB  # all fits into `most`
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if layers_with(middle) else (least, middle)
+    assert [layers_with(int(most - missing * layer / share) - 1) for missing in range(4)] == [3, 4, 5, 6]
+
+
 def test_a_byte_that_changed_on_the_disk_ends_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,7 +137,6 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"cpu_offload_gb": -1.0}, "must be a number of GiB"),
         ({"cpu_offload_gb": 1.0}, "needs offload_to"),
-        ({"offload_to": "/tmp"}, "needs cpu_offload_gb"),
         ({"cpu_offload_gb": 1e-6, "offload_to": "/tmp"}, "nothing would be saved"),
     ],
 )

@@ -199,7 +199,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
                        help="a benchmark's result (JSON), or a start-up log, of the layout that the flags name: "
                        "predictions follow it")  # fmt: skip
     group.add_argument("--storage-gbs", type=float, metavar="N",
-                       help="GB/s at which weights of --cpu-offload-gb are read (default: measured)")  # fmt: skip
+                       help="GB/s at which weights in --offload-to are read (default: measured)")  # fmt: skip
     group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
     actions = (*group._group_actions, *_add_simulation_flags(parser)._group_actions)
     return {action.dest: action.default for action in actions}

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardline import _cpu
 from shardline.config.fields import format_bytes
+from shardline.kernels.memory import mapped_empty
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +27,26 @@ BLOCK = 4096
 """Places in the file and in memory are multiples of this."""
 
 
+class _Chunk(NamedTuple):
+    offset: int
+    """In the file."""
+    stored: int
+    """Bytes in the file; fewer than `length`: exponents are shortened, see csrc/cpu/runtime/short_exponents.h."""
+    checksum: int
+    """Of the bytes in the file."""
+    start: int
+    """In memory."""
+    length: int
+    """Bytes in memory."""
+
+
 class Extent(NamedTuple):
     """A part of the file, and where it belongs in memory."""
 
-    offset: int
-    length: int
     memory: mmap.mmap
-    start: int
-    sums: list[int]
-    """The checksum of each chunk."""
+    chunks: list[_Chunk]
+    length: int
+    """Bytes in memory."""
 
 
 class WeightFile:
@@ -53,23 +66,38 @@ class WeightFile:
             self._writer, self._reader = _open_file(folder)
         except OSError as error:
             raise ValueError(f"offload_to: no file can be made in {folder}: {error.strerror}") from None
+        self._shortened: Tensor | None = None
+        """Memory for a chunk that is written; not the heap's, where a piece of this size would leave holes."""
         for descriptor in (self._writer, self._reader):
             weakref.finalize(self, os.close, descriptor)
 
-    def append(self, memory: mmap.mmap, start: int, length: int) -> Extent:
+    def append(self, memory: mmap.mmap, start: int, length: int, *, shorten: bool = False) -> Extent:
         """Write `length` bytes of `memory`, a multiple of BLOCK; `flush` before they are read.
+
+        `shorten`: bf16 may take three quarters of its bytes. While it is read, its memory has other bytes.
 
         Raises:
             ValueError: they cannot be written.
         """
-        offset, done = self.num_bytes, 0
-        with memoryview(memory)[start : start + length] as view, self._writing(offset + length):
-            os.posix_fallocate(self._writer, offset, length)
-            while done < length:
-                done += os.pwrite(self._writer, view[done : done + _CHUNK], offset + done)
-        self.num_bytes += length
-        sums = [_checksum(memory, start + at, min(_CHUNK, length - at)) for at in range(0, length, _CHUNK)]
-        return Extent(offset, length, memory, start, sums)
+        extent = Extent(memory, [], length)
+        with self._writing(self.num_bytes + length):
+            os.posix_fallocate(self._writer, self.num_bytes, length)
+            for begin in range(start, start + length, _CHUNK):
+                extent.chunks.append(self._append_chunk(memory, begin, min(_CHUNK, start + length - begin), shorten))
+        return extent
+
+    def _append_chunk(self, memory: mmap.mmap, start: int, length: int, shorten: bool) -> _Chunk:
+        written, offset = _bytes_of(memory, start, length), self.num_bytes
+        if shorten:
+            if self._shortened is None:
+                self._shortened = mapped_empty((_CHUNK,), torch.uint8)
+            if count := _cpu.shorten_exponents(written, self._shortened):
+                written = self._shortened[:count]
+        stored, done = len(written), 0
+        while done < stored:
+            done += os.pwrite(self._writer, written.numpy().data[done:], offset + done)
+        self.num_bytes += stored
+        return _Chunk(offset, stored, _cpu.checksum(written), start, length)
 
     def flush(self) -> None:
         """Have all that was written on the disk, and no longer in the page cache.
@@ -80,6 +108,7 @@ class WeightFile:
         with self._writing(self.num_bytes):
             os.fsync(self._writer)
             os.posix_fadvise(self._writer, 0, self.num_bytes, os.POSIX_FADV_DONTNEED)
+        self._shortened = None
 
     @contextlib.contextmanager
     def _writing(self, num_bytes: int) -> Iterator[None]:
@@ -90,36 +119,42 @@ class WeightFile:
                 f"offload_to: {format_bytes(num_bytes)} of weights cannot be written to {self.folder}: {error.strerror}"
             ) from None
 
-    def read(self, extent: Extent, what: str, first: int = 0, step: int = 1) -> None:
-        """Read every chunk whose number is `first` plus a multiple of `step` to its place in memory.
+    def read(self, extent: Extent, what: str) -> None:
+        """Read every chunk to its place in memory.
 
         Raises:
             OSError: `what` cannot be read, or is not what was written.
         """
-        for number in range(first, len(extent.sums), step):
-            begin = number * _CHUNK
-            size = min(_CHUNK, extent.length - begin)
-            for attempt in range(2):
-                self._read_chunk(extent, begin, size, what)
-                if _checksum(extent.memory, extent.start + begin, size) == extent.sums[number]:
-                    break
-                words = "once more" if attempt == 0 else "in vain"
-                _log.warning("weights in %s are not what was written; read %s", self.folder, words)
-            else:
-                raise OSError(f"{what} in {self.folder} are not what was written")
+        for number in range(len(extent.chunks)):
+            self.read_chunk(extent, number, what)
 
-    def _read_chunk(self, extent: Extent, begin: int, size: int, what: str) -> None:
-        place, done = extent.start + begin, 0
-        with memoryview(extent.memory)[place : place + size] as view:
-            while done < size:
-                count = os.preadv(self._reader, [view[done:]], extent.offset + begin + done)
-                if not count:
-                    raise OSError(f"{what} in {self.folder} end early")
-                done += count
+    def read_chunk(self, extent: Extent, number: int, what: str) -> None:
+        """The same for a chunk."""
+        chunk = extent.chunks[number]
+        memory = _bytes_of(extent.memory, chunk.start, chunk.length)
+        stored = memory[chunk.length - chunk.stored :]
+        for attempt in range(2):
+            self._read_bytes(stored, chunk.offset, what)
+            if _cpu.checksum(stored) == chunk.checksum:
+                break
+            words = "once more" if attempt == 0 else "in vain"
+            _log.warning("weights in %s are not what was written; read %s", self.folder, words)
+        else:
+            raise OSError(f"{what} in {self.folder} are not what was written")
+        if chunk.stored < chunk.length:
+            _cpu.restore_exponents(memory, chunk.stored)
+
+    def _read_bytes(self, place: Tensor, offset: int, what: str) -> None:
+        view, done = place.numpy().data, 0
+        while done < len(view):
+            count = os.preadv(self._reader, [view[done:]], offset + done)
+            if not count:
+                raise OSError(f"{what} in {self.folder} end early")
+            done += count
 
 
-def _checksum(memory: mmap.mmap, start: int, count: int) -> int:
-    return _cpu.checksum(torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start))
+def _bytes_of(memory: mmap.mmap, start: int, count: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
 
 
 def _open_file(folder: Path) -> tuple[int, int]:

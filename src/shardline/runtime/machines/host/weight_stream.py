@@ -20,8 +20,8 @@ from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFil
 
 _log = logging.getLogger(__name__)
 
-_READERS = 2
-"""Threads that read in turn: while one checks its chunk, the other one reads the next."""
+_READERS = 4
+"""Threads that read in turn: while some check their chunks, or wait for a core, the others' reads are under way."""
 _TOLD_STEPS = (16, 256)
 """Steps after which the log says what they have cost."""
 
@@ -42,14 +42,14 @@ class WeightStream:
         self._regions = [Region(map_memory(most)) for _ in range(LAYER_SLOTS)]
         self._extents: list[Extent] = []
         """Where each layer lies in the file."""
-        self._wanted: list[queue.SimpleQueue[int]] = [queue.SimpleQueue() for _ in range(_READERS)]
-        """For each reader, the places in `layers` whose memory is free for them."""
+        self._wanted: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        """(place in `layers`, number) of chunks whose memory is free for them; a place below zero ends a reader."""
         self._ready = [threading.Event() for _ in layers]
         self._lock = threading.Lock()
-        self._unread = [_READERS] * len(self._layers)
-        """How many readers have still to read their chunks of a layer."""
+        self._unread = [0] * len(self._layers)
+        """How many chunks of a layer are still to be read."""
         self._error: Exception | None = None
-        self._waited = self._read_seconds = 0.0
+        self._waited = self._read_seconds = self._reads_began = 0.0
         self._num_steps = 0
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class WeightStream:
         region.used = 0
         with taking_from(region):
             yield
-        self._extents.append(self._file.append(region.memory, 0, -(-region.used // BLOCK) * BLOCK))
+        self._extents.append(self._file.append(region.memory, 0, -(-region.used // BLOCK) * BLOCK, shorten=True))
         self._file.flush()
         if place == len(self._layers) - 1:
             self._begin()
@@ -106,16 +106,16 @@ class WeightStream:
                 )
 
     def _begin(self) -> None:
-        for reader, wanted in enumerate(self._wanted):
-            reading = threading.Thread(target=_read_all, args=(weakref.ref(self), reader, wanted), daemon=True)
-            weakref.finalize(self, wanted.put, -1)
-            reading.start()
+        for _ in range(_READERS):
+            weakref.finalize(self, self._wanted.put, (-1, 0))
+            threading.Thread(target=_read_all, args=(weakref.ref(self), self._wanted), daemon=True).start()
         started = time.perf_counter()
         for place in range(LAYER_SLOTS):
             self._want(place)
         for place in range(LAYER_SLOTS):
             self._ready[place].wait()
-        rate = sum(extent.length for extent in self._extents[:LAYER_SLOTS]) / (time.perf_counter() - started)
+        read = sum(chunk.stored for extent in self._extents[:LAYER_SLOTS] for chunk in extent.chunks)
+        rate = read / (time.perf_counter() - started)
         _log.info(
             "%d layers are read in every step, %s in all, from %s: at %.2f GB/s, as the first two came, a step takes "
             "%.2f s or more",
@@ -127,21 +127,25 @@ class WeightStream:
         )
 
     def _want(self, place: int) -> None:
-        self._unread[place] = _READERS
-        for wanted in self._wanted:
-            wanted.put(place)
+        count = len(self._extents[place].chunks)
+        with self._lock:
+            if not any(self._unread):
+                self._reads_began = time.perf_counter()
+            self._unread[place] = count
+        for number in range(count):
+            self._wanted.put((place, number))
 
-    def read(self, place: int, reader: int) -> None:
-        """Read a reader's chunks of a layer into its memory; what goes wrong is told to the next step."""
-        started = time.perf_counter()
+    def read(self, place: int, number: int) -> None:
+        """Read a chunk of a layer into its memory; what goes wrong is told to the next step."""
         try:
-            self._file.read(self._extents[place], f"the weights of layer {self._layers[place]}", reader, _READERS)
+            self._file.read_chunk(self._extents[place], number, f"the weights of layer {self._layers[place]}")
         except OSError as error:
             self._error = error
         with self._lock:
-            self._read_seconds += (time.perf_counter() - started) / _READERS
             self._unread[place] -= 1
             is_read = not self._unread[place]
+            if not any(self._unread):
+                self._read_seconds += time.perf_counter() - self._reads_began
         if self._error is not None:
             for ready in self._ready:
                 ready.set()
@@ -149,11 +153,11 @@ class WeightStream:
             self._ready[place].set()
 
 
-def _read_all(stream_of: Callable[[], WeightStream | None], reader: int, wanted: queue.SimpleQueue[int]) -> None:
+def _read_all(stream_of: Callable[[], WeightStream | None], wanted: queue.SimpleQueue[tuple[int, int]]) -> None:
     """Read what is wanted until the stream is gone."""
-    while (place := wanted.get()) >= 0:
+    while (chunk := wanted.get())[0] >= 0:
         stream = stream_of()
         if stream is None:
             return
-        stream.read(place, reader)
+        stream.read(*chunk)
         del stream
