@@ -12,7 +12,8 @@ import msgspec
 from shardline.api.adapters import Adapters
 from shardline.api.pooling import Pooler, check_pooling
 from shardline.api.requests import RequestBuilder
-from shardline.config.engine import EngineConfig, ModelConfig, json_object
+from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.fields import json_object
 from shardline.config.lora import LoRAConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.sampling_params import SamplingParams
