@@ -10,7 +10,6 @@ from shardline.api.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from shardline.api.pooling import PoolingRequestOutput
 from shardline.api.prompts import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "EmbeddingOutput",
     "EmbedsPrompt",
     "Logprob",
-    "PoolingRequestOutput",
     "Prompt",
     "RequestOutput",
     "ScoringOutput",
