@@ -119,11 +119,20 @@ class Cutter:
     def __init__(self, server: Server, places: list[int]) -> None:
         self._port = server.running.port
         self._places = places
+        self._connections: set[asyncio.Task[Any] | None] = set()
+        """Where a client has ended its half, nothing else refers to them: they would be collected as they wait."""
 
     async def serve(self) -> asyncio.Server:
         return await asyncio.start_server(self._connect, "127.0.0.1", 0)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(asyncio.current_task())
+        try:
+            await self._cut(reader, writer)
+        finally:
+            self._connections.discard(asyncio.current_task())
+
+    async def _cut(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer.transport), contextlib.suppress(ConnectionError):
             upstream, sink = await asyncio.open_connection("127.0.0.1", self._port)
             with contextlib.closing(sink):
