@@ -24,11 +24,12 @@ def ends_at_once(server: uvicorn.Server) -> Callable[[], None]:
     async def shutdown(sockets: list[socket.socket] | None = None) -> None:
         for listening in server.servers:
             listening.close()
-        for connection in list(state.connections):
-            connection.shutdown()
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
+                await asyncio.sleep(0.002)  # connections that were just accepted begin
                 while state.connections or state.tasks:
+                    for connection in list(state.connections):
+                        connection.shutdown()
                     await asyncio.sleep(0.002)
         except TimeoutError:
             for task in state.tasks:
