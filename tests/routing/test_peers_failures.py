@@ -141,6 +141,13 @@ def test_short_prompts_of_a_session_stay_together() -> None:
     assert sorted(Counter(homes.values()).values()) == [2, 2, 2, 2]
 
 
+def test_short_prompts_that_come_alone_use_all_replicas() -> None:
+    router = Router("least_work")
+    idle = [ReplicaLoad(0, 0, index, 8) for index in range(4)]
+    for prompts in ([b"Hi %d" % number for number in range(8)], [[number, 7] for number in range(8)]):
+        assert Counter(router.choose(prompt, "", idle) for prompt in prompts) == dict.fromkeys(range(4), 2)
+
+
 def test_prompts_of_token_ids_are_told_apart() -> None:
     """Those of equal length had one key."""
     router = Router("least_work")
@@ -198,7 +205,7 @@ def test_the_choice_equals_brute_force(arrivals) -> None:
             works.append((own + own * min(count, 3) / 8 + count + 3 * waiting, count, len(sent[index]), index))
         decision = router.decide(prompt, "", loads)
         assert decision.number == min(works)[-1]
-        sent[decision.number].update(prefixes)
+        sent[decision.number].update(prefixes or [prompt])
         for index, work in enumerate(works):
             assert f"r{index}={work[0]:.4g} (hit " in decision.explain(lambda number: f"r{number}")
 

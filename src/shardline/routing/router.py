@@ -109,10 +109,11 @@ class Router:
             warm = {number: tokens // CHUNK_TOKENS for number, tokens in held.items()}
         if not all(one.number in warm for one in replicas):
             warm = self._warm_chunks(prefix) | warm
-        marks = prefix
+        # Short prompts count, too, where replicas have equal work: else all that come alone go to the first replica.
+        marks = prefix or (hash((model, salt, *prompt)),)
         if session and self._policy.USES_WARM_CHUNKS:
             mark = hash((model, salt, "session", session))
-            marks = (mark, *prefix)
+            marks = (mark, *marks)
             for number in self._holders.get(mark, ()):
                 warm[number] = warm.get(number, 0) + 1
         if self._policy.USES_WARM_CHUNKS:

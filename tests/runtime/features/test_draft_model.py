@@ -18,7 +18,7 @@ from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.engine.speculative.payoff import Acceptance, Gate
 from shardline.messages.request import Request
 from shardline.messages.stats import DraftStats
-from shardline.runtime.features.draft_model import DraftModel
+from shardline.runtime.features.draft_model import DraftModel, Part
 from shardline.runtime.machines.host.replay import DecodeReplay
 from shardline.sampling_params import SamplingParams
 from tests.exactness.harness import BLOCK_SIZE, drafts_allowed, make_long_requests, make_requests, run, start_engine
@@ -178,9 +178,9 @@ def test_what_a_sequence_finds_in_its_blocks_is_computed_once(llama: Path) -> No
     rows: list[int] = []
     run_parts = DraftModel._run
 
-    def counted(model: DraftModel, parts: list[tuple[object, int, int]]) -> list[int]:
-        rows.append(sum(length for _, _, length in parts))
-        return run_parts(model, parts)  # type: ignore[arg-type]
+    def counted(model: DraftModel, parts: list[Part]) -> list[int]:
+        rows.append(sum(part.length for part in parts))
+        return run_parts(model, parts)
 
     (request,) = greedy_requests((71,), output=24)
     other = msgspec.structs.replace(request, prompt_token_ids=[7, *request.prompt_token_ids[1:]])

@@ -20,7 +20,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.features.draft_model import Asked, DraftModel
+from shardline.runtime.features.draft_model import DraftModel, Part
 from shardline.runtime.layers.head import Head
 from shardline.runtime.layers.kept_output import KeptOutput
 from shardline.runtime.machines.base import Backend
@@ -73,6 +73,8 @@ class DraftHead(DraftModel):
         num_rows = (num_blocks + deployment.draft.num_spare_blocks) * deployment.cache.block_size
         self._pages = backend.pages_empty((num_rows, columns[group.rank].size), getattr(torch, deployment.dtype))
         self.num_bytes += self._pages.nbytes
+        self._behind = self._pages.new_empty(0)
+        """[parts, hidden_size]: what the next pass reads behind the tokens of the last one."""
 
     def begin(self, running: RunningStep) -> DraftHead:
         return self
@@ -97,23 +99,28 @@ class DraftHead(DraftModel):
             slots.append(blocks * self._block_size + places % self._block_size)
         return torch.from_numpy(np.concatenate(slots))
 
-    def _run(self, parts: Sequence[tuple[Asked, int, int]]) -> list[int]:
+    def _run(self, parts: Sequence[Part]) -> list[int]:
         return self._head.name_tokens(super()._run(parts))
 
-    def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+    def _compute(self, step: StepInput, parts: Sequence[Part]) -> Tensor:
         output = self._forward(*self._join(step, parts))
         read, best = self._head.finish(output, step.rows.narrow())
-        last = np.cumsum([length for _, _, length in parts]) - 1 if len(read) > len(parts) else range(len(parts))
-        for (one, _, _), row in zip(parts, last, strict=True):
-            one.hidden = read[row].clone()  # a pass is not recorded while outputs of kernels are kept
+        # Copied, since a pass is not recorded while outputs of kernels are kept.
+        if len(read) == len(parts):
+            self._behind = read.clone()
+        else:
+            self._behind = read[np.cumsum([part.length for part in parts]) - 1]
         return best
 
-    def _join(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> tuple[StepInput, Tensor]:
+    def _join(self, step: StepInput, parts: Sequence[Part]) -> tuple[StepInput, Tensor]:
         """See `Head.join`."""
-        tokens = [one.sequence.tokens[first + 1 : first + 1 + length] for one, first, length in parts]
-        token_ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
-        behind = [one.hidden for one, _, _ in parts if one.hidden is not None]
-        hidden = torch.stack(behind) if behind else self._head.read_kept(self._read(step.rows.slots[0]))
+        tokens = [part.asked.sequence.tokens[part.first + 1 : part.first + 1 + part.length] for part in parts]
+        token_ids = torch.from_numpy(np.concatenate(tokens, dtype=np.int64))
+        places = [part.place for part in parts if part.place is not None]
+        if not places:
+            hidden = self._head.read_kept(self._read(step.rows.slots[0]))
+        else:
+            hidden = self._behind if len(places) == len(self._behind) else self._behind[places]
         return self._head.join(step, token_ids, hidden)
 
     def _read(self, slots: Tensor) -> Tensor:

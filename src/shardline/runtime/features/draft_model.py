@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -81,8 +82,17 @@ class Asked:
     """Tokens behind which nothing is guessed."""
     cursor: _Cursor
     guesses: list[int] = field(default_factory=list)
-    hidden: Tensor | None = None
-    """[hidden_size]: what a head reads behind the last guess."""
+
+
+class Part(NamedTuple):
+    """The tokens of a sequence that one pass computes."""
+
+    asked: Asked
+    first: int
+    """The position of its first row."""
+    length: int
+    place: int | None = None
+    """Behind a guess: the place of this sequence in the last pass."""
 
 
 class _BlockTables:
@@ -199,7 +209,7 @@ class DraftModel(Feature):
 
     def _guess(self, asked: Sequence[Asked]) -> None:
         """Find the guesses of these sequences; none for those whose tokens are too many for one pass."""
-        parts: list[tuple[Asked, int, int]] = []
+        parts: list[Part] = []
         left = self._max_rows
         for place, one in enumerate(asked):
             self._find_computed(one)
@@ -207,11 +217,11 @@ class DraftModel(Feature):
             if length:
                 left -= length
                 self._prepare_blocks(place, one)
-                parts.append((one, one.cursor.computed, length))
+                parts.append(Part(one, one.cursor.computed, length))
         while parts:
             following = []
-            for (one, first, length), token in zip(parts, self._run(parts), strict=True):
-                cursor, end = one.cursor, first + length
+            for place, (part, token) in enumerate(zip(parts, self._run(parts), strict=True)):
+                one, cursor, end = part.asked, part.asked.cursor, part.first + part.length
                 if end <= one.num_rows:
                     # Behind the sequence's blocks, the last token's are in a spare one, which is not kept.
                     cursor.computed = min(end, len(self._blocks(one.sequence)) * self._block_size)
@@ -221,7 +231,7 @@ class DraftModel(Feature):
                 one.guesses.append(token)
                 if len(one.guesses) < one.count and token not in one.ends:
                     one.sequence.write_tokens(end + self.next_token, [token])
-                    following.append((one, end, 1))
+                    following.append(Part(one, end, 1, place))
             parts = following
         for one in asked:
             covered = len(self._blocks(one.sequence)) * self._block_size - one.num_rows
@@ -229,24 +239,24 @@ class DraftModel(Feature):
             kept = 0 if self.next_token else max(0, min(len(one.guesses) - 1, covered))
             one.cursor.ahead = one.guesses[:kept]
 
-    def _run(self, parts: Sequence[tuple[Asked, int, int]]) -> list[int]:
-        """The best token after each of some parts of sequences: (sequence, first position, number of tokens)."""
-        lengths = [length for _, _, length in parts]
+    def _run(self, parts: Sequence[Part]) -> list[int]:
+        """The best token after each part."""
+        lengths = [part.length for part in parts]
         num_rows, is_short = sum(lengths), max(lengths) <= self._most_short
         is_short = is_short and num_rows <= self._max_short
         steps = [
             SequenceStep(one.sequence.seq_id, first, length, [], -1, True, False, [0] * (length - 1) * is_short)
-            for one, first, length in parts
+            for one, first, length, _ in parts
         ]
         rank_step = RankStep(StepPlan(0, [], steps, []), (num_rows,), (num_rows if is_short else len(parts),))
-        sequences = [one.sequence for one, _, _ in parts]
+        sequences = [part.asked.sequence for part in parts]
         step = self._inputs.make_step(rank_step, sequences, None, self._fuses_argmax)
         tokens: list[int] = self._sampler.choose_best(self._compute(step, parts)).tokens.tolist()
         if len(tokens) == len(parts):
             return tokens
         return [tokens[end - 1] for end in np.cumsum(lengths).tolist()]
 
-    def _compute(self, step: StepInput, parts: Sequence[tuple[Asked, int, int]]) -> Tensor:
+    def _compute(self, step: StepInput, parts: Sequence[Part]) -> Tensor:
         """The best of this rank's logits in each row of a step that has these parts, see `LMHead.find_best`."""
         if self._own_vocab_size < self._vocab_size:
             step.token_ids.clamp_(max=self._own_vocab_size - 1)
