@@ -160,8 +160,8 @@ def train(head: Head, model: LlamaForCausalLM, schedule: Schedule, check_every: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model's EAGLE head and write its weights.")
-    parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--peak-learning-rate", type=float, default=4e-3)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--peak-learning-rate", type=float, default=2e-3)
     parser.add_argument("--check-every", type=int, default=100)
     parser.add_argument("--output", type=Path, default=MODEL_DIR / "eagle" / "model.safetensors")
     arguments = parser.parse_args()
