@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import stat
 import subprocess
@@ -125,7 +126,7 @@ def test_the_cuda_of_torch_is_known_without_its_import(tmp_path: Path, monkeypat
     assert probe.cuda_of_torch() == int((torch.version.cuda or "0").partition(".")[0])
     (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert probe.cuda_of_torch() == 13
 
 
