@@ -102,6 +102,17 @@ def nccl_settings() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
+def triton_cache_folder() -> Path:
+    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or in the home."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+
+
+def use_triton_cache(folder: str) -> None:
+    """Have Triton keep compiled kernels there, in this process and its children."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+
+
 def adopt_isa(isa: str) -> None:
     """Use the CPU kernel path that the head has chosen, in this process and its children."""
     os.environ["SHARDLINE_ISA"] = isa

@@ -205,8 +205,40 @@ def test_every_gpu_holds_all_latents(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_fix() -> None:
     for collectives in ("auto", "gloo"):
-        with pytest.raises(ValueError, match="needs a GPU, and nvidia-smi shows none on this host; use --device cpu"):
+        with pytest.raises(
+            ValueError, match="needs a GPU, and nvidia-smi shows none on this host; use --device cpu, or"
+        ):
             resolve_on(machine(), device="cuda", collectives=collectives)
+    with pytest.raises(ValueError, match=r"neither nvidia-smi nor torch shows one on this host; use --device cpu$"):
+        resolve_on(machine(), device="cuda", kernels="torch")
+
+
+def test_unlike_gpus_are_refused_or_told() -> None:
+    ampere = gpu(80 * GIB, 79 * GIB, name="NVIDIA A100", capability="sm_80")
+    hopper, larger = (
+        gpu(size * GIB, size * GIB, name=name) for size, name in ((80, "NVIDIA H100"), (141, "NVIDIA H200"))
+    )
+    unlike, alike = Machine((host(ampere, hopper),)), Machine((host(hopper, larger),))
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(
+            ValueError, match=r"on NVIDIA A100 and NVIDIA H100, whose .*VISIBLE_DEVICES, or use --numeri"
+        ):
+            resolve_on(unlike, **{layout: 2})
+    with pytest.raises(ValueError, match="on NVIDIA H100 and NVIDIA H200, whose results have unlike bits"):
+        resolve_on(alike, tensor_parallel_size=2, kernels="torch")
+    for where, options in ((unlike, {"numerics": "fast"}), (alike, {})):
+        resolved = resolve_on(where, tensor_parallel_size=2, **options)
+        assert any("wait for the slowest" in warning for warning in resolved.warnings)
+    assert resolve_on(alike).reasons[0] == "device cuda (this host has 1 x NVIDIA H100 and 1 x NVIDIA H200)"
+    assert not resolve_on(unlike).warnings, "the second GPU has no rank"
+
+
+def test_a_small_gpu_without_ranks_does_not_count() -> None:
+    two = Machine((host(gpu(80 * GIB, 79 * GIB), gpu(20 << 20, 20 << 20)),))
+    assert resolve_on(two).device == "cuda"
+    assert pool(resolve_on(two, kv_cache_memory="1GiB")) > 1000
+    with pytest.raises(ValueError, match="a GPU has to hold"):
+        resolve_on(two, data_parallel_size=2)
 
 
 def test_a_gpu_that_torch_cannot_use_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import stat
 import subprocess
@@ -20,8 +21,8 @@ from shardline.deployment.machine import Device
 from shardline.deployment.probe import probe_gpus, probe_machine, probe_torch
 from shardline.kernels.torch import devices
 
-H200 = "NVIDIA H200, 143771, 143000, 9.0"
-A100 = "NVIDIA A100-SXM4-80GB, 81559, 512, 8.0"
+H200 = "NVIDIA H200, 143771, 143000, 9.0, 570.86.15"
+A100 = "NVIDIA A100-SXM4-80GB, 81559, 512, 8.0, 570.86.15"
 
 
 @pytest.fixture
@@ -92,6 +93,41 @@ def test_gpus_that_torch_cannot_use_are_told(fake_tool: Path, monkeypatch: pytes
     )
     assert probe_machine().hosts[0].unusable_gpus
     assert not probe_machine(gpus=False).hosts[0].unusable_gpus
+
+
+@pytest.mark.parametrize(("cuda", "refused"), [(13, True), (12, False), (0, False), (99, False)])
+def test_a_driver_that_is_too_old_for_torch_is_told(
+    cuda: int, refused: bool, fake_tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "cuda_of_torch", lambda: cuda)
+    monkeypatch.setattr(probe, "probe_torch", lambda kind: [])
+    found, why = probe_gpus()
+    if refused:
+        assert not found
+        assert why == (
+            "this host has 2 GPUs (NVIDIA H200), but its driver 570.86.15 is too old for torch 2.11.0+cu130 with CUDA "
+            "13; install driver 580 or newer, or torch for an earlier CUDA"
+        )
+        monkeypatch.setattr(probe, "probe_torch", lambda kind: ["a card, with a package for compatibility"])
+    else:
+        assert not why
+    assert len(probe_gpus()[0]) == 2
+
+
+def test_a_driver_from_before_these_questions_is_told(fake_tool: Path) -> None:
+    fake_tool.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\nexit 2\n")
+    assert probe_gpus() == (
+        [],
+        "this host has a GPU, but its driver is older than all that torch runs on; install a newer driver",
+    )
+
+
+def test_the_cuda_of_torch_is_known_without_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe.cuda_of_torch() == int((torch.version.cuda or "0").partition(".")[0])
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert probe.cuda_of_torch() == 13
 
 
 def test_page_cache_is_memory_that_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

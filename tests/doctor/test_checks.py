@@ -9,9 +9,11 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.deployment import here
 from shardline.deployment.interconnect import GpuLinks, topology
-from shardline.deployment.machine import Device, Host
-from shardline.doctor.checks import check_cluster, check_node
+from shardline.deployment.machine import Device, DeviceKind, Host
+from shardline.doctor import gather as gather_facts
+from shardline.doctor.checks import check_cluster, check_deployment, check_node
 from shardline.doctor.facts import Finding, Link, ModelFacts, NodeFacts, Port
 from shardline.doctor.gather import GpuGather, KnownAnswers, gather
 
@@ -166,6 +168,25 @@ def test_this_host_has_facts_that_travel() -> None:
     assert here.known_answers_error == ""
     assert len(here.model.digest) == 12
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=NodeFacts) == here
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_devices_of_torch_are_examined_as_serve_finds_them(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "probe_torch", lambda kind: [Device(kind, "a card", 16 * GIB, 15 * GIB)])
+    monkeypatch.setattr(gather_facts, "KnownAnswers", NoAnswers)
+    found = gather(EngineConfig.from_options(device=kind), ServerConfig(port=0))
+    (one,) = [finding for finding in check_node(found) if finding.item == "GPUs"]
+    assert one.verdict == "ok"
+    assert one.text.startswith("1 x a card (" + {"xpu": "Intel", "mps": "Apple"}[kind] + ": computes in float32")
+    config = EngineConfig.from_options(model="demo", device=kind)
+    assert [finding.verdict for finding in check_deployment(config, [found])] == ["ok"]
+
+
+class NoAnswers:
+    """Spares the test a process with torch."""
+
+    def collect(self, timeout: float) -> tuple[dict[str, str], str]:
+        return {"portable": "a"}, ""
 
 
 def test_kernels_of_a_busy_host_are_not_called_broken() -> None:

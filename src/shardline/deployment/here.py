@@ -17,10 +17,10 @@ from shardline.deployment.resolve import resolve
 _log = logging.getLogger(__name__)
 
 
-def probe_here(config: EngineConfig) -> Machine:
-    """This host as a machine, without GPUs if the user wants none."""
+def probe_here(config: EngineConfig, *, has_driver: bool = True) -> Machine:
+    """This host as a machine, without GPUs if the user wants none. `has_driver`: whether nvidia-smi is asked."""
     parallel = config.parallel
-    machine = probe_machine(gpus=parallel.device in ("auto", "cuda"))
+    machine = probe_machine(gpus=has_driver and parallel.device in ("auto", "cuda"))
     (host,) = machine.hosts
     if parallel.device in ("xpu", "mps"):
         return Machine((msgspec.structs.replace(host, devices=(*host.devices, *probe_torch(parallel.device))),))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Protocol
 
 import msgspec
@@ -221,6 +222,7 @@ def verdicts_here(
 
     `name` is torch's name of the device. With `again`, all are new. A cache that cannot be used costs a warning only.
     """
+    _check_triton_cache()
     identity = card_identity(device)
     file = env.cache_folder() / "kernels" / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.json"
     known = {_key(verdict.case): verdict for verdict in _read(file)}
@@ -236,6 +238,25 @@ def verdicts_here(
         known |= {_key(verdict.case): verdict for verdict in found}
         _write(file, _Kept(identity, [verdict for verdict in known.values() if verdict.lasts]))
     return [known[_key(case)] for case in cases]
+
+
+_MOST_OF_A_KERNEL = 1 << 20
+"""Bytes of a compiled kernel's largest file."""
+_temporary: list[TemporaryDirectory[str]] = []
+"""In place of a cache that cannot be used; removed with this process."""
+
+
+def _check_triton_cache() -> None:
+    """Have Triton keep compiled kernels for this process only, if its cache is full or read-only: it would fail."""
+    folder = env.triton_cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(_MOST_OF_A_KERNEL))
+    except OSError as error:
+        _temporary.append(TemporaryDirectory(prefix="shardline-triton-"))
+        env.use_triton_cache(_temporary[-1].name)
+        _log.warning("Triton cannot keep compiled kernels (%s), so each start compiles them again", error)
 
 
 def _key(case: KernelCase) -> bytes:

@@ -78,7 +78,7 @@ def rank_room(
     largest = max(rank.num_bytes for rank in weights)
     room = min(
         gpu_room(
-            [machine.hosts[index].devices[gpu] for gpu in machine.hosts[index].of_kind(layout.device)],
+            layout.devices_on(index, machine),
             len(layout.ranks_on(index)),
             config.cache.gpu_memory_utilization,
             largest,
@@ -118,7 +118,7 @@ def _check_set_room(room: int, layout: Layout, machine: Machine, weights: Sequen
             needed = sum(weights[rank].num_bytes + room for _, rank in ranks)
             available, where = host.free_memory, _name_host(machine, index)
         else:
-            gpus = [host.devices[gpu] for gpu in host.of_kind(layout.device)]
+            gpus = layout.devices_on(index, machine)
             needed = max(weights[rank].num_bytes for _, rank in ranks) + room
             available, where = min(gpu.memory_total for gpu in gpus) // -(-len(ranks) // len(gpus)), "a GPU"
         if needed > available:

@@ -10,7 +10,7 @@ from msgspec.structs import replace as replace_struct
 from shardline.config.parallel import ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import CollectivesName, ExecutorName, KernelsName, RankPlacement
-from shardline.deployment.machine import DeviceKind, Host, Machine
+from shardline.deployment.machine import Device, DeviceKind, Host, Machine
 
 _HOST_STEP_TIMEOUT, _DEVICE_STEP_TIMEOUT = 10.0, 300.0
 """Defaults of --step-timeout in seconds. Devices and torch do not report single kernels, and may compile some in a
@@ -45,6 +45,11 @@ class Layout:
         """The ranks of a host, as pairs of an engine and a rank within it."""
         pairs = ((engine, rank) for engine, places in enumerate(self.placements) for rank in range(len(places)))
         return [(engine, rank) for engine, rank in pairs if self.placements[engine][rank].host == host]
+
+    def devices_on(self, host: int, machine: Machine) -> list[Device]:
+        """The devices of a host on which ranks run, each once."""
+        used = {place.device for of_engine in self.placements for place in of_engine if place.host == host}
+        return [machine.hosts[host].devices[device] for device in sorted(used)]
 
     @property
     def hosts(self) -> list[int]:
@@ -152,7 +157,10 @@ def _choose_device(parallel: ParallelConfig, machine: Machine) -> tuple[DeviceKi
     if parallel.device == "cuda" and not has_gpus:
         if host.unusable_gpus:
             raise ValueError(f"device cuda: {host.unusable_gpus}, or use --device cpu")
-        raise ValueError("device cuda needs a GPU, and nvidia-smi shows none on this host; use --device cpu")
+        shown = "nvidia-smi shows none on this host; use --device cpu, or for AMD's GPUs --kernels torch"
+        if parallel.kernels == "torch":
+            shown = "neither nvidia-smi nor torch shows one on this host; use --device cpu"
+        raise ValueError(f"device cuda needs a GPU, and {shown}")
     return cast(DeviceKind, parallel.device), []
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -21,10 +23,12 @@ from shardline import __version__, _cpu, env
 from shardline.deployment.machine import Device, DeviceKind, Host, Machine
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_GPU_FIELDS = "name,memory.total,memory.free,compute_cap"
+_GPU_FIELDS = "name,memory.total,memory.free,compute_cap,driver_version"
 _GPU_QUERY = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
 _GPU_TIMEOUT = 20.0
 _TORCH_TIMEOUT = 60.0
+_LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""By CUDA's major version, the first NVIDIA drivers that run it."""
 
 
 def probe_machine(*, gpus: bool = True) -> Machine:
@@ -74,16 +78,34 @@ def probe_gpus() -> tuple[list[Device], str]:
     query = _GPU_QUERY if visible is None else (*_GPU_QUERY, f"--id={visible}")
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return [], ""
+    except (OSError, subprocess.SubprocessError) as error:
+        if "not a valid field" not in str(getattr(error, "stdout", "")):
+            return [], ""
+        return [], "this host has a GPU, but its driver is older than all that torch runs on; install a newer driver"
     rows = [line for line in done.stdout.splitlines() if line.strip()]
     names = [str(index) for index in range(len(rows))] if visible is None else visible.split(",")
     devices = [_gpu(row, name) for row, name in zip(rows, names, strict=False)]
-    version = importlib.metadata.version("torch")
-    if devices and version.endswith("+cpu"):
-        found = f"{len(devices)} GPU{'s' * (len(devices) > 1)} ({devices[0].name})"
-        return [], f"this host has {found}, but torch {version} was built without CUDA; install torch with CUDA"
+    if not devices:
+        return [], ""
+    version, cuda = importlib.metadata.version("torch"), cuda_of_torch()
+    driver, needed = rows[0].rpartition(",")[2].strip(), _LEAST_DRIVERS.get(cuda, 0)
+    here = f"this host has {len(devices)} GPU{'s' * (len(devices) > 1)} ({devices[0].name}), but"
+    if version.endswith("+cpu"):
+        return [], f"{here} torch {version} was built without CUDA; install torch with CUDA"
+    # Packages for compatibility run newer CUDA on older drivers, which only torch can tell.
+    if re.match(r"\d+\.", driver) and float(driver.partition(".")[0]) < needed and not probe_torch("cuda"):
+        fix = f"install driver {needed} or newer, or torch for an earlier CUDA"
+        return [], f"{here} its driver {driver} is too old for torch {version} with CUDA {cuda}; {fix}"
     return devices, ""
+
+
+def cuda_of_torch() -> int:
+    """The major version of the CUDA for which torch was built; 0: none. Importing torch would take seconds."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return 0
+    found = re.search(r"^cuda\b.*'(\d+)\.", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def probe_torch(kind: str) -> list[Device]:
@@ -127,7 +149,7 @@ def allowed_cpus() -> int:
 
 def _gpu(row: str, identifier: str) -> Device:
     """A GPU from one line of nvidia-smi, which has the fields _GPU_FIELDS."""
-    name, total, free, capability = (field.strip() for field in row.split(","))
+    name, total, free, capability, _ = (field.strip() for field in row.split(","))
     return Device(
         "cuda",
         name,

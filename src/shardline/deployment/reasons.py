@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
@@ -29,8 +31,9 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     if held not in ("plain", "packed", wanted):
         reasons.append(f"weights {held} (what GPUs have for {wanted})")
     if asked.parallel.device == "auto" and deployment.device == "cuda":
-        gpus = [host.devices[index] for index in host.of_kind("cuda")]
-        reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
+        names = [host.devices[index].name for index in host.of_kind("cuda")]
+        counts = " and ".join(f"{count} x {name}" for name, count in Counter(names).items())
+        reasons.append(f"device cuda (this host has {counts})")
     if asked.model.dtype == "auto":
         reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {stored if stored.is_packed else spec.dtype})")
     elif asked.model.dtype in ("half", "float16"):

@@ -79,7 +79,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     if drafting is not None:
         machine = machine_beside(machine, drafting, parallel.num_engines)
     layout = choose_layout(parallel, machine)
-    devices = _devices(layout, machine)
+    devices = tuple(device for index in layout.hosts for device in layout.devices_on(index, machine))
+    if layout.device != "cpu":
+        layout = _check_alike(devices, layout, parallel)
     dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
     check_format(f"dtype {dtype}", dtype, devices, layout.kernels, "--dtype float32")
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
@@ -312,10 +314,22 @@ def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) ->
     return final
 
 
-def _devices(layout: Layout, machine: Machine) -> tuple[Device, ...]:
-    """The devices on which ranks run, each once."""
-    places = {(place.host, place.device) for engine in layout.placements for place in engine}
-    return tuple(machine.hosts[host].devices[device] for host, device in sorted(places))
+def _check_alike(devices: tuple[Device, ...], layout: Layout, parallel: ParallelConfig) -> Layout:
+    """The layout, with a warning if its GPUs are unlike.
+
+    Raises:
+        ValueError: their kernels have unlike bits, and numerics are to be exact.
+    """
+    names = list(dict.fromkeys(device.name for device in devices))
+    where = f"ranks run on {' and '.join(names)}"
+    bits = {device.name if layout.kernels == "torch" else device.capability for device in devices}
+    fix = "choose equal GPUs with CUDA_VISIBLE_DEVICES"
+    if len(bits) > 1 and parallel.numerics == "exact":
+        raise ValueError(f"{where}, whose results have unlike bits; {fix}, or use --numerics fast")
+    if len(names) == 1:
+        return layout
+    slow = f"{where}: all wait for the slowest and get the KV cache of the smallest; {fix}"
+    return replace(layout, warnings=(*layout.warnings, slow))
 
 
 def _rank_weights(

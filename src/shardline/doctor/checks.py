@@ -66,10 +66,10 @@ def check_devices(facts: NodeFacts) -> Iterator[Finding]:
     if facts.gpus.error:
         fix = "look at `nvidia-smi` and `dmesg | grep -i nvrm`; reload the driver, or restart the host"
         yield _found(facts, "GPUs", "broken", facts.gpus.error, fix)
-    elif names := facts.gpu_names:
+    elif devices := facts.host.devices[1:]:  # the first one is the CPU
+        names = [device.name for device in devices]
         kinds = sorted(set(names))
         text = ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
-        devices = [facts.host.devices[index] for index in facts.host.of_kind("cuda")]
         computed = sorted({str(known) for known in map(generation_of, devices) if known is not None})
         text += f" ({'; '.join(computed)})" * bool(computed)
         if len(kinds) > 1:
@@ -277,7 +277,7 @@ def compare_devices(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
     ours, theirs = head.host.gpu_architectures, other.host.gpu_architectures
     if ours and theirs and ours != theirs:
         text = f"unlike architectures, {', '.join(ours)} and {', '.join(theirs)}: their bits differ"
-        yield Finding(where, "GPUs", unlike, text, "use nodes with equal GPUs, or one replica per kind of GPU")
+        yield Finding(where, "GPUs", unlike, text, "use nodes with equal GPUs, or --numerics fast")
     elif set(head.gpu_names) != set(other.gpu_names):
         text = f"{_kinds(head)} and {_kinds(other)}"
         yield Finding(where, "GPUs", "warning", text, "ranks wait for the slowest: use nodes with equal GPUs")

@@ -28,9 +28,10 @@ from shardline.checkpoints.hub import cache_folder, find_local_model
 from shardline.cluster.describe import own_address, shared_flags
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.deployment.here import probe_here
 from shardline.deployment.interconnect import probe_gpu_links, rdma_ports
 from shardline.deployment.machine import DeviceKind
-from shardline.deployment.probe import available_isas, probe_machine, software_versions
+from shardline.deployment.probe import available_isas, software_versions
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
 
 _CAP_IPC_LOCK = 14
@@ -43,7 +44,7 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
     cluster, parallel = config.cluster, config.parallel
     answers = KnownAnswers()
     gpus = probe_gpu_links(parallel.device)
-    (host,) = probe_machine(gpus=bool(gpus.driver)).hosts
+    (host,) = probe_here(config, has_driver=bool(gpus.driver)).hosts
     speed = GpuGather(len(host.of_kind("cuda")))
     address, address_error = "", ""
     if cluster.has_nodes:

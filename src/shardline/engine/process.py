@@ -72,7 +72,8 @@ class EngineProcess:
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
-                raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
+                fix = "set SHARDLINE_ISA, use equal GPUs, or --numerics fast"
+                raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); {fix}")
             check_known_answers(ranks)
             contract = numeric_contract(deployment, "+".join(sorted(isas)))
             namespace = cache_namespace(contract.fingerprint, start.secret)

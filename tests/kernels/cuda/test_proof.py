@@ -10,19 +10,12 @@ from tests.kernels.cuda.helpers import CPU
 from tests.kernels.cuda.mutants import CASES, MUTANTS, Mutant, plant
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The suite has one mutant of each kind, and `make exact` all."""
-    if "mutant" in metafunc.fixturenames:
-        first = {mutant.kernel: mutant for mutant in reversed(MUTANTS)}
-        chosen = MUTANTS if metafunc.config.getoption("--full-matrix") else [first[kernel] for kernel in CASES]
-        metafunc.parametrize("mutant", chosen, ids=lambda mutant: f"{mutant.kernel}-{mutant.where}-{mutant.old}")
-
-
 @pytest.mark.parametrize("kernel", CASES)
 def test_sound_kernels_are_proved(kernel: str) -> None:
     assert problem_of(CASES[kernel], CudaKernels(CPU)) == ""
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kernel}-{mutant.where}-{mutant.old}")
 def test_a_planted_fault_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, mutant.where, mutant.old, mutant.new)
     assert problem_of(mutant.case or CASES[mutant.kernel], CudaKernels(CPU))

@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 import torch
+import triton
 
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
+from shardline.deployment import kernel_proofs
 from shardline.deployment.deployment import Deployment, KernelFallback, RankPlacement
 from shardline.deployment.kernel_cases import KernelCase, kernel_cases
 from shardline.deployment.kernel_proofs import Verdict, card_identity, prove_cases, verdicts_here
@@ -201,6 +203,30 @@ def test_a_process_that_does_not_begin_decides_nothing_for_long() -> None:
     assert "the process that proves kernels ended with exit code 1" in verdicts[0].problem
 
 
+def test_an_exception_costs_no_other_case_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, *FAULTS["add"])
+    started: list[Fork] = []
+
+    def start(theirs: socket.socket) -> Fork:
+        started.append(Fork(theirs))
+        return started[-1]
+
+    verdicts = prove_cases(cases_of("add", "softcap", "add"), "cpu", start=start, processes=1)
+    assert ["InterpreterError" in verdict.problem for verdict in verdicts] == [True, False, True]
+    assert all(verdict.lasts for verdict in verdicts)
+    assert len(started) == 1
+
+
+def test_a_disk_that_is_full_decides_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(child, "problem_of", full)
+    (verdict,) = prove_cases(cases_of("add"), "cpu", start=Fork)
+    assert verdict.problem == "OSError: [Errno 28] No space left on device"
+    assert not verdict.lasts
+
+
 def prove_nothing(cases: Sequence[KernelCase], name: str, capability: str) -> NoReturn:
     raise AssertionError("all verdicts are kept")
 
@@ -254,6 +280,26 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
             assert not verdicts_here(cases_of("add"), CARD, "cuda:0", prove=prove_as(""))[0].problem
         assert sum("so each start proves them again" in record.message for record in caplog.records) == 1
         monkeypatch.setattr(Path, "write_bytes", full)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_triton_compiles_where_its_folder_cannot_be_written(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(tmp_path) if is_full else "/dev/null/triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def full(dir: Path) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(kernel_proofs, "NamedTemporaryFile", full)
+    with caplog.at_level(logging.WARNING):
+        verdicts_here(cases_of("add"), CARD, "cuda:0", prove=prove_as(""))
+    assert sum("Triton cannot keep compiled kernels" in record.message for record in caplog.records) == 1
+    assert triton.knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] != folder
+    assert Path(triton.knobs.cache.dir).is_dir()
 
 
 def test_ranks_do_without_what_failed_on_any(tmp_path: Path) -> None:

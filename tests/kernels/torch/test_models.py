@@ -17,8 +17,6 @@ from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_check
 from tests.runtime.test_against_transformers import check
 
 DTYPES = ("float32", "bfloat16")
-SAMPLED = ("llama", "gpt2", "gemma2", "deepseek_v3", "gpt_oss")
-"""Variants of the suite; `make exact` runs all."""
 FORMATS = [name for name, stored in STORED.items() if stored.quantization in (None, "none")]
 """Packed checkpoints, which become dense; other formats need the CPU's own kernels."""
 SAMPLED_FORMATS = ("gguf-q4_k_m", "gptq-act-order", "mxfp4")
@@ -32,7 +30,7 @@ EXPERT_LAYOUTS = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--full-matrix")
     if "variant" in metafunc.fixturenames:
-        metafunc.parametrize("variant", VARIANTS if every else SAMPLED)
+        metafunc.parametrize("variant", VARIANTS if every else FAMILIES)
     if "stored" in metafunc.fixturenames:
         metafunc.parametrize("stored", FORMATS if every else SAMPLED_FORMATS)
     if "family" in metafunc.fixturenames:

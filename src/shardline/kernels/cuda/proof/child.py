@@ -32,11 +32,12 @@ def serve(sock: socket.socket) -> None:
                 problem = problem_of(case, kernels)
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            lasts = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            lasts = not isinstance(error, (torch.OutOfMemoryError, MemoryError, OSError))
             channel.send(CaseDone(f"{type(error).__name__}: {lines[0][:_MOST_LETTERS]}", lasts))
             if not _computes(device):
                 return
-        channel.send(CaseDone(problem))
+        else:
+            channel.send(CaseDone(problem))
 
 
 def _computes(device: torch.device) -> bool:
