@@ -109,7 +109,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ('serve --kv-events-config {"topics":1}', "kv_events_config has the unknown key 'topics'"),
         ('serve --kv-events-config {"endpoint":"http://a"}', "endpoint of kv_events_config must be like tcp://"),
         ("serve -sc ngram", "speculative_config must be a JSON object like"),
-        ("serve --spec-method", "--speculative-config.method needs a value"),
+        ("serve --spec-method", "--spec-method needs a value"),
         ("serve --spec-method guess", "speculative_config"),
         ("serve --nnode 2", "unknown option --nnode; did you mean --nnodes?"),
         ("serve --max-model 2", "unknown option --max-model"),

@@ -70,6 +70,9 @@ def test_parts_of_json_are_joined() -> None:
         "--spec-method ngram --spec-tokens=3",
         '--spec_tokens 3 --speculative-config {"method":"ngram"}',
         "--speculative-config.method ngram --spec-tokens 3",
+        '-sc {"method":"ngram"} --spec-tokens 3',
+        '--speculative-config {"method":"suffix"} --speculative-config={"method":"ngram"} --spec-tokens 3',
+        '--spec-tokens 2 --speculative-config {"method":"ngram"} --spec-tokens 3',
     ],
 )
 def test_flags_for_a_part_of_json_set_it(words: str) -> None:
@@ -110,3 +113,44 @@ def test_a_part_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         build_parser().parse_args(["serve", "--speculative-config.method"])
     assert "--speculative-config.method needs a value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            '--spec-method ngram --speculative-config {"method":"suffix"}',
+            "--spec-method is given twice, the other time as",
+        ),
+        ('-sc={"model":"a"} --spec-model=b', "--spec-model is given twice, the other time as 'model' in JSON"),
+        (
+            '--spec-tokens 3 -sc {"num_speculative_tokens":3}',
+            "other time as 'num_speculative_tokens' in JSON; give it once",
+        ),
+        (
+            '--eplb-config {"num_redundant_experts":1} --num-redundant-experts 2',
+            "--num-redundant-experts is given twice",
+        ),
+        ("--spec-method ngram -sc.method ngram", "--spec-method and -sc.method are the same; give one of them"),
+        ('--hf-overrides {"a":1} --hf-overrides.a.b 2', "--hf-overrides.a.b is given twice, the other time as 'a.b'"),
+        ('--hf-overrides {"a":{"b":1}} --hf-overrides.a {"b":2}', "--hf-overrides.a is given twice"),
+        ("-sc suffix --spec-tokens 3", "-sc must be a JSON object, since --spec-tokens is a part of it; got suffix"),
+    ],
+)
+def test_a_part_of_json_that_is_given_twice_is_refused(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        build_parser().parse_args(["serve", *words.split()])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_part_on_the_command_line_and_in_a_file_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(f"serve --config {file} --speculative-config.method suffix")[0].scheduler.speculative_config
+    assert json.loads(config or "") == {"method": "suffix"}
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file), "--spec-tokens", "5"])
+    assert "--spec-tokens is given twice" in capsys.readouterr().err

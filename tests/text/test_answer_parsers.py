@@ -534,3 +534,10 @@ def test_a_whole_answer_is_parsed_in_time_in_proportion_to_its_length() -> None:
     parser = AnswerParser(None, find_tool_parser("hermes")(FUNCTIONS))
     assert len(join(parser, [hermes([("f", '{"count": 1}')] * 10_000)]).calls) == 10_000
     assert time.process_time() - began < 10
+
+
+def test_formats_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "hermes" in tool_parser_names()
+    monkeypatch.setattr("pkgutil.iter_modules", lambda *paths: pytest.fail("a folder is read for an answer"))
+    assert find_tool_parser("hermes")
+    assert "hermes" in tool_parser_names()

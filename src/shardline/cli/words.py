@@ -11,7 +11,7 @@ from typing import Any
 
 from shardline.config.vllm import vllm_options
 
-_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+)(?:=(.*))?", re.DOTALL)
+_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+)")
 _LEVEL = re.compile(r"-O=?(\d)")
 
 
@@ -19,7 +19,7 @@ def expand_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -
     """The command line as flags that argparse knows. `actions`: the known flags, by name.
 
     Raises:
-        ValueError: the file of --config cannot be read, or a part of JSON has no value.
+        ValueError: the file of --config cannot be read, or a part of JSON has no value or two.
     """
     level = ["--optimization-level"] if "--optimization-level" in actions else []
     flat: list[str] = []
@@ -28,16 +28,7 @@ def expand_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -
         flat += [*level, match[1]] if match and level else [word]
     if "--config" in actions:
         flat = _with_file(flat, actions)
-    return _join_parts([_with_dots(word, actions) for word in flat], actions)
-
-
-def _with_dots(word: str, actions: Mapping[str, argparse.Action]) -> str:
-    """`--spec-method=ngram` becomes `--speculative-config.method=ngram`: vLLM's flags for a part of JSON."""
-    flag, equals, value = word.partition("=")
-    option = vllm_options().get(flag.removeprefix("--")) if flag.startswith("--") and flag in actions else None
-    if option is None or option.treatment != "part":
-        return word
-    return f"--{'.'.join(option.part)}{equals}{value}"
+    return _join_parts(flat, actions)
 
 
 def _with_file(words: list[str], actions: Mapping[str, argparse.Action]) -> list[str]:
@@ -105,50 +96,94 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def _join_parts(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
-    """The words with `--a-config.key value` as `--a-config '{"key": value}'`, also beside the rest of that JSON."""
-    joined: dict[str, dict[str, Any]] = {}
+    """The words with `--a-config.key value` as `--a-config '{"key": value}'`, also beside the rest of that JSON.
+
+    As in vLLM, some flags stand for one: `--spec-method ngram` for `--speculative-config.method ngram`.
+    """
+    parts: dict[str, dict[tuple[str, ...], tuple[str, str]]] = {}
     rest: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
-        match = _DOTTED.fullmatch(word)
-        name = match[1].replace("_", "-") if match else ""
-        if match is None or name not in actions or word.split("=")[0] in actions:
+        flag, equals, text = word.partition("=")
+        found = _part(flag, actions)
+        if found is None:
             rest.append(word)
             continue
-        text = match[3] if match[3] is not None else left.pop(0) if left and not left[0].startswith("--") else None
-        if text is None:
-            raise ValueError(f"{word} needs a value")
-        node = joined.setdefault(name, {})
-        *path, last = match[2].split(".")
-        for key in path:
-            inner = node.setdefault(key, {})
-            node = inner if isinstance(inner, dict) else {}
-        node[last] = _value(text)
-    for name, value in joined.items():
-        whole = _take_object(rest, name)
-        rest += [name, json.dumps(_merged(whole, value))]
+        if not equals:
+            if not left or left[0].startswith("--"):
+                raise ValueError(f"{flag} needs a value")
+            text = left.pop(0)
+        whole, path = found
+        others = parts.setdefault(whole, {})
+        other = others.get(path, (flag, ""))[0]
+        if other != flag:
+            raise ValueError(f"{other} and {flag} are the same; give one of them")
+        others[path] = flag, text  # of the same flag, the last one counts
+    for whole, others in parts.items():
+        value = _take_object(rest, actions[whole].option_strings, next(iter(others.values()))[0])
+        for path, (flag, text) in others.items():
+            _put(value, path, _value(text), flag)
+        rest += [whole, json.dumps(value)]
     return rest
 
 
-def _take_object(words: list[str], name: str) -> dict[str, Any]:
-    """Remove `name` and its JSON object from the words; empty: they do not have it."""
-    for place, word in enumerate(words):
-        flag, equals, text = word.partition("=")
-        if flag == name and (equals or place + 1 < len(words)):
-            value = _value(text if equals else words[place + 1])
-            if isinstance(value, dict):
-                del words[place : place + (1 if equals else 2)]
-                return value
-    return {}
+def _part(flag: str, actions: Mapping[str, argparse.Action]) -> tuple[str, tuple[str, ...]] | None:
+    """The flag whose JSON has the part, by its first name, and the keys that lead there; None: the flag is none."""
+    option = vllm_options().get(flag.removeprefix("--")) if flag.startswith("--") and flag in actions else None
+    if option is not None and option.treatment == "part":
+        flag = f"--{'.'.join(option.part)}"
+    match = _DOTTED.fullmatch(flag)
+    name = match[1].replace("_", "-") if match else ""
+    if match is None or name not in actions or flag in actions:
+        return None
+    return actions[name].option_strings[0], tuple(match[2].split("."))
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(one)
-    for key, value in other.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
+def _take_object(words: list[str], names: Sequence[str], part: str) -> dict[str, Any]:
+    """Remove the flag that has these names and its JSON object from the words; empty: they do not have it.
+
+    Raises:
+        ValueError: its value is no JSON object, which `part` is to be a part of.
+    """
+    found: dict[str, Any] = {}
+    place = 0
+    while place < len(words):
+        flag, equals, text = words[place].partition("=")
+        if flag not in names or not (equals or place + 1 < len(words)):
+            place += 1
+            continue
+        value = _value(text if equals else words[place + 1])
+        if not isinstance(value, dict):
+            raise ValueError(f"{flag} must be a JSON object, since {part} is a part of it; got {value}")
+        found = value
+        del words[place : place + (1 if equals else 2)]
+    return found
+
+
+def _put(whole: dict[str, Any], path: Sequence[str], value: Any, flag: str) -> None:
+    """Set one part of an object, and of an object that is there already, what it does not have.
+
+    Raises:
+        ValueError: the object has it.
+    """
+    *keys, last = path
+    node = whole
+    for key in keys:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise _twice(flag, path)
+    if last not in node:
+        node[last] = value
+    elif isinstance(node[last], dict) and isinstance(value, dict):
+        for key, inner in value.items():
+            _put(node[last], (key,), inner, flag)
+    else:
+        raise _twice(flag, path)
+
+
+def _twice(flag: str, path: Sequence[str]) -> ValueError:
+    return ValueError(f"{flag} is given twice, the other time as {'.'.join(path)!r} in JSON; give it once")
 
 
 def _value(text: str) -> Any:

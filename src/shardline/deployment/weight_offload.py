@@ -46,10 +46,16 @@ def plan_offload(
         return NO_OFFLOAD, tuple(weights)
     _check(config, layout)
     wanted = int(model.cpu_offload_gb * (1 << 30))
+    asked, instead = f"cpu_offload_gb {model.cpu_offload_gb:g}", "leave it out"
     if not wanted:
         wanted = _missing_bytes(config, layout, machine, activations, weights)
         if wanted <= 0:
             return NO_OFFLOAD, tuple(weights)
+        asked = f"offload_to, for the {format_bytes(wanted)} of each rank that memory has no room for,"
+        smaller = "set kv_cache_memory (a quarter of memory is left for it)"
+        if config.cache.kv_cache_memory is not None:
+            smaller = "use a smaller kv_cache_memory"
+        instead = f"use a smaller quantization or model, or {smaller}"
         if not has_experts:  # layers that are read have memory too
             wanted += LAYER_SLOTS * max(
                 layer_bytes(place, layer, False)
@@ -57,7 +63,20 @@ def plan_offload(
                 for layer in range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
             )
     plan = _plan_experts if has_experts else _plan_layers
-    return plan(str(model.offload_to), wanted, layout, stages, weights, layer_bytes)
+    try:
+        return plan(str(model.offload_to), wanted, layout, stages, weights, layer_bytes)
+    except _NothingSaved as error:
+        fewer = "use fewer pipeline stages, or " if config.parallel.pipeline_parallel_size > 1 else ""
+        raise ValueError(f"{asked} would save nothing: {error}; {error.instead or fewer + instead}") from None
+
+
+class _NothingSaved(Exception):
+    """Why what is read would need as much memory as what stays."""
+
+    def __init__(self, why: str, instead: str = "") -> None:
+        super().__init__(why)
+        self.instead = instead
+        """What to give; empty: no other number helps."""
 
 
 def _missing_bytes(
@@ -103,9 +122,8 @@ def _plan_experts(
             )
         left.append(held)
     if not layers:
-        raise ValueError(
-            f"cpu_offload_gb {wanted / (1 << 30):g} would save nothing: no rank has experts of more than one layer, "
-            "and all experts of a layer must fit into memory"
+        raise _NothingSaved(
+            "no rank has experts of more than one layer, and all experts of a layer must fit into memory"
         )
     return OffloadPlan(folder, expert_layers=tuple(sorted(layers))), tuple(left)
 
@@ -124,11 +142,13 @@ def _plan_layers(
         places = [place for place in map(layout.grid.place, range(layout.grid.world_size)) if place.pp_rank == stage]
         sizes = [max(layer_bytes(place, layer, False) for place in places) for layer in range(span.start, span.stop)]
         count = next((count for count in range(1, span.size) if sum(sorted(sizes)[:count]) >= wanted), span.size)
+        if span.size <= LAYER_SLOTS:
+            raise _NothingSaved(f"{LAYER_SLOTS} layers that are read always have memory, and a stage has {span.size}")
         if count <= LAYER_SLOTS:
-            raise ValueError(
-                f"cpu_offload_gb {wanted / (1 << 30):g} is {count} of the {span.size} layers of a stage, and "
-                f"{LAYER_SLOTS} of those that are read always have memory, so nothing would be saved: a layer has "
-                f"{format_bytes(max(sizes))}"
+            raise _NothingSaved(
+                f"it is {count} of the {span.size} layers of a stage, and {LAYER_SLOTS} of those that are read always "
+                "have memory",
+                f"give more than {format_bytes(sum(sorted(sizes)[:LAYER_SLOTS]))}",
             )
         # Evenly between those that stay, which compute while the next one is read.
         layers += [

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Generic, Protocol, TypeVar, cast
 
 
@@ -32,7 +33,7 @@ class Formats(Generic[Parser]):
 
     def names(self) -> list[str]:
         """The names of all formats."""
-        return sorted(module.name for module in pkgutil.iter_modules(self.path) if module.name not in self.shared)
+        return list(self._names)
 
     def find(self, name: str) -> type[Parser]:
         """The parser of this format, which may have other names.
@@ -40,23 +41,27 @@ class Formats(Generic[Parser]):
         Raises:
             ValueError: there is no such format.
         """
-        names = self.names()
-        if name in names:
+        if name in self._names:
             return self._load(name)
-        parsers = [self._load(known) for known in names]
+        parsers = [self._load(known) for known in self._names]
         for parser in parsers:
             if name in parser.other_names:
                 return parser
         others = sorted(other for parser in parsers for other in parser.other_names)
         raise ValueError(
-            f"there is no {self.kind} {name!r}; there are {', '.join(names)}, and of the same formats as some of "
+            f"there is no {self.kind} {name!r}; there are {', '.join(self._names)}, and of the same formats as some of "
             f"these {', '.join(others)}"
         )
 
     def shown_by(self, template: str) -> dict[str, int]:
         """The formats all of whose marks a chat template has, and how many these are; those without marks are none."""
-        marks = {name: self._load(name).template_marks for name in self.names()}
+        marks = {name: self._load(name).template_marks for name in self._names}
         return {name: len(own) for name, own in marks.items() if own and all(mark in template for mark in own)}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Read once: every request that is parsed looks for its format."""
+        return sorted(module.name for module in pkgutil.iter_modules(self.path) if module.name not in self.shared)
 
     def _load(self, name: str) -> type[Parser]:
         return cast("type[Parser]", importlib.import_module(f"{self.package}.{name}").Parser)

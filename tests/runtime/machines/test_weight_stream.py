@@ -137,12 +137,48 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"cpu_offload_gb": -1.0}, "must be a number of GiB"),
         ({"cpu_offload_gb": 1.0}, "needs offload_to"),
-        ({"cpu_offload_gb": 1e-6, "offload_to": "/tmp"}, "nothing would be saved"),
+        (
+            {"cpu_offload_gb": 1e-6, "offload_to": "/tmp"},
+            "^cpu_offload_gb 1e-06 would save nothing: it is 1 of the [0-9]+ layers of a stage, and 2 of those that "
+            "are read always have memory; give more than [0-9.]+ .iB$",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolve_here(EngineConfig.from_options(model="demo", **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "begins", "ends"),
+    [
+        ({"cpu_offload_gb": 1.0}, "cpu_offload_gb 1 would", "leave it out"),
+        (
+            {},
+            "offload_to, for the [0-9.]+ .iB of each rank that memory has no room for, would",
+            "or set kv_cache_memory",
+        ),
+        (
+            {"kv_cache_memory": "64MiB"},
+            "offload_to, for the",
+            "use a smaller quantization or model, or use a smaller kv",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_where_nothing_can_be_saved_the_error_names_what_was_given(
+    kind: str, options: dict[str, Any], begins: str, ends: str, tmp_path: Path
+) -> None:
+    layers = 1 if kind == "qwen3_moe" else 2
+    model = make_checkpoint(kind, tmp_path / kind, num_hidden_layers=layers)
+    with pytest.raises(ValueError, match=rf"^{begins}.* save nothing: .*; .*{ends}") as error:
+        resolve_on(machine(free_memory=1 << 20), model=str(model), offload_to=str(tmp_path), **options)
+    assert ("cpu_offload_gb" in str(error.value)) == ("cpu_offload_gb" in options)
+    if layers == 2:  # of stages that are shorter than the model, fewer may do
+        with pytest.raises(ValueError, match="and a stage has 1; use fewer pipeline stages, or"):
+            resolve_on(
+                machine(free_memory=1 << 20), model=str(model), offload_to="/", pipeline_parallel_size=2, **options
+            )
 
 
 def test_a_draft_model_stays_in_memory(tmp_path: Path) -> None:
