@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         try:
             self._resolve_aliases()
             self._check_ranges()
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ValueError(wrong_type(self) or str(error)) from error
 
     def _check_ranges(self) -> None:
@@ -173,6 +173,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         require(
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,
             f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
+        )
+        require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            f"structured_outputs must be StructuredOutputsParams or a dict, got {self.structured_outputs!r:.80}",
+        )
+        require(
+            isinstance(self.output_kind, RequestOutputKind),
+            f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}",
         )
         require(
             not self.logits_processors,

@@ -90,4 +90,6 @@ def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) 
         with pytest.raises(ValueError, match=part) as error:
             llm.verify([receipt])
         assert isinstance(error.value, ContractDiffers) == (part == "weights")
+    with pytest.raises(ValueError, match="verify takes a list of receipts"):
+        llm.verify([5])  # type: ignore[list-item]
     assert llm.verify(made[:1])[0].equal

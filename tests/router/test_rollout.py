@@ -39,6 +39,12 @@ async def no_router(call: Call) -> None:
     await call.send(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 6\r\n\r\n<html>")
 
 
+async def server(call: Call) -> None:
+    """Says what `serve` does to a path that it does not have."""
+    body = b'{"error": {"message": "Invalid URL", "code": "unknown_url"}}'
+    await call.send(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+
 def states_of(site: Site) -> list[bool]:
     return [backend.is_ready for backend in site.fleet.backends]
 
@@ -127,5 +133,6 @@ def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["router", "status", url, "--restart", "true"]) == 2
     assert main(["router", "rollout", "http://a", url, "--restart", "true"]) == 2
     assert "rollout takes no URL" in capsys.readouterr().err
-    assert main(["router", "status", f"--url={site.add_backend(no_router).url}"]) == 2
-    assert "is no router" in capsys.readouterr().err
+    for other in (no_router, server):
+        assert main(["router", "status", f"--url={site.add_backend(other).url}"]) == 2
+        assert "is no router" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from shardline.engine import expert_balance, expert_balancer
 from shardline.runtime.layers.moe import MoEFeedForward
-from tests.exactness.harness import golden, make_requests, run, start_engine
+from tests.exactness.harness import drafts_allowed, golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 EXPERTS = 6
@@ -75,6 +75,36 @@ def test_requests_keep_their_bits_while_experts_move(
     assert moves.count > 0
     if not redundant:  # copies lie well from the start
         assert moves.imbalance < moves.unmoved_imbalance
+
+
+@pytest.mark.usefixtures("eager")
+def test_they_move_beside_a_draft_model(skewed: Path, tmp_path: Path) -> None:
+    requests = make_requests(256, count=4)
+    expected = golden(skewed, "bfloat16", "none", "auto", requests)
+    draft = make_checkpoint("qwen2", tmp_path, max_position_embeddings=2048)
+    with drafts_allowed():
+        engine, executor = start_engine(
+            skewed,
+            tensor=2,
+            dtype="bfloat16",
+            enable_expert_parallel=True,
+            enable_eplb=True,
+            eplb_config='{"step_interval": 4}',
+            enable_prefix_caching=False,
+            speculative_config={"model": str(draft), "num_speculative_tokens": 2},
+        )
+        try:
+            answers = run(engine, requests, "together")
+            stats = engine.stats()
+        finally:
+            engine.close()
+            executor.close()
+    assert answers == expected
+    assert stats.drafts is not None
+    assert stats.drafts.num_tokens > 0
+    assert stats.experts is not None
+    assert stats.experts.moves is not None
+    assert stats.experts.moves.count > 0
 
 
 @pytest.mark.usefixtures("eager")

@@ -259,6 +259,8 @@ class LLM:
         """
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
+        if wrong := next((one for one in receipts if not isinstance(one, Receipt)), None):
+            raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {wrong!r:.80}")
         with self._lock:
             requests = [
                 _build_from_receipt(self._builder, self._text.adapters, str(next(self._ids)), receipt)

@@ -30,7 +30,7 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, quantization=quantization),
-        parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
+        parallel=config.parallel.divided({}, whole_experts=False),
     )
 
 

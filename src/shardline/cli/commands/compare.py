@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--max-tokens must be 1 or more")
     if not isinstance(args.extra_body, dict):
         raise ValueError("--extra-body takes a JSON object")
+    if not math.isfinite(args.temperature):  # JSON has no such number
+        raise ValueError(f"--temperature must be a number, got {args.temperature}")
+    if args.html and not Path(args.html).absolute().parent.is_dir():
+        raise ValueError(f"--html {args.html}: its folder does not exist")
     prompts = prompts[: args.num_prompts]
     key = env.openai_api_key() or env.api_key()
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | read_pairs(args.header, "--header")

@@ -109,8 +109,12 @@ def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict
     except urllib.error.HTTPError as error:
         said = error.read()
         try:
-            message = json.loads(said)["error"]["message"]
-        except (ValueError, LookupError, TypeError):
+            refusal = json.loads(said)["error"]
+            message = refusal["message"]
+            is_router = refusal.get("code") != "unknown_url"
+        except (ValueError, LookupError, TypeError, AttributeError):
+            is_router = False
+        if not is_router:
             message = f"{args.url} is no router: it says {error.code} to {request.selector}; say where it is with --url"
         hint = " Pass the router's key as --admin-api-key." if error.code == 401 else ""
         raise ValueError(message + hint) from None

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from shardline.benchmark.results import Wanted
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+_FRACTIONS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+"""Flags that become JSON, which has neither NaN nor infinity."""
 
 
 def add_parsers(kinds: Any) -> None:
@@ -70,7 +72,7 @@ def read_goodput(words: Sequence[str] | None) -> dict[str, float]:
             limit = float(value)
         except ValueError:
             limit = -1.0
-        if name not in GOODPUT_METRICS or not colon or limit < 0:
+        if name not in GOODPUT_METRICS or not colon or not limit >= 0:
             raise ValueError(
                 f"--goodput takes {', '.join(GOODPUT_METRICS)} with milliseconds, as ttft:200; got {word!r}"
             )
@@ -88,6 +90,10 @@ def prepare(args: argparse.Namespace) -> None:
 
     require(args.request_rate > 0, f"--request-rate must be more than 0 requests/s, got {args.request_rate:g}")
     require(args.burstiness > 0, f"--burstiness must be more than 0, got {args.burstiness:g}")
+    for name in _FRACTIONS:
+        value = getattr(args, name)
+        require(value is None or math.isfinite(value), f"--{name.replace('_', '-')} must be a number, got {value}")
+    require(isinstance(args.extra_body, dict | None), "--extra-body takes a JSON object")
     for name in ("max_concurrency", "num_runs"):
         value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
