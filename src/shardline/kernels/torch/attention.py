@@ -22,7 +22,6 @@ from shardline.kernels.torch.kv_cache import CacheKernels
 
 SPLIT, KEYS, ROWS = 512, 128, 8
 _TILES = SPLIT // KEYS
-_LEAST = torch.finfo(torch.float32).min
 _MOST_ELEMENTS = 8 << 20
 """Elements of scores, and of keys, that are held at a time."""
 
@@ -32,9 +31,8 @@ class _Part(NamedTuple):
 
     rows: slice
     num_keys: int
-    mask: Tensor
-    """[B, 1, tiles of keys, tiles of rows, rows in use, KEYS] float32: -inf for keys that are hidden, else zero. All
-    rows of a tile are in use if there are several."""
+    hidden: Tensor
+    """[B, 1, tiles of keys, tiles of rows, ROWS, KEYS] bool"""
 
 
 @dataclass(frozen=True)
@@ -254,9 +252,6 @@ def _plan(
             sequences.append(
                 _Sequence(index, starts[index], num_rows, first, num_keys, num_tiles, _key_tiles(first, num_keys))
             )
-    if any(one.num_tiles == 1 and one.key_tiles == 2 for one in sequences):
-        # A further tile that is hidden costs less than a batch, and changes no bit.
-        sequences = [one._replace(key_tiles=max(2, one.key_tiles)) if one.num_tiles == 1 else one for one in sequences]
     batches = []
     for kind, group in groupby(sorted(sequences, key=lambda one: (one.kind, one.place)), key=lambda one: one.kind):
         members = list(group)
@@ -341,10 +336,7 @@ def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, devic
         if shape.window is not None:
             first = last // shape.window * shape.window if shape.chunked else last - shape.window + 1
             hidden |= some < first
-        if num_tiles == 1:
-            hidden = hidden[..., : positions.shape[1] * shape.heads_each, :]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        parts.append(_Part(slice(begin, begin + each), tiles * KEYS, mask[:, None].to(device)))
+        parts.append(_Part(slice(begin, begin + each), tiles * KEYS, hidden[:, None].to(device)))
     return parts
 
 
@@ -374,7 +366,7 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: fl
     """The partials of rows [X, t, ROWS, D] over keys and values [B, Hk, num_keys, D], X = B * Hk: [S, X, t * ROWS, ..]
     for the S splits of the keys."""
     found = [
-        _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.mask, scale, softcap)
+        _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.hidden, scale, softcap)
         for part in batch.parts
     ]
     if len(found) == 1:
@@ -388,26 +380,26 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: fl
 
 
 def _attend_part(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+    rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, softcap: float | None
 ) -> _Sums:
     (num, tiles, _, dim), num_keys = rows.shape, keys.shape[2]
-    count, depth, used = num_keys // KEYS, values.shape[3], mask.shape[4]
+    count, depth = num_keys // KEYS, values.shape[3]
     splits, each = -(-count // _TILES), min(count, _TILES)
     keys = keys.reshape(num, count, KEYS, dim)
     values = values[:, :, :num_keys].reshape(num, count, KEYS, depth)
-    scores = _products((rows * scale)[:, None].expand(-1, count, -1, -1, -1), keys.mT)[..., :used, :]
+    scores = _products((rows * scale)[:, None].expand(-1, count, -1, -1, -1), keys.mT)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.unflatten(0, (mask.shape[0], -1)) + mask
-    in_splits = scores.view(num, splits, each, tiles, used, KEYS)
-    maxima = in_splits.amax((2, 5))
+    of_heads = scores.view(len(hidden), -1, *scores.shape[1:])
+    of_heads.masked_fill_(hidden, -torch.inf)
+    in_splits = scores.view(num, splits, each, tiles, ROWS, KEYS)
+    maxima = in_splits.amax(5).amax(2)
     # A row that sees nothing of a split has the weights zero there.
-    shift = maxima.clamp(min=_LEAST)
-    weights = in_splits.sub_(shift[:, :, None, ..., None]).exp_()
+    shift = maxima.masked_fill(maxima == -torch.inf, 0.0)
+    weights = torch.exp(in_splits.sub_(shift[:, :, None, ..., None]))
     sums = _add_tiles(weights.sum(5))
-    padded = F.pad(weights, (0, 0, 0, ROWS - used)) if used < ROWS else weights
-    outputs = _products(padded.view(num, count, tiles, ROWS, KEYS), values)[..., :used, :]
-    found = maxima, sums, _add_tiles(outputs.unflatten(1, (splits, each)))
+    outputs = _products(weights.view(scores.shape), values).view(num, splits, each, tiles, ROWS, depth)
+    found = maxima, sums, _add_tiles(outputs)
     return _Sums(*(part.transpose(0, 1).flatten(2, 3) for part in found))
 
 
@@ -436,8 +428,6 @@ def _add_tiles(parts: Tensor) -> Tensor:
 
 def _merge(sums: _Sums, sinks: Tensor | None, batch: _Batch, shape: _Shape) -> Tensor:
     """[B, n, Hq, Dv] float32; `sinks` [Hk, heads each]."""
-    if len(sums.maxima) == 1 and sinks is None:  # the factors below are one
-        return _of_tokens(sums.outputs[0] / sums.sums[0][..., None], batch, shape)
     parts = _Sums(*(torch.stack([_of_tokens(part, batch, shape) for part in every]) for every in sums))
     return _merged(parts, None if sinks is None else sinks.flatten())
 

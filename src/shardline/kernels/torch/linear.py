@@ -23,7 +23,7 @@ from shardline.kernels.torch.sampling import greedy_argmax, mask_tokens
 ROWS, COLUMNS = 8, 128
 SIZES = (8, 16, 32, 64)
 """Numbers of rows with which whole weights are multiplied."""
-_WIDENED_BYTES = 8 << 20
+_WIDENED_BYTES = 4 << 20
 """Bytes of a weight that are converted to a wider dtype at a time."""
 
 
@@ -78,7 +78,7 @@ class DenseKernels:
         if gate is None:
             out.copy_(change(self.multiply(x, panels, bias, out.dtype)[:, :width]))
             return
-        half = panels.shape[0] // 2 * COLUMNS
+        half = len(panels) // 2 * COLUMNS
         if bias is not None:
             bias = torch.cat([F.pad(bias[:width], (0, half - width)), bias[width:]])
         product = self.multiply(x, panels, bias, x.dtype)
@@ -98,19 +98,18 @@ class DenseKernels:
         dtype = torch.promote_types(x.dtype, dtype)
         rows = x.to(dtype).contiguous()
         if bias is not None:
-            bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - bias.shape[0]))
-        if tiles.dtype == dtype:
-            return self._multiply_part(rows, tiles, bias)
-        each = tiles_at_once(num_tiles, depth, dtype)
-        out = rows.new_empty(rows.shape[0], num_tiles * COLUMNS)
+            bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
+        each = tiles_at_once(num_tiles, depth, dtype if tiles.dtype != dtype else None)
+        parts = []
         for first in range(0, num_tiles, each):
-            columns = slice(first * COLUMNS, (first + each) * COLUMNS)
-            part = self._widened(tiles[first : first + each], dtype)
-            out[:, columns] = self._multiply_part(rows, part, None if bias is None else bias[columns])
-        return out
+            own_bias = None if bias is None else bias[first * COLUMNS : (first + each) * COLUMNS]
+            parts.append(self._multiply_part(rows, self._widened(tiles[first : first + each], dtype), own_bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _widened(self, tiles: Tensor, dtype: torch.dtype) -> Tensor:
-        """Tiles in `dtype`, in memory that the next call uses again: fresh memory costs more than the rest."""
+        """Tiles in `dtype`, perhaps in memory that the next call uses again: fresh memory costs more than the rest."""
+        if tiles.dtype == dtype:
+            return tiles
         scratch: Tensor | None = getattr(self._scratch, "tensor", None)
         if scratch is None or scratch.dtype != dtype or scratch.numel() < tiles.numel():
             scratch = self._scratch.tensor = torch.empty(tiles.numel(), dtype=dtype, device=self.device)
@@ -123,14 +122,12 @@ class DenseKernels:
             return F.linear(rows, weight, bias)
         if (rows.dtype, num_tiles, depth) not in self.whole:
             return multiply_tiles(rows, tiles, bias)
-        if rows.shape[0] in SIZES:
-            return F.linear(rows, weight, bias)
         parts = []
         for some in torch.split(rows, SIZES[-1]):
-            count = some.shape[0]
-            size = next(size for size in SIZES if size >= count)
-            parts.append(F.linear(F.pad(some, (0, 0, 0, size - count)), weight, bias)[:count])
-        return torch.cat(parts)
+            size = next(size for size in SIZES if size >= len(some))
+            padded = some if size == len(some) else F.pad(some, (0, 0, 0, size - len(some)))
+            parts.append(F.linear(padded, weight, bias)[: len(some)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pack_heads(self, weights: Tensor) -> Tensor:
         """[num_tiles, num_heads, COLUMNS, in_features]"""
