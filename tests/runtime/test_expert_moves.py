@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -40,33 +41,53 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "lockstep", "quantization", "redundant"),
-    [(2, 1, 1, "none", 0), (2, 1, 2, "int8", 2), (2, 2, 1, "int4", 1), (1, 1, 3, "none", 3)],
+    ("tensor", "pipeline", "lockstep", "quantization", "redundant", "drafts"),
+    [
+        (2, 1, 1, "none", 0, False),
+        (2, 1, 1, "none", 0, True),
+        (2, 1, 2, "int8", 2, False),
+        (2, 2, 1, "int4", 1, False),
+        (1, 1, 3, "none", 3, False),
+    ],
 )
 def test_requests_keep_their_bits_while_experts_move(
-    skewed: Path, tensor: int, pipeline: int, lockstep: int, quantization: str, redundant: int
+    skewed: Path,
+    tensor: int,
+    pipeline: int,
+    lockstep: int,
+    quantization: str,
+    redundant: int,
+    drafts: bool,
+    tmp_path: Path,
 ) -> None:
     requests = make_requests(256, count=6)
     expected = golden(skewed, "bfloat16", quantization, "auto", requests)
-    engine, executor = start_engine(
-        skewed,
-        tensor=tensor,
-        pipeline=pipeline,
-        lockstep=lockstep,
-        dtype="bfloat16",
-        quantization=quantization,
-        enable_expert_parallel=True,
-        enable_eplb=True,
-        eplb_config=f'{{"step_interval": 4, "num_redundant_experts": {redundant}}}',
-        enable_prefix_caching=False,
-    )
-    try:
-        answers = run(engine, requests, "together")
-        again = run(engine, requests, "together")
-        stats = engine.stats()
-    finally:
-        engine.close()
-        executor.close()
+    options: dict[str, Any] = {}
+    if drafts:
+        draft = make_checkpoint("qwen2", tmp_path, max_position_embeddings=2048)
+        options["speculative_config"] = {"model": str(draft), "num_speculative_tokens": 2}
+    with drafts_allowed():
+        engine, executor = start_engine(
+            skewed,
+            tensor=tensor,
+            pipeline=pipeline,
+            lockstep=lockstep,
+            dtype="bfloat16",
+            quantization=quantization,
+            enable_expert_parallel=True,
+            enable_eplb=True,
+            eplb_config=f'{{"step_interval": 4, "num_redundant_experts": {redundant}}}',
+            enable_prefix_caching=False,
+            **options,
+        )
+        try:
+            answers = run(engine, requests, "together")
+            again = run(engine, requests, "together")
+            stats = engine.stats()
+        finally:
+            engine.close()
+            executor.close()
+    assert (stats.drafts is not None and stats.drafts.num_tokens > 0) == drafts
     assert answers == expected
     assert again == expected
     assert stats.experts is not None
@@ -75,36 +96,6 @@ def test_requests_keep_their_bits_while_experts_move(
     assert moves.count > 0
     if not redundant:  # copies lie well from the start
         assert moves.imbalance < moves.unmoved_imbalance
-
-
-@pytest.mark.usefixtures("eager")
-def test_they_move_beside_a_draft_model(skewed: Path, tmp_path: Path) -> None:
-    requests = make_requests(256, count=4)
-    expected = golden(skewed, "bfloat16", "none", "auto", requests)
-    draft = make_checkpoint("qwen2", tmp_path, max_position_embeddings=2048)
-    with drafts_allowed():
-        engine, executor = start_engine(
-            skewed,
-            tensor=2,
-            dtype="bfloat16",
-            enable_expert_parallel=True,
-            enable_eplb=True,
-            eplb_config='{"step_interval": 4}',
-            enable_prefix_caching=False,
-            speculative_config={"model": str(draft), "num_speculative_tokens": 2},
-        )
-        try:
-            answers = run(engine, requests, "together")
-            stats = engine.stats()
-        finally:
-            engine.close()
-            executor.close()
-    assert answers == expected
-    assert stats.drafts is not None
-    assert stats.drafts.num_tokens > 0
-    assert stats.experts is not None
-    assert stats.experts.moves is not None
-    assert stats.experts.moves.count > 0
 
 
 @pytest.mark.usefixtures("eager")
