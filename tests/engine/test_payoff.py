@@ -46,6 +46,7 @@ def run(num_sequences: int, row: float, text: Text, num_batches: int = 2) -> flo
             waits = had_draft or any(proposer.wants(sequence) for sequence in live)
             for sequence in live:
                 sequence.num_pending = 0 if waits else 1
+            proposer.begin_plan(len(live))
             drafts = [proposer.propose(sequence, 8) for sequence in live]
             num_rows = len(live) + sum(map(len, drafts))
             had_draft = num_rows > len(live)
@@ -119,6 +120,7 @@ def run_model(num_sequences: int, row: float, draft: float, right: float, prompt
         while live:
             for sequence in live:
                 sequence.num_pending = 0 if waits else 1
+            proposer.begin_plan(len(live))
             drafts = [proposer.propose(sequence, 8) for sequence in live]
             for sequence in live:
                 sequence.num_pending = 0

@@ -8,7 +8,7 @@ import pytest
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
-from shardline.engine.speculative.payoff import RowCost
+from shardline.engine.speculative.payoff import PlainTimes, RowCost
 from shardline.engine.speculative.proposer import Proposer, make_proposer
 from shardline.messages.request import Constraints, Request
 from shardline.messages.step import SequenceResult, SequenceStep
@@ -39,6 +39,7 @@ def step_with(proposer: Proposer, sequence: LiveSequence, num_accepted: int) -> 
 
 def draft_of(proposer: Proposer, sequence: LiveSequence, num_accepted: int, most: int = 64) -> int:
     """Tokens of a draft, of which so many are accepted."""
+    proposer.begin_plan(1)
     guesses = proposer.propose(sequence, most)
     if guesses:
         start = len(sequence.tokens) - 1
@@ -90,10 +91,28 @@ def test_the_cost_of_a_row_is_that_beside_steps_without_guesses() -> None:
     cost.note(1, 1, 1000.0)  # the machine was busy with something else
     cost.note(1, 3, 1000.0)
     assert cost.of_row(1) == pytest.approx(0.1, rel=0.3)
-    assert cost.of_row(7) == pytest.approx(cost.of_row(8) * 7 / 8)
+    assert cost.of_row(7) == 0.1  # steps of 4 to 7 sequences with guesses have not been measured
     for _ in range(50):
         cost.note(8, 12, 60.0)
     assert cost.of_row(8) == 1.0
+
+
+def test_the_first_step_of_a_shape_does_not_tell_how_long_steps_take() -> None:
+    times = PlainTimes()
+    for num_sequences, seconds in ((4, 1.0), (8, 3.0)):
+        times.note(num_sequences, 50.0)  # it is recorded
+        assert times.of(num_sequences) == (0.0 if num_sequences == 4 else 1.0)
+        times.note(num_sequences, seconds)
+        assert times.of(num_sequences) == seconds
+    assert [times.of(count) for count in (1, 3, 6, 9)] == [0.0, pytest.approx(0.875), 2.0, 3.0]
+    assert [times.knows(count) for count in (3, 4, 5)] == [False, True, True]
+    for _ in range(20):
+        times.note(8, 3.3)
+        times.note(8, 2.9)
+    assert times.of(8) == pytest.approx(2.95, abs=0.05)  # a step is held up, and never hurried
+    for _ in range(60):
+        times.note(8, 4.0)
+    assert times.of(8) == pytest.approx(4.0, abs=0.01)
 
 
 def test_a_sequence_runs_ahead_while_nothing_is_drafted() -> None:

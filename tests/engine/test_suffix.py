@@ -12,7 +12,6 @@ from shardline.config.speculation import Speculation, Suffixes
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.speculative.suffix import Answers, SuffixLookup, SuffixProposer
 from shardline.engine.speculative.suffix_index import SuffixIndex
-from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=4)
@@ -140,8 +139,7 @@ def test_answers_of_one_owner_help_that_owner() -> None:
         proposer.note_end(LiveSequence(ended, 100, (0, 0.0, 0), [50, 51, 1, 2, 3, 4, 5], KVState([[]], [0])))
         request = make_request("b", [60, 1, 2, 3], owner=owner)
         sequence = LiveSequence(request, 100, (0, 0.0, 0), list(request.prompt_token_ids), KVState([[]], [0]))
-        step = SequenceStep(0, 3, 1, [[]], -1, True)
-        proposer.note_result(sequence, step, SequenceResult(0, [4]))
+        proposer.begin_plan(1)
         for _ in range(4):
             proposer.note_decode(1, 1, 1, 1.0)
         return proposer.propose(sequence, 64)

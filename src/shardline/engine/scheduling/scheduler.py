@@ -269,18 +269,21 @@ class Scheduler:
         # Every sequence that may be in the plan can sample a token before others have drafts.
         samples = min(self.registry.num_live, self.max_running)
         builder.draft_budget = min(self.max_samples - samples, builder.budget - share)
+        drafting = self.drafting
+        if drafting is not None:
+            drafting.begin_plan(max(1, share))
         for sequence in decodes:
             if len(builder.steps) == share:
                 break
             # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
-                if self.drafting is None:
+                if drafting is None or (drafting.rests and not sequence.has_own_draft):
                     builder.place(sequence, 1)
                     continue
                 # Those that are left have equal shares of the room for drafts.
-                draft = self.drafting.propose(sequence, builder.draft_budget // (share - len(builder.steps)))
+                draft = drafting.propose(sequence, builder.draft_budget // (share - len(builder.steps)))
                 room = min(self.max_samples, self._max_tokens) - max(share, samples)
-                builder.place(sequence, 1, draft, self.drafting.count_guesses(sequence, max(0, room) // share))
+                builder.place(sequence, 1, draft, drafting.count_guesses(sequence, max(0, room) // share))
         return prefills
 
     def _schedule_prefills(self, prefills: list[LiveSequence]) -> None:

@@ -234,6 +234,11 @@ class LiveSequence:
         return bool(self.request.expected_token_ids)
 
     @property
+    def has_own_draft(self) -> bool:
+        """Whether its next draft does not come from a proposer at the time of the plan."""
+        return bool(self.foreseen) or self.expects
+
+    @property
     def may_expect(self) -> bool:
         """Whether its expected tokens can be drafts at once. A grammar must allow them before, see `foreseen`."""
         return not self.has_grammar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from shardline.config.speculation import Speculation
 from shardline.engine.scheduling.sequence import LiveSequence
@@ -56,6 +56,18 @@ class ModelProposer:
         self._usual_output: float | None = None
         """Tokens of recent answers; None: none has ended."""
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
+        self._asking: WeakSet[LiveSequence] = WeakSet()
+        """Those that have asked for guesses, and have not had a draft of them."""
+
+    @property
+    def rests(self) -> bool:
+        """See `Proposer`."""
+        return not self._payoff.is_open and not self._asking
+
+    def begin_plan(self, num_sequences: int) -> None:
+        """See `Proposer`."""
+        self._num_late = 0  # a step that computed prompts, too, tells nothing
+        self._payoff.begin_plan(num_sequences)
 
     def wants(self, sequence: LiveSequence) -> bool:
         """See `Proposer`."""
@@ -63,7 +75,7 @@ class ModelProposer:
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
         """See `Proposer`."""
-        guesser, self._num_late = self._find(sequence), 0  # a step that computed prompts, too, tells nothing
+        guesser = self._find(sequence)
         # The step samples a token, and so does the one that has the guesses.
         most = min(self._most, limit, sequence.limit - sequence.num_tokens - 2)
         if not self._payoff.is_open or most <= 0:
@@ -85,6 +97,7 @@ class ModelProposer:
         if length == 0:
             return 0
         guesser.is_asked, guesser.num_seen, guesser.num_late = True, sequence.num_tokens, num_late
+        self._asking.add(sequence)
         return min(most, length)
 
     def count_first_guesses(self, sequence: LiveSequence, limit: int) -> int:
@@ -121,6 +134,7 @@ class ModelProposer:
             return []
         guesser = self._find(sequence)
         draft, guesser.guesses = guesser.guesses[: max(0, most)], []
+        self._asking.discard(sequence)
         return draft
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
@@ -136,6 +150,7 @@ class ModelProposer:
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""
+        self._asking.discard(sequence)
         length = sequence.num_output_tokens
         self._usual_output = length if self._usual_output is None else _KEPT * self._usual_output + (1 - _KEPT) * length
 

@@ -9,6 +9,8 @@ from shardline.messages.stats import DraftStats
 
 _KEPT = 0.9
 """What remains of a step's weight when the next one has been measured."""
+_KEPT_OF_LONGER = 0.5
+"""The same of a step without guesses that was longer than the next one."""
 _FIRST_COST = 0.1
 """A row's cost beside a step's before it has been measured."""
 _LEAST_COST = 0.01
@@ -25,8 +27,8 @@ _SETTLING = 2
 _TRIAL = 8
 """Steps after which an open gate may close."""
 _FIRST_CLOSED, _LONGEST_CLOSED = 8, 128
-_MEASURED, _BETWEEN = 2, 128
-"""Steps that measure those without drafts, after so many with them."""
+_MEASURED, _BETWEEN, _UNKNOWN = 2, 128, 4
+"""Steps that measure those without drafts, after so many with them, or so many that cannot be compared."""
 _NEEDED_ALONE, _NEEDED = 0.99, 1.1
 """How many times as fast drafts must be, for one sequence and for several: the slowest one gains less than most."""
 
@@ -42,6 +44,8 @@ class Gate:
         """Steps until it changes, if it is closed, or has not closed before."""
         self._num_steps = 0
         """Steps since it opened."""
+        self._num_unknown = 0
+        """Of these, those of which it is not known what they would take without drafts."""
         self._closed = 0
         """How long it was closed because drafts did not pay; 0: they did."""
         self._worth = self._spent = 0.0
@@ -67,7 +71,13 @@ class Gate:
         if speed:
             self._worth = _KEPT * self._worth + speed * seconds
             self._spent = _KEPT * self._spent + seconds
-        if self._num_steps >= _TRIAL and self._worth < self._spent * (_NEEDED if num_sequences > 1 else _NEEDED_ALONE):
+        else:
+            self._num_unknown += 1
+        needed = _NEEDED if num_sequences > 1 else _NEEDED_ALONE
+        if self._num_unknown >= _UNKNOWN:
+            self._left = _MEASURED
+            self._change()
+        elif self._num_steps >= _TRIAL and self._worth < self._spent * needed:
             self._closed = min(_LONGEST_CLOSED, 2 * self._closed or _FIRST_CLOSED)
             self._left = self._closed
             self._change()
@@ -77,9 +87,51 @@ class Gate:
         return False
 
     def _change(self) -> None:
-        self._is_open, self._settling, self._num_steps = not self._is_open, _SETTLING, 0
+        self._is_open, self._settling, self._num_steps, self._num_unknown = not self._is_open, _SETTLING, 0, 0
         if self._closed:
             self._worth = self._spent = 0.0
+
+
+class PlainTimes:
+    """How long steps without guesses take, by their number of sequences, from one step's end to the next one's."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._seen_once: set[int] = set()
+        """Numbers of sequences of which one such step has run. The first one of a shape is slow: it is recorded."""
+
+    def note(self, num_sequences: int, seconds: float) -> None:
+        """Note a step. What holds up a step makes it longer, never shorter: so shorter ones count more."""
+        known = self._seconds.get(num_sequences)
+        if known is not None:
+            kept = _KEPT if seconds > known else _KEPT_OF_LONGER
+            self._seconds[num_sequences] = kept * known + (1.0 - kept) * min(seconds, _LONGEST_STALL * known)
+        elif num_sequences in self._seen_once:
+            self._seen_once.remove(num_sequences)
+            self._seconds[num_sequences] = seconds
+        else:
+            self._seen_once.add(num_sequences)
+
+    def knows(self, num_sequences: int) -> bool:
+        """Whether steps of so many sequences were measured, or those of a smaller number."""
+        return any(count <= num_sequences for count in self._seconds)
+
+    def of(self, num_sequences: int) -> float:
+        """Seconds of a step of so many sequences. If none was measured, it lies on a line between the next smaller and
+        the next larger number that was, and is at least as long as the former; without a smaller one, half of the
+        latter's time is taken as its number's. 0: it is less than half of all numbers that were."""
+        found = self._seconds.get(num_sequences)
+        if found is not None:
+            return found
+        below = max((count for count in self._seconds if count < num_sequences), default=0)
+        above = min((count for count in self._seconds if count > num_sequences), default=None)
+        if above is None:
+            return self._seconds.get(below, 0.0)
+        if not below and 2 * num_sequences < above:
+            return 0.0
+        share, longest = (num_sequences - below) / (above - below), self._seconds[above]
+        shortest = self._seconds.get(below, longest / 2)
+        return shortest + share * (longest - shortest)
 
 
 class RowCost:
@@ -90,50 +142,42 @@ class RowCost:
     """
 
     def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        """Seconds of a step without guesses, by its number of sequences."""
-        self._seen_once: set[int] = set()
-        """Numbers of sequences of which one such step has run. The first one of a shape is slow: it is recorded."""
-        self._extra = self._guesses = 0.0
-        """Seconds that guesses have taken, and their number."""
+        self._plain = PlainTimes()
+        self._extra: dict[int, tuple[float, float]] = {}
+        """Seconds that guesses have taken, and their number, in steps of one sequence, of 2 to 3, of 4 to 7, and so on:
+        a pass of a draft model costs the more, the fewer sequences share it."""
 
     def note(self, num_sequences: int, num_rows: int, seconds: float) -> None:
         """Note a step that only decoded, and whose rows are its sequences and their guesses; without guesses, one that
         was planned ahead."""
         usual = self.plain_seconds(num_sequences)
         if num_rows == num_sequences:
-            known = self._plain.get(num_sequences, seconds)
-            if num_sequences not in self._plain:
-                self._seen_once.add(num_sequences)
-            elif num_sequences in self._seen_once:
-                self._seen_once.remove(num_sequences)
-                known = min(known, seconds)
-            self._plain[num_sequences] = _KEPT * known + (1.0 - _KEPT) * min(seconds, _LONGEST_STALL * known)
-        elif usual and seconds < _LONGEST_STALL * usual * num_rows / num_sequences:
-            self._extra = _KEPT * self._extra + seconds - usual
-            self._guesses = _KEPT * self._guesses + num_rows - num_sequences
+            self._plain.note(num_sequences, seconds)
+        elif self._plain.knows(num_sequences) and seconds < _LONGEST_STALL * usual * num_rows / num_sequences:
+            extra, guesses = self._extra.get(num_sequences.bit_length(), (0.0, 0.0))
+            extra, guesses = _KEPT * extra + seconds - usual, _KEPT * guesses + num_rows - num_sequences
+            self._extra[num_sequences.bit_length()] = extra, guesses
 
     @property
     def is_known(self) -> bool:
         """Whether a step with guesses has been measured."""
-        return self._guesses > 0.0
+        return bool(self._extra)
 
     def share_of_row(self, num_sequences: int) -> float:
         """What a row for a guess costs a step of so many sequences, as a part of its time."""
-        usual = self.plain_seconds(num_sequences)
-        if not usual or not self.is_known:
+        usual, measured = self.plain_seconds(num_sequences), self._extra.get(num_sequences.bit_length())
+        if not usual or measured is None:
             return _FIRST_COST / num_sequences
-        return max(0.0, self._extra / self._guesses / usual)
+        extra, guesses = measured
+        return max(0.0, extra / guesses / usual)
 
     def of_row(self, num_sequences: int) -> float:
         """The same in tokens that the step would sample meanwhile."""
         return min(1.0, max(_LEAST_COST, num_sequences * self.share_of_row(num_sequences)))
 
     def plain_seconds(self, num_sequences: int) -> float:
-        """Seconds of a step without guesses, of the nearest number of sequences that has been seen; 0: none has."""
-        if num_sequences in self._plain or not self._plain:
-            return self._plain.get(num_sequences, 0.0)
-        return self._plain[min(self._plain, key=lambda seen: abs(seen - num_sequences))]
+        """Seconds of a step without guesses; 0: it is not known."""
+        return self._plain.of(num_sequences)
 
 
 @dataclass
@@ -213,6 +257,10 @@ class Payoff:
         """Whether anything may be drafted."""
         return self._gate.is_open
 
+    def begin_plan(self, num_sequences: int) -> None:
+        """See `Proposer.begin_plan`."""
+        self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
+
     def usual_acceptance(self) -> Acceptance:
         """That of all sequences, with which a new one begins."""
         return Acceptance(_FIRST_JUDGED * self._usual.probability, _FIRST_JUDGED)
@@ -232,7 +280,7 @@ class Payoff:
         self._allowed -= self._row_cost.share_of_row(self._num_sequences)
 
     def best_length(self, acceptance: Acceptance) -> int:
-        """How long a draft of a sequence with this acceptance should be, in batches like the last one."""
+        """How long a draft of a sequence with this acceptance should be in this plan."""
         return acceptance.best_length(self._cost, self._num_sequences, self._least)
 
     def shared_length(self, acceptance: Acceptance) -> int:
@@ -278,7 +326,6 @@ class Payoff:
         is_plain = self._gate.note(num_sequences, speed, seconds)
         if is_plain or (num_rows > num_sequences and num_late < MANY_LATE):
             self._row_cost.note(num_sequences, num_rows, seconds)
-        self._num_sequences, self._cost = num_sequences, self._row_cost.of_row(num_sequences)
         self._allowed = min(1.0, self._allowed + _TRIED_SHARE)
 
     def stats(self) -> DraftStats:

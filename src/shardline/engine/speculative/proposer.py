@@ -20,6 +20,13 @@ class Proposer(Protocol):
     that step's result, and proposes them for a later plan.
     """
 
+    @property
+    def rests(self) -> bool:
+        """Whether no sequence has a draft, and none asks for guesses, until further steps have been noted."""
+
+    def begin_plan(self, num_sequences: int) -> None:
+        """Note that the next plan decodes up to so many sequences."""
+
     def wants(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, so that it waits until all tokens are known."""
 
@@ -78,12 +85,23 @@ class Drafting:
     def __init__(self, proposer: Proposer | None) -> None:
         """Without a proposer, only expected tokens are drafts."""
         self._proposer = proposer
+        self.rests = proposer is None
+        """See `Proposer.rests`; it is that of the plan in the making."""
 
     def awaits_tokens(self, running: Iterable[LiveSequence]) -> bool:
         """Whether the next plan may have drafts once the results of those in flight are known."""
+        rests = self._proposer is None or self._proposer.rests
         return any(
-            sequence.awaits_draft or (sequence.num_pending and self._may_draft(sequence)) for sequence in running
+            sequence.awaits_draft
+            or (sequence.num_pending and (not rests or sequence.expects) and self._may_draft(sequence))
+            for sequence in running
         )
+
+    def begin_plan(self, num_sequences: int) -> None:
+        """Note that the next plan decodes up to so many sequences, and find out whether the proposer rests."""
+        if self._proposer is not None:
+            self._proposer.begin_plan(num_sequences)
+            self.rests = self._proposer.rests
 
     def _may_draft(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
@@ -122,6 +140,8 @@ class Drafting:
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
         """Note the result of each step that samples, before its tokens become the sequence's."""
+        if self.rests and not (step.draft_token_ids or step.num_guesses):
+            return
         if self._proposer is not None and not sequence.expects:
             self._proposer.note_result(sequence, step, result)
 

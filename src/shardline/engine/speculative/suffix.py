@@ -15,14 +15,14 @@ from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.suffix_index import SuffixIndex
 from shardline.engine.speculative.text_proposer import TextProposer
-from shardline.messages.step import SequenceResult, SequenceStep
 
 Namespace = tuple[str, str]
 """Salt and owner: answers of other ones are never guessed from, since how fast guesses are right would tell them."""
 
 _MOST_BYTES = 64 << 20
 _INDEXED_AT_ONCE = 64
-"""Tokens of ended answers that are indexed with each result: more than there are, and no step is held up by them."""
+"""Tokens of ended answers that are indexed for each sequence of a plan: more than there are, and no step is held up by
+them."""
 
 
 class SuffixProposer(TextProposer):
@@ -37,10 +37,10 @@ class SuffixProposer(TextProposer):
         request = sequence.request
         return request.cache_salt, "" if self._suffixes.share else request.owner
 
-    def note_result(self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult) -> None:
+    def begin_plan(self, num_sequences: int) -> None:
         """See `Proposer`."""
-        super().note_result(sequence, step, result)
-        self._answers.index(_INDEXED_AT_ONCE)
+        super().begin_plan(num_sequences)
+        self._answers.index(_INDEXED_AT_ONCE * num_sequences)
 
     def note_end(self, sequence: LiveSequence) -> None:
         """See `Proposer`."""

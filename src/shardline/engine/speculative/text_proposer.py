@@ -68,6 +68,15 @@ class TextProposer:
         self._guessers: WeakKeyDictionary[LiveSequence, _Guesser] = WeakKeyDictionary()
         self._payoff = Payoff(config.num_speculative_tokens, config.suffixes.min_token_prob)
 
+    @property
+    def rests(self) -> bool:
+        """See `Proposer`."""
+        return not self._payoff.is_open
+
+    def begin_plan(self, num_sequences: int) -> None:
+        """See `Proposer`."""
+        self._payoff.begin_plan(num_sequences)
+
     def wants(self, sequence: LiveSequence) -> bool:
         """See `Proposer`."""
         if sequence.has_grammar or sequence.limit - sequence.num_tokens <= 1:

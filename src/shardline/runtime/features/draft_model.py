@@ -181,6 +181,8 @@ class DraftModel(Feature):
 
     def result(self, running: RunningStep, results: list[SequenceResult]) -> list[SequenceResult]:
         steps = {step.seq_id: step for step in running.plan.steps if step.num_guesses}
+        if not steps:
+            return results
         sequences = {sequence.seq_id: sequence for sequence in running.sampled}
         asked: dict[int, Asked] = {}
         for result in results:
