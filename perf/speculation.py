@@ -7,8 +7,8 @@ known from a first run, and each is right with a given probability. So the figur
 batch, this prints the tokens/s without drafts, and for each probability how many times as fast drafts are, as the
 median of the rounds with the least and the most.
 
-The same with a draft model of about 6% of the model's bytes, and with an EAGLE head. Their passes are computed, and
-their guesses are replaced.
+The same with a draft model of about 6% of the model's bytes, and with an EAGLE head for the model with more layers.
+Their passes are computed, and their guesses are replaced.
 
 Then on code that is edited: a prompt is a part of a source file of this repository, and its answer is the same with
 names changed by a rule. The model computes everything, and the tokens of that answer are chosen in place of its own.
@@ -20,6 +20,7 @@ Run nothing else on the machine meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -63,6 +64,8 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768} |
     ("num_attention_heads", "num_key_value_heads"), 4
 )
 """What the draft model has in place of the model's own sizes."""
+NUM_LAYERS = 28
+"""Of the model whose sizes the dense one has, see `random_models`."""
 RULE = {"sequence": "stream", "block": "page", "step": "turn", "token": "word"}
 
 
@@ -135,24 +138,33 @@ def guesses_of(oracle: Oracle) -> Iterator[None]:
 
 def measure_draft_model(model: RandomModel) -> None:
     """As `measure`, with a small draft model of the same vocabulary."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = json.loads((Path(model.options["model"]) / "config.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, **SMALL}))
-        measure(model, {"model": folder, "num_speculative_tokens": 5}, "a draft model")
+    with changed(model, SMALL) as small:
+        measure(model, {"model": small, "num_speculative_tokens": 5}, "a draft model")
 
 
 def measure_head(model: RandomModel) -> None:
-    """As `measure`, with an EAGLE head: one layer of the model's own sizes."""
+    """As `measure`, with an EAGLE head, one layer of the model's own sizes, for the model with all of its layers: what
+    a head costs prompts and guesses is as much as one of them."""
+    with changed(model, {"num_hidden_layers": NUM_LAYERS}) as folder, changed(model, {"num_hidden_layers": 1}) as head:
+        deep = dataclasses.replace(model, options=model.options | {"model": folder})
+        measure(deep, {"method": "eagle", "model": head, "num_speculative_tokens": 5}, "an EAGLE head")
+
+
+@contextmanager
+def changed(model: RandomModel, sizes: dict[str, int]) -> Iterator[str]:
+    """A folder with the model's configuration and other sizes."""
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((Path(model.options["model"]) / "config.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-        measure(model, {"method": "eagle", "model": folder, "num_speculative_tokens": 5}, "an EAGLE head")
+        (Path(folder) / "config.json").write_text(json.dumps({**config, **sizes}))
+        yield folder
 
 
 def measure(model: RandomModel, draft: dict[str, object], by: str) -> None:
-    """Print a line for each batch and probability."""
+    """Print a line for each batch and probability. Each probability has an engine of its own, since engines learn how
+    often guesses are right."""
     oracle = Oracle()
-    plain, drafting = start(model), start(model, speculative_config=draft)
+    plain = start(model)
+    drafting = {probability: start(model, speculative_config=draft) for probability in PROBABILITIES}
     with guesses_of(oracle):
         for batch in BATCHES:
             speeds: list[float] = []
@@ -160,9 +172,9 @@ def measure(model: RandomModel, draft: dict[str, object], by: str) -> None:
             for round_ in range(model.rounds + 1):
                 prompts = [prompt["prompt_token_ids"] for prompt in model.prompts(batch, PROMPT_LEN)]
                 without, oracle.answers = run(plain, prompts)
-                for probability in PROBABILITIES:
+                for probability, engine in drafting.items():
                     oracle.probability = probability
-                    seconds, answers = run(drafting, prompts)
+                    seconds, answers = run(engine, prompts)
                     assert answers == oracle.answers, "drafts change an answer"
                     if round_:  # the first one warms up
                         ratios[probability].append(without / seconds)
@@ -249,24 +261,23 @@ def demo_prompts(count: int) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def measure_demo(draft: dict[str, object], rounds: int = 5) -> None:
+def measure_demo(draft: dict[str, object], rounds: int = 20) -> None:
     """Print the acceptance of what drafts for the demo model, and the gain, for each batch."""
     options = {"model": "demo", "enable_prefix_caching": False}
     model = RandomModel("demo", options, rounds, random.Random(0))
     plain, drafting = start(model), start(model, speculative_config=draft)
-    for batch in (1, 32):
+    for batch in (1, 16):
         found: list[float] = []
-        prompts = demo_prompts(32)
+        prompts = demo_prompts(48)
         for round_ in range(rounds + 1):
             parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-            seconds = [0.0, 0.0]
-            for part in parts:
-                for index, engine in enumerate((plain, drafting)):
-                    taken, answers = run(engine, part, DEMO_LEN, (DEMO_END,))
-                    seconds[index] += taken
-                    if index == 0:
-                        expected = answers
-                assert answers == expected, "drafts change an answer"
+            seconds, texts = [], []
+            # Whole rounds in turns: an engine that has just waited finds nothing of its own in the CPU's caches.
+            for engine in (plain, drafting):
+                runs = [run(engine, part, DEMO_LEN, (DEMO_END,)) for part in parts]
+                seconds.append(sum(taken for taken, _ in runs))
+                texts.append([answers for _, answers in runs])
+            assert texts[0] == texts[1], "drafts change an answer"
             if round_:
                 found.append(seconds[0] / seconds[1])
         counts = drafting.stats().drafts
