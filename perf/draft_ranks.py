@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shardline import LLM, SamplingParams
 
@@ -30,7 +30,7 @@ PROMPT_LEN, OUTPUT_LEN, VOCAB_SIZE = 64, 128, 4096
 def make_pair(folder: Path, damping: float) -> tuple[Path, Path]:
     """A model and its draft model; `damping`: of what the later layers add."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen2Config(
         hidden_size=1024,
         intermediate_size=2816,
         num_attention_heads=16,
@@ -39,7 +39,7 @@ def make_pair(folder: Path, damping: float) -> tuple[Path, Path]:
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=2048,
     )
-    model = LlamaForCausalLM(config).bfloat16()
+    model = Qwen2ForCausalLM(config).bfloat16()
     with torch.no_grad():
         for layer in model.model.layers[2:]:
             layer.self_attn.o_proj.weight.mul_(damping)
@@ -47,7 +47,7 @@ def make_pair(folder: Path, damping: float) -> tuple[Path, Path]:
         model.lm_head.weight.mul_(4)
     small = copy.deepcopy(config)
     small.num_hidden_layers = 2
-    draft = LlamaForCausalLM(small).bfloat16()
+    draft = Qwen2ForCausalLM(small).bfloat16()
     draft.load_state_dict({name: model.state_dict()[name] for name in draft.state_dict()})
     model.save_pretrained(folder / "model")
     draft.save_pretrained(folder / "draft")

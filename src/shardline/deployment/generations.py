@@ -65,7 +65,7 @@ def check_format(what: str, wanted: str, devices: Iterable[Device], kernels: Ker
         here = f"{device.name} is {device.capability}" if device.capability else f"{device.name} does not"
         fix = f"use {alternatives}"
         if wanted in known.unpacked:
-            fix += ", or --kernels torch, which makes it wider for each product"
+            fix += ", or serve it with --kernels torch, which makes it wider for each product"
         first = min((name for name in generations() if _serves(name, device, wanted)), key=_parts, default="")
         needs = "a device that computes in it" if not first else f"a GPU that computes in it ({first} or later)"
         raise ValueError(f"{what} needs {needs}, and {here}; {fix}")
