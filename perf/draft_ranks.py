@@ -10,7 +10,6 @@ their guesses were right.
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 import statistics
 import tempfile
@@ -30,24 +29,15 @@ PROMPT_LEN, OUTPUT_LEN, VOCAB_SIZE = 64, 128, 4096
 def make_pair(folder: Path, damping: float) -> tuple[Path, Path]:
     """A model and its draft model; `damping`: of what the later layers add."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        num_hidden_layers=16,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=2048,
-    )
-    model = Qwen2ForCausalLM(config).bfloat16()
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}
+    model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=16, **sizes)).bfloat16()
     with torch.no_grad():
         for layer in model.model.layers[2:]:
             layer.self_attn.o_proj.weight.mul_(damping)
             layer.mlp.down_proj.weight.mul_(damping)
         model.lm_head.weight.mul_(4)
-    small = copy.deepcopy(config)
-    small.num_hidden_layers = 2
-    draft = Qwen2ForCausalLM(small).bfloat16()
+    draft = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **sizes)).bfloat16()
     draft.load_state_dict({name: model.state_dict()[name] for name in draft.state_dict()})
     model.save_pretrained(folder / "model")
     draft.save_pretrained(folder / "draft")
