@@ -185,6 +185,8 @@ class _Run:
                 await running
             except BatchStopped as error:
                 raise RuntimeError(f"the engine has stopped: {error}; {self._what_is_left(log)}") from error
+            except OSError as error:
+                raise OSError(f"cannot write {self.output}: {error.strerror}; {self._what_is_left(log)}") from error
             finally:
                 for task in (dying, running):
                     task.cancel()
