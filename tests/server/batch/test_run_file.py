@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import logging
@@ -137,6 +138,16 @@ def test_a_full_disk_is_one_line_and_ends_the_engine(runs: Runs, tmp_path: Path)
     with pytest.raises(OSError, match=r"cannot write /dev/full: No space left on device; 0 of 1 requests are answered"):
         runs.run(source, "/dev/full")
     assert runs.engine._closed
+
+
+def test_two_runs_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", [request(1)]), tmp_path / "out"
+    with output.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another run writes .*out: wait until it ends"):
+            runs.run(source, output)
+    assert runs.run(source, output) == 0
+    assert ids(output) == ["r1"]
 
 
 @pytest.mark.slow
