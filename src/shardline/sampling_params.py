@@ -131,6 +131,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             if not holds:
                 raise ValueError(message)
 
+        for name, kind in _TYPES.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(name)
         require(self.n >= 1, f"n must be at least 1, got {self.n}")
         require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
@@ -195,6 +198,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
                 setattr(self, name, ())
         if self.logit_bias is None:
             self.logit_bias = {}
+        if self.detokenize is None:
+            self.detokenize = False
         if self.seed == -1:
             self.seed = None
         if isinstance(self.structured_outputs, dict):
@@ -216,6 +221,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings as a tuple, also if `stop` is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+_TYPES: dict[str, Any] = {
+    "n": int,
+    "logprob_token_ids": Sequence | None,
+    "detokenize": bool,
+    "truncate_prompt_tokens": int | None,
+    "receipt": bool,
+}
+"""Of values that no comparison and no engine finds to be of a wrong type: they stay in the front."""
 
 
 def wrong_type(params: msgspec.Struct) -> str:

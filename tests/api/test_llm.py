@@ -163,6 +163,10 @@ def test_parameters_may_be_changed_and_are_checked_later() -> None:
         ({"logit_bias": [1]}, "logit_bias has a wrong type"),
         ({"structured_outputs": 5}, "structured_outputs must be StructuredOutputsParams or a dict, got 5"),
         ({"output_kind": 7}, "output_kind must be a RequestOutputKind, got 7"),
+        ({"detokenize": "x"}, "detokenize has a wrong type: Expected `bool`, got `str`"),
+        ({"detokenize": None, "receipt": 1}, "receipt has a wrong type: Expected `bool`, got `int`"),
+        ({"n": 1.5}, "n has a wrong type: Expected `int`, got `float`"),
+        ({"logprob_token_ids": 3}, "logprob_token_ids has a wrong type"),
         ({"bad_words": "word"}, "bad_words must be a list of texts"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs has a wrong type: .*unknown field `jsn`"),
     ],
@@ -265,6 +269,8 @@ def test_chat_renders_the_template() -> None:
         assert len(llm.chat(conversations, use_tqdm=False)) == 2
         with pytest.raises(ValueError, match="must not be empty"):
             llm.chat([])
+        with pytest.raises(ValueError, match=r"messages\[1\] has no content"):
+            llm.chat([{"role": "assistant"}, {"role": "user"}])
 
 
 def test_logprobs_have_the_shape_of_vllm() -> None:

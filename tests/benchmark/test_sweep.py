@@ -90,6 +90,20 @@ def test_links_choose_combinations(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.parametrize("flag", ["--serve-cmd", "--bench-cmd"])
+@pytest.mark.parametrize(("command", "message"), [("", "must be a command, got ''"), ("a 'b", "No closing quotation")])
+def test_bad_commands(
+    tmp_path: Path, flag: str, command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"--serve-cmd": "serve", "--bench-cmd": "load", flag: command}
+    assert (
+        main(["bench", "sweep", "serve", "-o", str(tmp_path), *(word for pair in words.items() for word in pair)]) == 2
+    )
+    [line] = capsys.readouterr().err.splitlines()
+    assert flag in line
+    assert message in line
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"a": 1}', '[{"x": 1}, {"x": 1}]'])
 def test_bad_combinations(tmp_path: Path, text: str) -> None:
     path = tmp_path / "params.json"

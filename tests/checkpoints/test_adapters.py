@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -333,6 +334,9 @@ def test_gguf_files(model: Path, spec: DecoderSpec, adapter: Path, tmp_path: Pat
         assert message in str(error.value)
     with pytest.raises(ValueError, match="cannot be"):
         read_adapter(tmp_path / "nowhere.gguf", spec, 64)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ValueError, match="it is no file"):  # instead of waiting for what is written to it
+        read_adapter(tmp_path / "pipe.gguf", spec, 64)
 
 
 def test_an_adapter_may_be_a_repository_of_the_hub(

@@ -80,6 +80,7 @@ def test_a_quantized_checkpoint_against_the_model_that_it_was(
         ("--text EMPTY", "is too short"),
         ("--text MISSING", "No such file"),
         ("--text BINARY", "cannot read"),
+        ("--json no-folder/figures.json", "its folder does not exist"),
     ],
 )
 def test_mistakes_are_named(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

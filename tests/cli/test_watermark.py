@@ -72,6 +72,7 @@ def test_a_key_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ('{"hashing_key": 5}', b"\xff", (), "it is no text in UTF-8"),
         ('{"hashing_key": 5}', b'["5"]', ("--token-ids",), "must be a JSON list of whole numbers"),
         ('{"hashing_key": 5}', b"[1, 1000000]", ("--token-ids",), "outside of the vocabulary"),
+        ('{"hashing_key": 5}', b"Hello", ("--tokenizer", "FOLDER"), "FOLDER has no tokenizer: give one with"),
         ('{"hashing_key": 5}', None, (), "No such file or directory"),
     ],
 )
@@ -84,8 +85,10 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "key.json").write_text(key)
+    (tmp_path / "empty").mkdir()
+    words = tuple(word.replace("FOLDER", str(tmp_path / "empty")) for word in words)
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     assert main(["watermark", "detect", str(tmp_path / "text"), "--key-file", str(tmp_path / "key.json"), *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message.replace("FOLDER", str(tmp_path / "empty")) in line

@@ -54,6 +54,8 @@ def test_an_endpoint_that_refuses_is_an_error_of_the_prompt() -> None:
         ([URL, URL, "--max-tokens", "0"], "--max-tokens must be 1 or more"),
         ([URL, URL, "--num-prompts", "0"], "--num-prompts must be 1 or more"),
         ([URL, URL, "--extra-body", "[]"], "takes a JSON object"),
+        ([URL, URL, "--extra-body", '{"stream": false}'], "extra_body must not set stream to False"),
+        ([URL, URL, "--extra-body", '{"n": 2}'], "extra_body must not set n to 2"),
         ([URL, URL, "--temperature", "nan"], "--temperature must be a number, got nan"),
         ([URL, URL, "--html", "no-folder/page.html"], "its folder does not exist"),
     ],

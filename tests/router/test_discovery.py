@@ -243,6 +243,14 @@ def test_a_watch_goes_on_where_the_last_one_ended(site: Site, kubernetes: Kubern
     assert len(kubernetes.lists) == 1
 
 
+def test_a_router_outside_of_a_pod_names_the_file_that_is_not_there(
+    site: Site, kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"kubernetes_api": "https://127.0.0.1:1", "kubernetes_credentials": str(tmp_path / "none")}
+    start(site, kubernetes_service="team/shardline", **config)
+    site.wait_for(lambda: f"there is no {tmp_path}/none/ca.crt: outside of a pod" in caplog.text)
+
+
 @pytest.mark.parametrize("how", ["gone", "cut", "nonsense"])
 def test_all_is_listed_again_when_a_watch_cannot_go_on(
     site: Site, kubernetes: Kubernetes, tmp_path: Path, how: str

@@ -144,6 +144,17 @@ def test_requests_one_after_another(shared: Running) -> None:
             assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
+def test_an_answer_of_unknown_length_ends_with_the_connection_in_http_1_0(shared: Running) -> None:
+    for fields, end in (({"stream": True}, b"data: [DONE]\n\n"), ({}, b"}")):
+        body = json.dumps({"prompt": "a", "max_tokens": 3, **fields}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        head, _, answer = talk(shared, head % len(body) + body).partition(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"transfer-encoding" not in head
+        assert answer.startswith((b"data: {", b"{"))
+        assert answer.endswith(end)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_stops_sending_gets_its_answer(shared: Running, stream: bool) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 99, "stream": stream}).encode()

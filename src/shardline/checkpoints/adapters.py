@@ -167,6 +167,8 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 def _read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
     if folder.suffix == GGUF_SUFFIX:
+        if folder.exists() and not folder.is_file():  # to open a pipe waits for a writer
+            raise ValueError("it is no file")
         return Adapter(folder, read_changes(folder, spec))
     config = _read_config(folder)
     file = folder / WEIGHTS_FILE

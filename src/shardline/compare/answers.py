@@ -67,13 +67,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Options:
-    """How every prompt is asked; `temperature` 0 is greedy."""
+    """How every prompt is asked; `temperature` 0 is greedy.
+
+    Raises:
+        ValueError: `extra_body` asks for what is not one streamed answer to each prompt.
+    """
 
     chat: bool = False
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("stream", True), ("n", 1), ("best_of", 1), ("echo", False)):
+            if (given := self.extra_body.get(name, value)) != value:
+                raise ValueError(
+                    f"extra_body must not set {name} to {given!r:.80}: answers are compared as one stream each"
+                )
 
 
 class Asker:

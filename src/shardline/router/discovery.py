@@ -86,6 +86,10 @@ class Discovery:
         while True:
             try:
                 certificates = folder / "ca.crt"
+                if (
+                    self._config.kubernetes_api.startswith("https:") and not certificates.exists()
+                ):  # TLS would not name it
+                    raise ValueError(f"there is no {certificates}: outside of a pod, set --kubernetes-credentials")
                 api = Upstream(self._config.kubernetes_api, self._config.connect_timeout, str(certificates))
                 namespace = namespace or (folder / "namespace").read_text(encoding="utf-8").strip()
                 path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"

@@ -8,13 +8,14 @@ import logging
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shardline.limits import file_limit
 from shardline.server.errors import ApiError, too_many_connections
@@ -123,7 +124,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             return
         super().on_headers_complete()
-        self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
+        if self.scope["http_version"] == "1.1":
+            self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
+        else:
+            self.cycle.send = partial(_send_whole, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         self.scope[CUT] = self.transport.abort  # type: ignore[literal-required]
         self._body_began, self._num_body_bytes = self.loop.time(), 0
         self._wait(BODY_SECONDS)
@@ -214,6 +218,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             part = "headers" if self._in_headers else "body"
             self._refuse(408, f"The request's {part} did not arrive in time.")
+
+
+async def _send_whole(cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
+    """Send a part of an answer to a client of HTTP/1.0, which knows no chunks: the connection's end is that of a body
+    without a known length."""
+    if message["type"] == "http.response.start":
+        if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+            cycle.chunked_encoding = False
+    elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -> bool:

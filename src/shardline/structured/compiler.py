@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_WARM_CHARS = 4 << 20
 """Length of all grammars whose compiled form is kept."""
+_MAX_SHOWN_CHARS = 300
 
 
 class GrammarCompiler:
@@ -90,7 +91,8 @@ class Matcher:
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot be followed: {self._matcher.get_error()}")
+            reason = " ".join(self._matcher.get_error().split())
+            raise ValueError(f"the grammar cannot be followed: {reason[:_MAX_SHOWN_CHARS]}")
         end = self._vocabulary.end_id
         may_end = bool(words[end >> 5] >> (end & 31) & 1)
         words[end >> 5] &= ~np.int32(np.uint32(1 << (end & 31)).view(np.int32))

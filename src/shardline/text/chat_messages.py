@@ -25,10 +25,10 @@ RENDERED, REFUSED = b"t", b"r"
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them: the content is a string, the arguments of a tool call are an object.
 
-    Text parts are joined with newlines; a content of None becomes an empty string.
+    Text parts are joined with newlines; a content of None becomes an empty string, which only an answer may have.
 
     Raises:
-        ValueError: there are no messages, one has no role, or a part is not text.
+        ValueError: there are no messages, one has no role or no content, or a part is not text.
     """
     if not messages:
         raise ValueError("messages must not be empty")
@@ -36,6 +36,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{index}] must be an object with a role")
+        if message.get("content") is None and message["role"] != "assistant":
+            raise ValueError(f"messages[{index}] has no content: only those of the role 'assistant' may have none")
         copy = dict(message)
         copy["content"] = text_content(message.get("content"), index)
         if message.get("tool_calls"):

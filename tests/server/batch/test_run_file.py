@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import logging
@@ -132,6 +133,23 @@ def test_broken_lines_have_errors_and_an_exit_code(runs: Runs, tmp_path: Path) -
     assert runs.run(source, tmp_path / "out2") == 0, "an endpoint's error is an answer"
 
 
+def test_a_full_disk_is_one_line_and_ends_the_engine(runs: Runs, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [request(1)])
+    with pytest.raises(OSError, match=r"cannot write /dev/full: No space left on device; 0 of 1 requests are answered"):
+        runs.run(source, "/dev/full")
+    assert runs.engine._closed
+
+
+def test_two_runs_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", [request(1)]), tmp_path / "out"
+    with output.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another run writes .*out: wait until it ends"):
+            runs.run(source, output)
+    assert runs.run(source, output) == 0
+    assert ids(output) == ["r1"]
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(runs: Runs, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [*map(request, range(1, 9)), *map(long, range(9, 30)), request(30)])
@@ -163,9 +181,11 @@ def test_answers_to_other_requests_are_not_touched(runs: Runs, tmp_path: Path) -
         with pytest.raises(ValueError, match=r"line 2 of .* is the answer to another request.*delete this one"):
             runs.run(write(tmp_path / "in", lines), output)
     assert output.read_bytes() == before
-    output.write_text("notes\n")
-    with pytest.raises(ValueError, match=r"line 1 of .* is no answer of a batch"):
-        runs.run(tmp_path / "in", output)
+    for text in ("notes\n", "notes without a line break"):
+        output.write_text(text)
+        with pytest.raises(ValueError, match=r"line 1 of .* is no answer of a batch"):
+            runs.run(tmp_path / "in", output)
+        assert output.read_text() == text
 
 
 @pytest.mark.slow

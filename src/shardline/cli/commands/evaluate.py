@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from shardline.deployment.here import resolve_here
     from shardline.runtime.scoring import compare
 
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: its folder does not exist")
     config = engine_config(args)
     parallel = config.parallel
     if (parallel.sharing, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):

@@ -65,7 +65,8 @@ def run_detect(args: argparse.Namespace) -> int:
     if args.token_ids:
         ids = _parse_ids(text)
     elif model.tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer: give one with --tokenizer, or ids with --token-ids")
+        lacking = args.tokenizer or args.model
+        raise ValueError(f"{lacking} has no tokenizer: give one with --tokenizer, or ids with --token-ids")
     else:
         ids = model.tokenizer.encode_text(text, False)
     found = detect(ids, key, model.vocab_size)

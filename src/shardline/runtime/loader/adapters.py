@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.adapters import read_adapter, state_of
 from shardline.deployment.deployment import AdapterPlan
-from shardline.kernels.page_cache import map_part
 from shardline.messages.adapters import LoadAdapter, LookAtAdapter
 from shardline.models.adapters import LinearChange
 from shardline.models.partition import Span
@@ -24,6 +26,8 @@ from shardline.runtime.loader.gguf import original_rows
 from shardline.runtime.loader.weights import mapped_tensor
 
 _LOOK_SECONDS = 0.001
+_KEPT_TENSORS = 4
+"""Of one module, with the magnitude: a stack of experts has lora_A and lora_B of two."""
 
 
 class AdaptedLinear(Protocol):
@@ -118,10 +122,12 @@ def load_adapter(
     """
     for linear in linears:
         linear.clear(slot)
+    state = state_of(folder)
     adapter = read_adapter(folder, spec, plan.max_rank, kinds=plan.kinds, experts=plan.experts)
+    has_changed = f"the adapter in {folder} has changed since it was loaded; load it again under a new name"
     if adapter.digest() != digest:
-        raise ValueError(f"the adapter in {folder} has changed since it was loaded; load it again under a new name")
-    files = _MappedFiles()
+        raise ValueError(has_changed)
+    files = _Files()
     found = {one.name.removesuffix(".weight"): one for one in adapter.linears}
     wholes = {one.name.removesuffix(".weight"): one for one in adapter.wholes}
     try:
@@ -131,30 +137,52 @@ def load_adapter(
                     down, up = _read(own, span, files)
                     linear.put(slot, part, down, up, own.scale, _read_magnitude(own, span, files))
                 if (whole := wholes.get(name)) is not None:
-                    own_rows = files.tensor(whole.weight)[linear.own_whole.start : linear.own_whole.stop]
+                    own_rows = files.rows(whole.weight, linear.own_whole)
                     _check_finite(name, own_rows)
                     linear.put_whole(slot, own_rows)
+        if state_of(folder) != state:
+            raise ValueError(has_changed)
     except ValueError:
         for linear in linears:
             linear.clear(slot)
         raise
 
 
-class _MappedFiles:
-    """Files that are mapped once: to map each of thousands of small tensors takes longer than to read it."""
+class _Files:
+    """Reads tensors of files that others may write meanwhile: if a mapped file became shorter, the process would end.
+
+    The last tensors are kept, since each expert of a stack reads its part of the same ones.
+    """
 
     def __init__(self) -> None:
-        self._mapped: dict[Path, Tensor] = {}
+        self._read: OrderedDict[TensorEntry, Tensor] = OrderedDict()
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """See `mapped_tensor`."""
-        mapped = self._mapped.get(entry.file)
-        if mapped is None:
-            mapped = self._mapped[entry.file] = map_part(entry.file, 0, entry.file.stat().st_size)
-        return mapped_tensor(entry, mapped=mapped)
+        """The tensor.
+
+        Raises:
+            ValueError: the file ends before it does, or cannot be read.
+        """
+        found = self._read.get(entry)
+        if found is None:
+            if len(self._read) == _KEPT_TENSORS:
+                self._read.popitem(last=False)
+            try:
+                stored = torch.from_numpy(np.fromfile(entry.file, np.uint8, entry.num_bytes, offset=entry.offset))
+            except OSError as error:
+                raise ValueError(f"{entry.file} cannot be read: {error.strerror or error}") from None
+            found = self._read[entry] = mapped_tensor(replace(entry, offset=0), mapped=stored)
+        return found
+
+    def rows(self, entry: TensorEntry, span: Span) -> Tensor:
+        """Rows of a tensor; raises as `tensor`."""
+        row_bytes = entry.num_bytes // entry.shape[0]
+        shape = (span.stop - span.start, *entry.shape[1:])
+        offset, num_bytes = entry.offset + span.start * row_bytes, shape[0] * row_bytes
+        return self.tensor(replace(entry, shape=shape, offset=offset, num_bytes=num_bytes))
 
 
-def _read(linear: LinearChange, span: Span, files: _MappedFiles) -> tuple[Tensor, Tensor]:
+def _read(linear: LinearChange, span: Span, files: _Files) -> tuple[Tensor, Tensor]:
     """down [rank, in] and the rows `span` of up [out, rank], in float32.
 
     Raises:
@@ -172,7 +200,7 @@ def _read(linear: LinearChange, span: Span, files: _MappedFiles) -> tuple[Tensor
     return down, up
 
 
-def _read_magnitude(linear: LinearChange, span: Span, files: _MappedFiles) -> Tensor | None:
+def _read_magnitude(linear: LinearChange, span: Span, files: _Files) -> Tensor | None:
     """The elements `span` of the magnitude, in float32; None: there is none.
 
     Raises:

@@ -56,8 +56,19 @@ def run_sweep_serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_sweep(args: argparse.Namespace) -> Any:
+def _split(flag: str, text: str) -> list[str]:
     import shlex
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text!r:.200}: {error}") from None
+    if not words:
+        raise ValueError(f"{flag} must be a command, got {text!r}")
+    return words
+
+
+def _read_sweep(args: argparse.Namespace) -> Any:
     from datetime import datetime
 
     from shardline.benchmark.sweep import Sweep, read_combinations
@@ -73,12 +84,12 @@ def _read_sweep(args: argparse.Namespace) -> Any:
     if any(len(pair) != 2 for pair in links):
         raise ValueError(f"--link-vars takes pairs such as max_num_seqs=max_concurrency, got {args.link_vars!r}")
     return Sweep(
-        serve_cmd=shlex.split(args.serve_cmd),
-        bench_cmd=shlex.split(args.bench_cmd),
+        serve_cmd=_split("--serve-cmd", args.serve_cmd),
+        bench_cmd=_split("--bench-cmd", args.bench_cmd),
         serve_combinations=read_combinations(args.serve_params),
         bench_combinations=read_combinations(args.bench_params),
         folder=folder,
-        after_bench_cmd=shlex.split(args.after_bench_cmd or ""),
+        after_bench_cmd=_split("--after-bench-cmd", args.after_bench_cmd) if args.after_bench_cmd else [],
         links=links,
         num_runs=args.num_runs,
         warmup_prompts=args.warmup_num_prompts,

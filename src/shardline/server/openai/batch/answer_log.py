@@ -12,6 +12,9 @@ import msgspec
 
 from shardline.server.openai.batch.lines import Answer, Line, NoRequest
 
+_START = b'{"id":"batch_req_'
+"""How each line begins."""
+
 
 class OtherAnswers(ValueError):
     """A file has answers that belong to other requests or to another model."""
@@ -57,6 +60,8 @@ class _StoredAnswers:
             position = 0
             for number, text in enumerate(file, 1):
                 if not text.endswith(b"\n"):
+                    if text[: len(_START)] != _START[: len(text)]:  # not ours: it must not be lost
+                        raise OtherAnswers(f"line {number} of {self.path} is no answer of a batch")
                     os.truncate(self.path, position)
                     return
                 position += len(text)
@@ -124,8 +129,9 @@ class AnswerLog:
 
     def open(self) -> None:
         """Open the files to append."""
-        self._output = open(self._output_path, "ab")  # noqa: SIM115
-        self._errors = None if self._errors_path is None else open(self._errors_path, "ab")  # noqa: SIM115
+        # Without buffers: on a full disk, closing a file would fail again.
+        self._output = open(self._output_path, "ab", 0)  # noqa: SIM115
+        self._errors = None if self._errors_path is None else open(self._errors_path, "ab", 0)  # noqa: SIM115
 
     def append(self, answer: Answer) -> None:
         """Write the next answer; it is in the file when this returns."""
@@ -133,8 +139,8 @@ class AnswerLog:
         text = answer.encode(errors_in_body=self._errors_in_body)
         self._before_write(len(text))
         file = self._output if answer.is_ok or self._errors is None else self._errors
-        file.write(text)
-        file.flush()
+        while text:
+            text = text[file.write(text) :]
         self.num_ok += answer.is_ok
         self.num_failed += not answer.is_ok
         self.num_broken += not answer.is_request

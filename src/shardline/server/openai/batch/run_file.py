@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -185,6 +186,8 @@ class _Run:
                 await running
             except BatchStopped as error:
                 raise RuntimeError(f"the engine has stopped: {error}; {self._what_is_left(log)}") from error
+            except OSError as error:
+                raise OSError(f"cannot write {self.output}: {error.strerror}; {self._what_is_left(log)}") from error
             finally:
                 for task in (dying, running):
                     task.cancel()
@@ -257,7 +260,8 @@ def _open_input(path_or_url: str) -> Iterator[BinaryIO]:
 def _open_output(files: BatchFiles) -> Iterator[Path]:
     """The file for the answers; those for a URL are in a file of their own until they are uploaded."""
     if not _is_url(files.output_file):
-        yield Path(files.output_file)
+        with _locked(Path(files.output_file)):
+            yield Path(files.output_file)
     elif files.tmp_dir is None:
         with tempfile.TemporaryDirectory(prefix="shardline-batch-") as folder:
             yield Path(folder) / "output.jsonl"
@@ -265,8 +269,29 @@ def _open_output(files: BatchFiles) -> Iterator[Path]:
         # The same command finds it again.
         name = hashlib.sha256(f"{files.input_file}\n{files.output_file}".encode()).hexdigest()[:16]
         path = Path(files.tmp_dir) / f"shardline-batch-{name}.jsonl"
-        yield path
-        path.unlink(missing_ok=True)
+        with _locked(path):
+            yield path
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other runs from writing the same answers meanwhile. What is no regular file is not locked.
+
+    Raises:
+        ValueError: another run writes them.
+    """
+    if path.exists() and not path.is_file():
+        yield
+        return
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run writes {path}: wait until it ends, or give another --output-file") from None
+        except OSError:  # some network file systems have no locks
+            logger.warning("%s cannot be locked: start no second run that writes it", path)
+        yield
 
 
 def _upload(path: Path, url: str) -> None:
