@@ -264,7 +264,7 @@ def test_fp8_needs_a_gpu_that_computes_in_it() -> None:
             resolve_on(new, **{option: "fp8"})
         resolve_on(old, kernels="torch", **{option: "fp8"})
     turing = Machine((host(gpu(16 * GIB, 15 * GIB, name="Tesla T4", capability="sm_75")),))
-    with pytest.raises(ValueError, match=r"bfloat16 needs .*and Tesla T4 is sm_75; use --dtype float32, or --kern"):
+    with pytest.raises(ValueError, match=r"bfloat16 needs .*and Tesla T4 is sm_75; use --dtype float32, or serve "):
         resolve_on(turing, dtype="bfloat16")
     chosen = resolve_on(old, quantization="int8")
     assert chosen.weight_format.name == "int8_fast"

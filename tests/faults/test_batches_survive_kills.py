@@ -74,7 +74,7 @@ def test_of_run_batch(requests: Path, tmp_path: Path) -> None:
         process.kill()
     before = output.read_text()
     assert 0 < before.count("\n") < COUNT
-    output.write_text(before + '{"id": "half a li')
+    output.write_text(before + '{"id":"batch_req_half a li')
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 0, again.stderr
     assert "requests are answered already" in again.stderr
