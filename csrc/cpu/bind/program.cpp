@@ -1,4 +1,5 @@
 // Activation tensors from the thread's arena, and programs of recorded kernel calls, for Python.
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -45,10 +46,14 @@ const DTypeEntry& entry_of(nb::handle torch_dtype) {
 }
 
 const DLPackExchangeApi& torch_api() {
-  static const DLPackExchangeApi* api = [] {
+  // Not a static local: threads would wait for its first one with the GIL, which that one may give away meanwhile.
+  static std::atomic<const DLPackExchangeApi*> found = nullptr;
+  const DLPackExchangeApi* api = found.load();
+  if (api == nullptr) {
     const nb::object type = nb::module_::import_("torch").attr("Tensor");
-    return exchange_api(reinterpret_cast<PyTypeObject*>(type.ptr()));
-  }();
+    api = exchange_api(reinterpret_cast<PyTypeObject*>(type.ptr()));
+    found.store(api);
+  }
   if (api == nullptr || api->managed_tensor_to_py_object == nullptr) {
     raise_type_error("this torch has no DLPack exchange table");
   }
