@@ -41,7 +41,7 @@ class Child:
         self._pulse = Pulse()
         self._watch = PulseWatch(self._signs_of_life)
         passed = [*fds, self._pulse.fd]
-        # A process that a signal of a fault ends prints what each of its threads was doing.
+        # If a fault ends the process (signal 11, for example), it prints what each of its threads was doing.
         code = f"import faulthandler; faulthandler.enable(); {self.code(module)}"
         try:
             self._process = lifeline.start_process(code, passed, env.for_children(gpus), pass_fds=passed)

@@ -86,9 +86,8 @@ class Discovery:
         while True:
             try:
                 certificates = folder / "ca.crt"
-                if (
-                    self._config.kubernetes_api.startswith("https:") and not certificates.exists()
-                ):  # TLS would not name it
+                # An error of TLS would not name the file.
+                if self._config.kubernetes_api.startswith("https:") and not certificates.exists():
                     raise ValueError(f"there is no {certificates}: outside of a pod, set --kubernetes-credentials")
                 api = Upstream(self._config.kubernetes_api, self._config.connect_timeout, str(certificates))
                 namespace = namespace or (folder / "namespace").read_text(encoding="utf-8").strip()
