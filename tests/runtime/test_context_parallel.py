@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from itertools import pairwise
 
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.runtime.key_share import KeyShare, SharedGroup, share_rows
+from shardline.runtime.layers import context_parallel
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9000)), min_size=1, max_size=12)
 """(new tokens, tokens before them) of each."""
@@ -61,3 +64,28 @@ def test_only_keys_of_own_splits_are_stored() -> None:
     slots = torch.arange(9)
     share.mask_slots(slots, positions)
     assert slots.tolist() == [-1, -1, 2, 3, -1, -1, 6, 7, -1]
+
+
+def test_threads_that_record_at_once_keep_the_same_counts() -> None:
+    """A recorded step keeps the address only, so that no other tensor may take the place of one that was returned."""
+    found: list[list[torch.Tensor]] = []
+    start = threading.Barrier(4)
+
+    def record() -> None:
+        start.wait()
+        found.append([context_parallel._counts(2, (number, 3)) for number in range(10_000, 10_500)])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=record) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 4
+    for number, same in enumerate(zip(*found, strict=True)):
+        assert len({id(counts) for counts in same}) == 1
+        assert same[0].tolist() == [[10_000 + number, 3], [10_000 + number, 3]]

@@ -9,7 +9,6 @@ are those of one rank either way.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -286,9 +285,17 @@ def _partials(pieces: Sequence[Tensor], shape: tuple[int, ...], dim: int) -> Par
     return Partials(maxima.view(shape), sums.view(shape), outputs.view(*shape, dim))
 
 
-@functools.cache
+_COUNTS: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+"""All that `_counts` has returned. Unlike a `functools.cache`, it never replaces a tensor that one of two threads has
+recorded by that of the other."""
+
+
 def _counts(num_senders: int, sent: tuple[int, ...]) -> Tensor:
-    """[ranks, ranks] int64: what each of the first ranks sends to every rank. Recorded steps keep it."""
+    """[ranks, ranks] int64: what each of the first ranks sends to every rank. Recorded steps keep its address, so there
+    is one for the life of the process."""
+    known = _COUNTS.get((num_senders, sent))
+    if known is not None:
+        return known
     counts: npt.NDArray[np.int64] = np.zeros((len(sent), len(sent)), dtype=np.int64)
     counts[:num_senders] = sent
-    return torch.from_numpy(counts)
+    return _COUNTS.setdefault((num_senders, sent), torch.from_numpy(counts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -90,6 +91,19 @@ def test_nothing_that_lives_is_overwritten() -> None:
     assert torch.equal(first, kept)
     assert torch.equal(second, oracle(decode_step(4), 2 * hidden))
     assert layers.runs == 2
+
+
+def test_a_program_keeps_the_tensors_of_its_step() -> None:
+    """Layouts of steps keep only so many of them."""
+    replay, step = replay_of(Layers()), decode_step(2)
+    starts = weakref.ref(step.rows.query_starts)
+    hidden = torch.randn(2, HIDDEN)
+    replay(step, hidden)
+    del step
+    replay(decode_step(2), hidden)
+    assert starts() is not None
+    del replay
+    assert starts() is None
 
 
 @pytest.mark.parametrize("compute", [lambda x: x + 1, lambda x: x.float().to(torch.bfloat16), lambda x: x.add_(1)])

@@ -75,8 +75,8 @@ class DecodeReplay:
     def __init__(self, forward: Forward, sizes: StepSizes) -> None:
         self.forward = forward
         self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
-        self._programs: dict[object, _cpu.Program] = {}
-        """Recorded programs by step shape, see `_shape`."""
+        self._programs: dict[object, tuple[_cpu.Program, StepInput]] = {}
+        """Recorded programs by step shape, see `_shape`, and their steps, whose tensors the kernel calls read."""
         self._unrecorded: set[bool] = set()
         """Whether torch computes in layers of short prompts (true), and of decode steps (false)."""
 
@@ -85,10 +85,10 @@ class DecodeReplay:
             return self.forward(step, hidden)
         placed = self._hidden[: len(hidden)]
         placed.copy_(hidden)
-        program = self._programs.get(_shape(step))
-        if program is None:
+        recorded = self._programs.get(_shape(step))
+        if recorded is None:
             return self._record(step, placed)
-        output = program.replay()
+        output = recorded[0].replay()
         return self.forward(step, placed) if output is None else output
 
     def capture_steps(self) -> None:
@@ -106,7 +106,7 @@ class DecodeReplay:
             program.end()
         if detector.computed is None:
             program.set_output(output)
-            self._programs[_shape(step)] = program
+            self._programs[_shape(step)] = program, step
         else:
             self._unrecorded.add(step.rows.narrow().are_last)
             _log.debug("these steps are not replayed: a layer computes with %s", detector.computed)
