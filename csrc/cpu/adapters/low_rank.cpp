@@ -15,6 +15,22 @@ constexpr int kBlockVectors = kRankBlock / kLanes;
 // AVX-512 has 32 registers, other ISAs have 16.
 constexpr int kChains = kLanes == 16 ? 4 : 2, kMostRows = kLanes == 16 ? 4 : 2;
 constexpr int kColumnVectors = kLanes == 16 ? 4 : 3;
+// With so many groups for each thread, a thread computes all of a group, so that it reads the adapter in one stream.
+constexpr int64_t kGroupsPerThread = 4;
+constexpr int64_t kCacheLine = 64;
+constexpr int kToL2 = 2;
+
+// Memory that will be read soon, a few lines for each step until then.
+struct Ahead {
+  const char *next, *end;
+  int64_t lines_per_step;
+
+  inline void request() {
+    for (int64_t line = 0; line < lines_per_step && next < end; ++line, next += kCacheLine) {
+      __builtin_prefetch(next, 0, kToL2);
+    }
+  }
+};
 
 // Some rows of one adapter.
 struct RowGroup {
@@ -83,7 +99,7 @@ inline void add_step(const bf16* const (&x)[kRows], const bf16* down, int64_t st
 
 // scale * x down^T for some rows and a block of ranks.
 template <class T, int kRows>
-void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t part, int64_t block) {
+void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t part, int64_t block, Ahead& ahead) {
   const int64_t blocks = args.rank_blocks(), place = part * blocks + block, width = args.num_parts * blocks;
   const int64_t steps = ceil_div(args.depth, kStep<T>), whole = args.depth / kStep<T>;
   const T* down = static_cast<const T*>(args.down) + (slot * width + place) * steps * kStep<T> * kRankBlock;
@@ -95,7 +111,10 @@ void project(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t
   int64_t step = 0;
   for (; step + kChains <= whole; step += kChains) {
 #pragma GCC unroll 4
-    for (int chain = 0; chain < kChains; ++chain) add_step(x, down, step + chain, true, sum[chain]);
+    for (int chain = 0; chain < kChains; ++chain) {
+      ahead.request();
+      add_step(x, down, step + chain, true, sum[chain]);
+    }
   }
   for (int chain = 0; step < steps; ++step, ++chain) add_step(x, down, step, step < whole, sum[chain]);
   const F32 scale = broadcast(args.scales[slot * args.num_parts + part]);
@@ -166,8 +185,8 @@ void expand(const LowRankArgs& args, const int32_t* rows, int64_t slot, int64_t 
   const float* hidden[kRows];
   for (int r = 0; r < kRows; ++r) hidden[r] = args.hidden + (rows[r] * width + part * blocks) * kRankBlock;
   const int64_t first = args.bounds[part], up_stride = args.bounds[part + 1] - first;
-  const T* up = static_cast<const T*>(args.up) + args.max_rank * (slot * args.num_columns + first) - first;
-  const int64_t rank = args.ranks[slot * args.num_parts + part];
+  const T* up = args.up_of<T>(slot, part) - first;
+  const int64_t rank = args.rank(slot, part);
   const bool scaled = args.factors != nullptr && args.scaled[slot * args.num_parts + part] != 0;
   const float* factors = scaled ? args.factors + slot * args.num_columns : nullptr;
   int64_t column = begin;
@@ -188,23 +207,59 @@ void with_rows(const int32_t* rows, int64_t count, const Body& body) {
   }
 }
 
+// The rows of a group times the blocks [begin, end) of ranks of a part.
+template <class T>
+void project_group(const LowRankArgs& args, const RowGroup& group, int64_t part, int64_t begin, int64_t end,
+                   Ahead ahead = {}) {
+  for (int64_t block = begin; block < end && block * kRankBlock < args.rank(group.slot, part); ++block) {
+    with_rows(group.rows, group.count, [&](const int32_t* rows, auto count) {
+      project<T, count.kValue>(args, rows, group.slot, part, block, ahead);
+    });
+  }
+}
+
+template <class T>
+void expand_group(const LowRankArgs& args, const RowGroup& group, int64_t part, int64_t begin, int64_t end) {
+  if (group.slot < 0 || args.rank(group.slot, part) == 0) return write_bias(args, group, begin, end);
+  with_rows(group.rows, group.count, [&](const int32_t* rows, auto count) {
+    expand<T, count.kValue>(args, rows, group.slot, part, begin, end);
+  });
+}
+
+template <class T>
+void compute_group(const LowRankArgs& args, const RowGroup& group) {
+  for (int64_t part = 0; part < args.num_parts; ++part) {
+    const int64_t begin = args.bounds[part], end = args.bounds[part + 1];
+    if (group.slot >= 0) {
+      const char* up = reinterpret_cast<const char*>(args.up_of<T>(group.slot, part));
+      const int64_t bytes = args.rank(group.slot, part) * (end - begin) * static_cast<int64_t>(sizeof(T));
+      const int64_t steps = args.rank_blocks() * ceil_div(args.depth, kStep<T>);
+      const Ahead ahead = {up, up + bytes, ceil_div(ceil_div(bytes, kCacheLine), steps)};
+      project_group<T>(args, group, part, 0, args.rank_blocks(), ahead);
+    }
+    expand_group<T>(args, group, part, begin, end);
+  }
+}
+
 template <class T>
 void low_rank_of(const LowRankArgs& args) {
   const Groups all = group_rows(args);
   const int64_t blocks = args.rank_blocks(), width = args.num_parts * blocks;
   const bool parallel = args.num_rows * (args.depth + args.num_columns) * kRankBlock > kSmallWork;
-  parallel_for_if(parallel, all.count * width, [&](int64_t task) {
+  if (!parallel || all.count >= kGroupsPerThread * num_threads()) {
+    parallel_for_if(parallel, all.count, [&](int64_t task) { compute_group<T>(args, all.groups[task]); });
+    return;
+  }
+  parallel_for(all.count * width, [&](int64_t task) {
     const RowGroup& group = all.groups[task / width];
     const int64_t part = task % width / blocks, block = task % blocks;
-    if (group.slot < 0 || block * kRankBlock >= args.ranks[group.slot * args.num_parts + part]) return;
-    with_rows(group.rows, group.count,
-              [&](const int32_t* rows, auto count) { project<T, count.kValue>(args, rows, group.slot, part, block); });
+    if (group.slot >= 0) project_group<T>(args, group, part, block, block + 1);
   });
   int64_t chunks = 0;
   for (int64_t part = 0; part < args.num_parts; ++part) {
     chunks += ceil_div(args.bounds[part + 1] - args.bounds[part], kChunkColumns);
   }
-  parallel_for_if(parallel, all.count * chunks, [&](int64_t task) {
+  parallel_for(all.count * chunks, [&](int64_t task) {
     const RowGroup& group = all.groups[task / chunks];
     int64_t part = 0, chunk = task % chunks;
     while (chunk >= ceil_div(args.bounds[part + 1] - args.bounds[part], kChunkColumns)) {
@@ -212,13 +267,7 @@ void low_rank_of(const LowRankArgs& args) {
       ++part;
     }
     const int64_t begin = args.bounds[part] + chunk * kChunkColumns;
-    const int64_t end = min64(begin + kChunkColumns, args.bounds[part + 1]);
-    if (group.slot < 0 || args.ranks[group.slot * args.num_parts + part] == 0) {
-      return write_bias(args, group, begin, end);
-    }
-    with_rows(group.rows, group.count, [&](const int32_t* rows, auto count) {
-      expand<T, count.kValue>(args, rows, group.slot, part, begin, end);
-    });
+    expand_group<T>(args, group, part, begin, min64(begin + kChunkColumns, args.bounds[part + 1]));
   });
 }
 

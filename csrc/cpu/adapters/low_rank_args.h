@@ -35,6 +35,12 @@ struct LowRankArgs {
   int64_t num_rows, num_columns, depth, num_slots, num_parts, max_rank;
 
   int64_t rank_blocks() const { return (max_rank + kRankBlock - 1) / kRankBlock; }
+  int64_t rank(int64_t slot, int64_t part) const { return ranks[slot * num_parts + part]; }
+  // [max_rank][the part's columns]
+  template <class T>
+  const T* up_of(int64_t slot, int64_t part) const {
+    return static_cast<const T*>(up) + max_rank * (slot * num_columns + bounds[part]);
+  }
   int64_t out_stride() const { return factors == nullptr ? num_columns : 2 * num_columns; }
 };
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from shardline.kernels.memory import mapped_empty
 
 RANK_BLOCK = 16
 """Ranks are computed in blocks of so many."""
@@ -48,9 +51,10 @@ class LowRankWeights:
         """Slots without adapters, on a device (None: the host). Memory that no adapter needs is not touched."""
         num_parts, blocks = len(widths), -(-max_rank // RANK_BLOCK)
         down = num_slots, num_parts * blocks, -(-in_features // step), RANK_BLOCK * step
+        empty = mapped_empty if device is None else functools.partial(torch.empty, device=device)
         return cls(
-            torch.empty(down, dtype=dtype, device=device),
-            torch.empty(num_slots, max_rank, sum(widths), dtype=dtype, device=device),
+            empty(down, dtype=dtype),
+            empty((num_slots, max_rank, sum(widths)), dtype=dtype),
             torch.zeros(num_slots, num_parts, dtype=torch.int32),
             torch.zeros(num_slots, num_parts),
             torch.zeros(num_slots, num_parts, dtype=torch.int32),
