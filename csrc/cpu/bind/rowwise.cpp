@@ -99,10 +99,10 @@ void add(nb::handle x_object, nb::handle y_object, nb::handle out_object) {
 void scale_rows(nb::handle x_object, nb::handle factors_object, nb::handle positions_object, nb::handle out_object) {
   const Tensor x(x_object, "x"), factors(factors_object, "factors"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows();
-  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).has_rows();
   factors.is(DType::kFloat32).has_shape({-1}).is_contiguous();
-  ScaleRowsArgs args = {x.dtype(), x.data(), x.row_stride(), factors.as<float>(), factors.size(0),
-                        nullptr,   false,    out.data(),     x.size(0),           x.size(1)};
+  ScaleRowsArgs args = {x.dtype(), x.data(),   x.row_stride(),   factors.as<float>(), factors.size(0), nullptr,
+                        false,     out.data(), out.row_stride(), x.size(0),           x.size(1)};
   if (!positions_object.is_none()) {
     const Tensor positions(positions_object, "positions");
     args.positions_are_int64 = positions.dtype() == DType::kInt64;

@@ -51,7 +51,7 @@ void scale(const ScaleRowsArgs& args) {
   const bool parallel = args.num_rows * args.width > kTaskElements;
   parallel_for_if(parallel, args.num_rows, [&](int64_t row) {
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    T* out = static_cast<T*>(args.out) + row * args.width;
+    T* out = static_cast<T*>(args.out) + row * args.out_stride;
     const F32 factor = broadcast(args.factors[factor_of(args, row)]);
     for (int64_t i = 0; i < args.width; i += kLanes) {
       store_n(out + i, load_n(x + i, args.width - i) * factor, args.width - i);

@@ -44,6 +44,7 @@ struct ScaleRowsArgs {
   const void* positions;  // [num_rows] or null
   bool positions_are_int64;
   void* out;
+  int64_t out_stride;
   int64_t num_rows, width;
 };
 

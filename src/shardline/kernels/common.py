@@ -59,7 +59,7 @@ class CommonKernels(Protocol):
         """out = x + y, all [M, N]."""
 
     def scale_rows(self, x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor, /) -> None:
-        """out [M, N] = x * factor: factors[positions[row]], or factors [M] of the rows, or [1] of all rows; float32."""
+        """out [M, N], of any row stride, = x * factor: factors[positions[row]], [M] of the rows, or [1] of all."""
 
     def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None:
         """act(x) to out [M, N]; if gated, x is [M, 2N], and out = act(first half) * second half."""

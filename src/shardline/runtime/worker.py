@@ -201,7 +201,6 @@ class Worker:
                 if drafting.spec.head_input is not None:
                     assert stage.lm_head is not None
                     self._head = Head(own_loader, loader, stage.lm_head, stage.embedding)
-                    self._head.keep_memory(draft_sizes(deployment).max_seqs)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)

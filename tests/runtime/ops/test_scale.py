@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.scale import scale_rows, scale_rows_reference
+from shardline.runtime.ops.scale import join_columns, scale_rows, scale_rows_reference
 from tests.runtime.ops.helpers import KERNELS, assert_same_bits, randn
 
 
@@ -24,3 +24,9 @@ def test_wrong_factors_are_refused():
         scale_rows(KERNELS, x, torch.ones(2))
     with pytest.raises(ValueError, match="a position has no factor"):
         scale_rows(KERNELS, x, torch.ones(2), torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.usefixtures("isa")
+def test_columns_side_by_side(dtype, rng):
+    parts = [randn(5, 60, dtype=dtype, rng=rng)[:, 3 : 3 + width] for width in (7, 32, 18)]
+    assert_same_bits(join_columns(KERNELS, parts, torch.ones(1)), torch.cat(parts, dim=1))

@@ -11,6 +11,7 @@ its guesses are worse, and answers are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from shardline.deployment.deployment import Deployment
 from shardline.models.partition import split_dim
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.features.draft_model import DraftModel, Part
+from shardline.runtime.features.draft_model import DraftModel, Part, draft_sizes
 from shardline.runtime.layers.head import Head
 from shardline.runtime.layers.kept_output import KeptOutput
 from shardline.runtime.machines.base import Backend
+from shardline.runtime.ops.sampling.sample import find_best
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
@@ -73,8 +75,15 @@ class DraftHead(DraftModel):
         num_rows = (num_blocks + deployment.draft.num_spare_blocks) * deployment.cache.block_size
         self._pages = backend.pages_empty((num_rows, columns[group.rank].size), getattr(torch, deployment.dtype))
         self.num_bytes += self._pages.nbytes
-        self._behind = self._pages.new_empty(0)
-        """[parts, hidden_size]: what the next pass reads behind the tokens of the last one."""
+        sizes = draft_sizes(deployment)
+        self._memory = self._pages.new_empty(sizes.max_seqs, deployment.spec.hidden_size)
+        """What short passes read of rows, and then leave of the same rows for the next pass."""
+        self._left = self._memory[:0]
+        """[parts, hidden_size]: what the last pass has left for the next one."""
+        self._forward, self._forward_guesses = (
+            backend.make_replay(partial(self._run_short, behind_guesses), sizes, can_capture=False)
+            for behind_guesses in (False, True)
+        )
 
     def begin(self, running: RunningStep) -> DraftHead:
         return self
@@ -103,27 +112,43 @@ class DraftHead(DraftModel):
         return self._head.name_tokens(super()._run(parts))
 
     def _compute(self, step: StepInput, parts: Sequence[Part]) -> Tensor:
-        output = self._forward(*self._join(step, parts))
-        read, best = self._head.finish(output, step.rows.narrow())
-        # Copied, since a pass is not recorded while outputs of kernels are kept.
-        if len(read) == len(parts):
-            self._behind = read.clone()
+        places = [part.place for part in parts if part.place is not None]
+        tokens = [part.asked.sequence.tokens[part.first + 1 : part.first + 1 + part.length] for part in parts]
+        token = self._head.embed(torch.from_numpy(np.concatenate(tokens, dtype=np.int64)), step.rows)
+        if step.is_replayable:
+            self._place_hidden(step, places)
+            best = (self._forward_guesses if places else self._forward)(step, token)
+            self._left = self._memory[: len(best)]
         else:
-            self._behind = read[np.cumsum([part.length for part in parts]) - 1]
+            left, best = self._run_pass(step, token, self._read_hidden(step, places), bool(places))
+            self._left = left.clone()  # a pass is not recorded while outputs of kernels are kept
+        if len(self._left) > len(parts):
+            self._left = self._left[np.cumsum([part.length for part in parts]) - 1]
+        return best if self._fuses_argmax else find_best(self._kernels, best)
+
+    def _run_pass(self, step: StepInput, token: Tensor, hidden: Tensor, behind_guesses: bool) -> tuple[Tensor, Tensor]:
+        """See `Head.finish`, for the embedding of the next tokens and the hidden states of each row."""
+        if not behind_guesses:
+            hidden = self._head.read_kept(hidden)
+        return self._head.finish(self._stage.forward(*self._head.join(step, token, hidden)), step.rows.narrow())
+
+    def _run_short(self, behind_guesses: bool, step: StepInput, token: Tensor) -> Tensor:
+        """As `_run_pass`, with hidden states in the memory of short passes: what a program repeats."""
+        left, best = self._run_pass(step, token, self._memory[: len(token)], behind_guesses)
+        self._head.copy_rows(left, self._memory[: len(left)])
         return best
 
-    def _join(self, step: StepInput, parts: Sequence[Part]) -> tuple[StepInput, Tensor]:
-        """See `Head.join`."""
-        tokens = [part.asked.sequence.tokens[part.first + 1 : part.first + 1 + part.length] for part in parts]
-        token_ids = torch.from_numpy(np.concatenate(tokens, dtype=np.int64))
-        places = [part.place for part in parts if part.place is not None]
-        if not places:
-            hidden = self._head.read_kept(self._read(step.rows.slots[0]))
-        else:
-            hidden = self._behind if len(places) == len(self._behind) else self._behind[places]
-        return self._head.join(step, token_ids, hidden)
+    def _place_hidden(self, step: StepInput, places: Sequence[int]) -> None:
+        """Put hidden states into the memory of short passes. A pass is not recorded while outputs of kernels are kept,
+        so none is here."""
+        hidden = self._read_hidden(step, places)
+        if hidden.data_ptr() != self._memory.data_ptr():
+            self._memory[: len(hidden)] = hidden
 
-    def _read(self, slots: Tensor) -> Tensor:
-        """The rows [M, H] of these slots."""
-        own = torch.index_select(self._pages, 0, slots)
-        return own if self._collectives.size == 1 else self._collectives.all_gather_columns(own, self._widths)
+    def _read_hidden(self, step: StepInput, places: Sequence[int]) -> Tensor:
+        """What the head reads of each row [M, H]: behind guesses, what the last pass has left of the parts at `places`;
+        else what was kept of the model's step."""
+        if not places:
+            own = torch.index_select(self._pages, 0, step.rows.slots[0])
+            return own if self._collectives.size == 1 else self._collectives.all_gather_columns(own, self._widths)
+        return self._left if len(places) == len(self._left) else self._left[places]

@@ -13,7 +13,7 @@ from shardline.kernels.tensors import as_tensor
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
-from shardline.runtime.ops.sampling.sample import find_best
+from shardline.runtime.ops.scale import join_columns
 from shardline.runtime.step import Rows, StepInput
 from shardline.weights.formats import plain
 
@@ -55,18 +55,12 @@ class Head:
         self._bias = loader.load(f"{name}.bias") if spec.bias else None
         spans = context.spans(f"{name}.weight")
         self._own, self._widths = spans[context.group.rank], [span.size for span in spans]
-        self._pairs = torch.empty(0, 2 * context.spec.hidden_size, dtype=context.dtype, device=context.device)
-        self._inputs = torch.empty(0, context.spec.hidden_size, dtype=context.dtype, device=context.device)
+        self._one = torch.ones(1, device=context.device)
         self._hidden_first, self._returns_normed = spec.hidden_first, spec.returns_normed
         self._residual_normed = spec.residual_normed
         self._final_norm: InputNorm | None = None
         if spec.output_norm:
             self._final_norm = InputNorm(loader, "final_norm", context.spec.final_norm, input_form="tensor")
-
-    def keep_memory(self, max_rows: int) -> None:
-        """Allocate the memory that short passes of up to `max_rows` rows share."""
-        self._pairs = self._pairs.new_empty(0 if self._model_norm else max_rows, self._pairs.shape[1])
-        self._inputs = self._inputs.new_empty(max_rows, self._inputs.shape[1])
 
     def kept_columns(self, rows: Tensor) -> Tensor:
         """What this rank keeps of `KeptOutput.rows_of`: its columns of [M, H]."""
@@ -81,23 +75,22 @@ class Head:
         """All columns of what was kept, [M, H] -> hidden states of the model, [M, H]."""
         return as_tensor(self._model_norm(rows)[0]) if self._model_norm else rows
 
-    def join(self, step: StepInput, token_ids: Tensor, hidden: Tensor) -> tuple[StepInput, Tensor]:
-        """The step and the input of the head's layers, [M, H], for the tokens behind M rows and the `hidden` states of
-        the rows."""
-        token, normed = self._embedding(token_ids, step.rows), hidden
+    def embed(self, token_ids: Tensor, rows: Rows) -> Tensor:
+        """The embedding of the tokens behind M rows, [M, H]."""
+        return self._embedding(token_ids, rows)
+
+    def join(self, step: StepInput, token: Tensor, hidden: Tensor) -> tuple[StepInput, Tensor]:
+        """The step and the input of the head's layers, [M, H], for the embedding of the tokens behind M rows and the
+        `hidden` states of the rows."""
+        normed = hidden
         if self._token_norm is not None and self._hidden_norm is not None:
             token, normed = self._token_norm(token), self._hidden_norm(hidden)
-        both = (normed, token) if self._hidden_first else (token, normed)
+        both = join_columns(self._kernels, (normed, token) if self._hidden_first else (token, normed), self._one)
         if self._model_norm is None:
-            out = self._pairs[: len(token)] if step.is_replayable else None
-            pairs = torch.cat(both, dim=1, out=out)
-            step = dataclasses.replace(step, rows=step.rows.with_inputs(pairs))
-            joined = normed if self._residual_normed else hidden
-        else:
-            joined = self._projection(torch.cat(both, dim=1), self._bias)
-            if self._group.size > 1:
-                joined = self._group.all_gather_columns(joined, self._widths)
-        return step, self._inputs[: len(joined)].copy_(joined) if step.is_replayable else joined
+            step = dataclasses.replace(step, rows=step.rows.with_inputs(both))
+            return step, normed if self._residual_normed else hidden
+        joined = self._projection(both, self._bias)
+        return step, joined if self._group.size == 1 else self._group.all_gather_columns(joined, self._widths)
 
     def name_tokens(self, best: list[int]) -> list[int]:
         """The model's ids of tokens of the lm_head."""
@@ -105,10 +98,12 @@ class Head:
 
     def finish(self, output: Tensor, table: Rows) -> tuple[Tensor, Tensor]:
         """The output of the layers, [R, H] -> the hidden states that the head reads behind a guess, [R, H], and the
-        best of this rank's logits in each row, see `LMHead.find_best`."""
+        best of this rank's logits in each row, see `LMHead.find_best`, or the logits themselves where the lm_head does
+        not fuse that."""
         normed = output if self._final_norm is None else as_tensor(self._final_norm(output)[0])
-        if self.lm_head.fuses_argmax:
-            best = self.lm_head.find_best(normed)
-        else:
-            best = find_best(self._kernels, self.lm_head(normed, table))
+        best = self.lm_head.find_best(normed) if self.lm_head.fuses_argmax else self.lm_head(normed, table)
         return (normed if self._returns_normed else output), best
+
+    def copy_rows(self, rows: Tensor, out: Tensor) -> None:
+        """Copy [R, H] with a kernel, so that recorded passes repeat it."""
+        self._kernels.scale_rows(rows, self._one, None, out)
