@@ -12,7 +12,7 @@ import pytest
 from shardline.config.speculation import DraftModel, Speculation
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.speculative.model import ModelProposer
-from shardline.engine.speculative.payoff import Acceptance, Gate
+from shardline.engine.speculative.payoff import Acceptance, Gate, Payoff
 from shardline.engine.speculative.text_proposer import TextProposer
 from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
@@ -104,6 +104,21 @@ def test_a_gate_that_does_not_pay_opens_less_and_less() -> None:
     assert sum(gate.note(1, 1.5, 1.0) for _ in range(1000)) == pytest.approx(1000 * 2 / 134, abs=3)
 
 
+def test_each_number_of_sequences_has_a_gate() -> None:
+    """Drafts pay for one sequence, and not for eight."""
+    payoff, num_open = Payoff(8), {1: 0, 8: 0}
+    for step in range(400):
+        count = 1 if step % 20 < 10 else 8
+        payoff.begin_plan(count)
+        num_open[count] += payoff.is_open
+        drafts = payoff.is_open
+        payoff.note_decode(
+            count, count * (1 + drafts), count * (1 + drafts), (1.2 if count == 1 else 2.5) if drafts else 1.0
+        )
+    assert num_open[1] > 180
+    assert num_open[8] < 60
+
+
 def run_model(num_sequences: int, row: float, draft: float, right: float, prompt: int = 100) -> float:
     """How many times as fast batches are with a draft model as without one, prompts included. Its pass takes the part
     `draft` of a step, and each of its rows that part of a row."""
@@ -173,6 +188,7 @@ def test_long_prompts_are_computed_late_only_where_that_pays(
 
 def test_one_sequence_of_a_batch_shows_what_late_tokens_take() -> None:
     proposer = ModelProposer(Speculation(5, 0, 0, draft=DraftModel("small")))
+    proposer.begin_plan(4)
     while not proposer._payoff.is_open:
         proposer.note_decode(4, 4, 4, 1.0)
     requests = [make_request(f"r{number}", [5] * 500, NUM_TOKENS) for number in range(4)]

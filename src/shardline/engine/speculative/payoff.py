@@ -26,7 +26,8 @@ _SETTLING = 2
 """Steps after a gate has changed that were planned before, or while no other one ran."""
 _TRIAL = 8
 """Steps after which an open gate may close."""
-_FIRST_CLOSED, _LONGEST_CLOSED = 8, 128
+_FIRST_CLOSED, _LONGEST_CLOSED = 8, 512
+_CLOSED_FOR_MORE = 32
 _MEASURED, _BETWEEN, _UNKNOWN = 2, 128, 4
 """Steps that measure those without drafts, after so many with them, or so many that cannot be compared."""
 _NEEDED_ALONE, _NEEDED = 0.99, 1.1
@@ -37,10 +38,12 @@ class Gate:
     """Decides whether anything is drafted: a batch with drafts, all its waits for tokens included, is compared with the
     same batch without them, and as long as it is not faster, fewer and fewer steps try again."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_more: Gate | None = None) -> None:
+        """`of_more`: the gate of more sequences. If it is closed, this one opens later."""
+        closed = 0 if of_more is None else of_more._closed
         self._is_open = False
         self._settling = 0
-        self._left = _MEASURED
+        self._left = max(_MEASURED, min(closed, _CLOSED_FOR_MORE))
         """Steps until it changes, if it is closed, or has not closed before."""
         self._num_steps = 0
         """Steps since it opened."""
@@ -242,7 +245,8 @@ class Payoff:
         self._least, self._kept = least, kept
         self._num_drafts = self._num_tokens = 0
         self._accepted = [0] * most
-        self._gate = Gate()
+        self._gates: dict[int, Gate] = {}
+        """By the numbers of sequences, in the classes of `RowCost`: drafts that pay for few need not pay for many."""
         self._row_cost = RowCost()
         self._num_sequences = 1
         self._cost = self._row_cost.of_row(1)
@@ -254,8 +258,14 @@ class Payoff:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything may be drafted."""
-        return self._gate.is_open
+        """Whether anything may be drafted in this plan."""
+        return self._gate_of(self._num_sequences).is_open
+
+    def _gate_of(self, num_sequences: int) -> Gate:
+        number = num_sequences.bit_length()
+        if number not in self._gates:
+            self._gates[number] = Gate(self._gates.get(number + 1))
+        return self._gates[number]
 
     def begin_plan(self, num_sequences: int) -> None:
         """See `Proposer.begin_plan`."""
@@ -323,7 +333,7 @@ class Payoff:
                 self.late_seconds = found if self.late_seconds is None else (self.late_seconds + found) / 2
             seconds = max(min(usual, seconds), seconds - num_late * (self.late_seconds or 0.0))
         speed = num_tokens / num_sequences * usual / seconds if seconds else 0.0
-        is_plain = self._gate.note(num_sequences, speed, seconds)
+        is_plain = self._gate_of(num_sequences).note(num_sequences, speed, seconds)
         if is_plain or (num_rows > num_sequences and num_late < MANY_LATE):
             self._row_cost.note(num_sequences, num_rows, seconds)
         self._allowed = min(1.0, self._allowed + _TRIED_SHARE)
