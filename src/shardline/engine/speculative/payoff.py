@@ -49,7 +49,7 @@ class Gate:
         """Steps since it opened."""
         self._num_unknown = 0
         """Of these, those of which it is not known what they would take without drafts."""
-        self._closed = 0
+        self._closed: int = 0
         """How long it was closed because drafts did not pay; 0: they did."""
         self._worth = self._spent = 0.0
         """What the tokens of recent steps would take without drafts, and what they took, in seconds."""
