@@ -6,6 +6,8 @@ and its children would end with it. So one thread starts all children, and it li
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import queue
@@ -15,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _Start = Callable[[], "subprocess.Popen[bytes]"]
@@ -65,6 +68,18 @@ def start_process(
         return process.result()
     finally:
         del process  # its error refers to this frame, and so to the descriptors of all callers
+
+
+def end_process() -> NoReturn:
+    """End this process, after what is registered for its end, whatever its other threads do.
+
+    Python would end each daemon thread that comes back from native code, and where that is C++, the process aborts.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError):  # there may be none
+            stream.flush()
+    os._exit(0)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,14 @@ from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.failures import late_ranks
 from shardline.engine.executor.multiprocess import MultiprocessExecutor
 from shardline.engine.watchdog import LoadWatch
+from shardline.messages.step import RankStep
 from shardline.messages.worker import RankFailed, StoreGet, WorkerRequest
+from shardline.runtime.runner import Runner
 from shardline.segment.activity import Activity, read_activity
 from shardline.segment.progress import ProgressBoard
 from tests.deployment.machines import host, resolve_on
+from tests.exactness.harness import make_requests, start_engine
+from tests.models.checkpoints import make_checkpoint
 
 
 class FakeRank:
@@ -237,3 +242,25 @@ def test_later_stages_are_not_blamed_for_an_earlier_one() -> None:
         for _ in range(arrivals):
             progress.line(rank).waiting().__enter__()
     assert late_ranks(RankGrid(2, 2), progress.read(), 0) == [1]
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "hosts": "in-turns"}], ids=str)
+def test_ranks_that_are_threads_do_not_wait_for_one_that_has_failed(
+    layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits without Python's lock when the interpreter ends would abort the process."""
+    engine, executor = start_engine(make_checkpoint("qwen3", tmp_path), **layout)
+    run_step = Runner.run_step
+
+    def fail(runner: Runner, step: RankStep) -> object:
+        if runner._groups.place.rank == 0:
+            raise OSError("the disk is broken")
+        return run_step(runner, step)
+
+    monkeypatch.setattr(Runner, "run_step", fail)
+    engine.add_request(make_requests(256, 1)[0])
+    with pytest.raises(ExecutorFailure, match="the disk is broken"):
+        engine.step()
+    engine.close()
+    executor.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]

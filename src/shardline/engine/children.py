@@ -20,6 +20,9 @@ _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 """Signals that somebody else sends; the kernel does, too, if memory is short or the parent has ended."""
 
 
+_END = "from shardline.lifeline import end_process; end_process()"
+
+
 def is_own_end(code: int | None) -> bool:
     """Whether a process that ended with this exit code did so by itself: it exited, or crashed. None: it runs."""
     return code is not None and -code not in _FOREIGN_SIGNALS
@@ -42,7 +45,7 @@ class Child:
         self._watch = PulseWatch(self._signs_of_life)
         passed = [*fds, self._pulse.fd]
         # If a fault ends the process (signal 11, for example), it prints what each of its threads was doing.
-        code = f"import faulthandler; faulthandler.enable(); {self.code(module)}"
+        code = f"import faulthandler; faulthandler.enable()\n{self.code(module)}\n{_END}"
         try:
             self._process = lifeline.start_process(code, passed, env.for_children(gpus), pass_fds=passed)
         finally:

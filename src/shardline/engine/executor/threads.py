@@ -25,6 +25,7 @@ from shardline.segment.layout import SegmentLayout
 from shardline.segment.progress import ProgressBoard
 
 if TYPE_CHECKING:
+    from shardline.runtime.parallel.groups import RankGroups
     from shardline.runtime.parallel.rendezvous import Meeting
 
 _Reply = RankReport | tuple[int, StepResult | ControlDone]
@@ -46,6 +47,7 @@ class ThreadExecutor(Executor):
         self._steps: list[queue.SimpleQueue[RankStep | Control | None]] = []
         self._results = StepAnswers(deployment.grid)
         self._threads: list[threading.Thread] = []
+        self._groups: list[RankGroups] = []
         self._load: list[ExpertLoadBoard] = []
         self._progress: list[ProgressBoard] = []
 
@@ -104,6 +106,7 @@ class ThreadExecutor(Executor):
             layout, segment = segments[place.host]
             backend = open_backend(deployment.device, rank, place.threads, deployment.kernels)
             groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
+            self._groups.append(groups)
             worker = Worker(deployment, backend, groups, self._engine)
             self._replies.put(worker.load(lambda memory: self.allocation))
             is_driver = rank in deployment.grid.drivers
@@ -167,5 +170,7 @@ class ThreadExecutor(Executor):
     def close(self) -> None:
         for steps in self._steps:
             steps.put(None)
+        for groups in self._groups:
+            groups.abort()  # a rank may wait for one that has failed, and would outlive the interpreter
         for thread in self._threads:
             thread.join(timeout=1.0)

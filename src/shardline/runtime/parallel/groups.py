@@ -42,6 +42,12 @@ class RankGroups:
     def __getitem__(self, axis: Axis) -> Collectives:
         return self.collectives[axis]
 
+    def abort(self) -> None:
+        """End all exchanges of host memory with an error, on every rank that waits in one. Any thread may call this."""
+        for one in (*self.collectives.values(), self.from_previous, self.to_next):
+            if isinstance(one, (HostCollectives, HostLink)):
+                one.abort()
+
 
 def connect_host_memory(
     kernels: Kernels,

@@ -49,6 +49,10 @@ class HostCollectives(Collectives):
         self._group.all_reduce_sum(local, self._timeout)
         return local
 
+    def abort(self) -> None:
+        """See `RankGroups.abort`."""
+        self._group.abort()
+
 
 class HostLink(StageLink):
     """A mailbox in a shared segment, or a connection, with one writer and one reader."""
@@ -68,3 +72,7 @@ class HostLink(StageLink):
         with self._progress.waiting():
             self._link.recv_into(tensor, self._timeout)
         return tensor
+
+    def abort(self) -> None:
+        """See `RankGroups.abort`."""
+        self._link.abort()
