@@ -6,6 +6,8 @@ The commands import little at the top, so that `--help` and error messages appea
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import importlib
 import os
 import pkgutil
@@ -36,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
     the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(RuntimeError, OSError):  # there may be no stderr
+            faulthandler.enable()  # if a fault ends the process, it prints what its threads were doing
     parser = build_parser()
     words = _with_command(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _OF_VLLM:
