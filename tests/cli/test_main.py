@@ -19,4 +19,4 @@ except SystemExit:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr
-    assert '"<string>", line 6' in done.stderr
+    assert 'File "<string>", line ' in done.stderr
