@@ -7,11 +7,13 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +70,8 @@ class WeightFile:
             raise ValueError(f"offload_to: no file can be made in {folder}: {error.strerror}") from None
         self._shortened: Tensor | None = None
         """Memory for a chunk that is written; not the heap's, where a piece of this size would leave holes."""
+        self._own = threading.local()
+        """Of each thread that reads."""
         for descriptor in (self._writer, self._reader):
             weakref.finalize(self, os.close, descriptor)
 
@@ -120,18 +124,29 @@ class WeightFile:
             ) from None
 
     def read(self, extent: Extent, what: str) -> None:
-        """Read every chunk to its place in memory.
+        """Read every chunk to its place in memory, which has small pages, perhaps ones that are not there yet. A disk
+        fills huge pages more than twice as fast, so each thread has some that chunks pass through.
 
         Raises:
             OSError: `what` cannot be read, or is not what was written.
         """
-        for number in range(len(extent.chunks)):
-            self.read_chunk(extent, number, what)
+        if not hasattr(self._own, "passage"):
+            self._own.passage = mapped_empty((_CHUNK,), torch.uint8)
+        for chunk in extent.chunks:
+            passage = self._own.passage[: chunk.length]
+            self._read_chunk(chunk, passage, what)
+            np.copyto(_bytes_of(extent.memory, chunk.start, chunk.length).numpy(), passage.numpy())
 
     def read_chunk(self, extent: Extent, number: int, what: str) -> None:
-        """The same for a chunk."""
+        """Read a chunk to its place in memory.
+
+        Raises:
+            OSError: as `read`.
+        """
         chunk = extent.chunks[number]
-        memory = _bytes_of(extent.memory, chunk.start, chunk.length)
+        self._read_chunk(chunk, _bytes_of(extent.memory, chunk.start, chunk.length), what)
+
+    def _read_chunk(self, chunk: _Chunk, memory: Tensor, what: str) -> None:
         stored = memory[chunk.length - chunk.stored :]
         for attempt in range(2):
             self._read_bytes(stored, chunk.offset, what)
