@@ -554,6 +554,31 @@ def test_what_one_backend_keeps_is_found(site: Site) -> None:
         assert site.client.get("/v1/responses/resp_1").status_code == status, "who does not answer may have it"
 
 
+def test_files_and_batches_are_sought_at_backends_that_drain_are_full_or_away(site: Site) -> None:
+    async def not_here(call: Call) -> None:
+        await call.answer(404, {"error": {"message": "unknown", "type": "x", "param": None, "code": None}})
+
+    site.add_backend(not_here)
+    keeper = site.add_backend()
+    site.start_router()
+    asks = [("POST", "/v1/batches"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/v1/files/file_1")]
+
+    def ask() -> list[int]:
+        return [site.client.request(*one, content=b"{}").status_code for one in asks]
+
+    assert ask() == [200] * 3
+    site.fleet.backends[1].busy_until = time.monotonic() + 60.0
+    assert ask() == [200] * 3
+    site.fleet.backends[1].is_draining = True
+    assert ask() == [200] * 3
+    keeper.ready = 503
+    site.wait_for(lambda: not site.fleet.backends[1].is_ready)
+    assert ask() == [503] * 3
+    assert f"{keeper.url}, which may, is down now" in site.client.get("/v1/files/file_1").json()["error"]["message"]
+    site.run(_remove(site, keeper.url))
+    assert ask() == [404] * 3
+
+
 def test_an_answer_to_no_question_is_nobody_s(site: Site) -> None:
     async def answer_twice(call: Call) -> None:
         await say_name(call)
