@@ -411,6 +411,20 @@ def test_backends_come_go_and_drain(site: Site) -> None:
     assert site.client.post("/router/drain", content=b"[").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("POST", "/v1/models", 405, "method_not_allowed"), ("GET", "/router/no/such", 404, "unknown_url")],
+)
+def test_mistakes_at_the_router_s_own_paths_are_told(
+    site: Site, method: str, path: str, status: int, code: str
+) -> None:
+    site.start_router()
+    answer = site.client.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert path in answer.json()["error"]["message"]
+    assert ("allow" in answer.headers) == (status == 405)
+
+
 def test_without_a_backend_the_answer_is_503_at_once(site: Site) -> None:
     site.start_router()
     answer = site.ask()
