@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from shardline.config.router import RouterConfig
 from shardline.config.server import ServerConfig
+from shardline.router import transcript, upstream
 from shardline.router.app import create_app
 from shardline.router.fleet import Fleet
 from shardline.router.prompts import Prompt
@@ -320,29 +322,43 @@ def test_half_a_body_is_no_request(site: Site) -> None:
     assert [call.fields["prompt"] for call in backend.calls] == ["whole"] * 3
 
 
-def test_a_slow_client_holds_little(site: Site) -> None:
+@pytest.mark.parametrize("size", [200, 30_000])
+def test_a_slow_client_holds_little(site: Site, size: int) -> None:
     sent = 0
 
     async def stream_much(call: Call) -> None:
         nonlocal sent
         await call.begin_stream()
-        for _ in range(800):
-            await call.send_event("x" * 65536)
-            sent += 65536
+        for _ in range((48 << 20) // size):
+            await call.send_event("x" * size)
+            sent += size
         await call.end_stream()
 
     site.add_backend(stream_much)
     site.start_router()
-    with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
-        parts = answer.iter_raw()
-        size = len(next(parts))
-        before = -1
-        while before != sent:
-            before = sent
-            time.sleep(0.3)
-        assert sent < 30 << 20, "the backend waits for the client"
-        size += sum(map(len, parts))
-    assert size > 800 * 65536
+    tracemalloc.start()
+    try:
+        with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
+            parts = answer.iter_raw()
+            received = len(next(parts))
+            before = -1
+            while before != sent:
+                before = sent
+                time.sleep(0.3)
+            assert sent < 30 << 20, "the backend waits for the client"
+            assert held_by_router() <= 256 << 10
+            tracemalloc.stop()
+            received += sum(map(len, parts))
+    finally:
+        tracemalloc.stop()
+    assert received >= (48 << 20) // size * size
+
+
+def held_by_router() -> int:
+    """Bytes of what a router and its HTTP server read, wrote, and did not get rid of."""
+    files = (upstream.__file__, transcript.__file__, "*/httptools_impl.py")
+    found = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, name) for name in files])
+    return sum(one.size for one in found.statistics("filename"))
 
 
 def test_models_are_merged_and_requests_go_where_their_model_is(site: Site) -> None:
@@ -393,6 +409,20 @@ def test_backends_come_go_and_drain(site: Site) -> None:
     assert site.client.post("/router/drain", json={"url": "http://nowhere"}).status_code == 400
     assert site.client.post("/router/explode", json={"url": third.url}).status_code == 404
     assert site.client.post("/router/drain", content=b"[").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("POST", "/v1/models", 405, "method_not_allowed"), ("GET", "/router/no/such", 404, "unknown_url")],
+)
+def test_mistakes_at_the_router_s_own_paths_are_told(
+    site: Site, method: str, path: str, status: int, code: str
+) -> None:
+    site.start_router()
+    answer = site.client.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert path in answer.json()["error"]["message"]
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 def test_without_a_backend_the_answer_is_503_at_once(site: Site) -> None:
@@ -536,6 +566,31 @@ def test_what_one_backend_keeps_is_found(site: Site) -> None:
     for behave, status in ((fail, 500), (cut, 502), (not_here, 404)):
         site.backends[1].behave = behave
         assert site.client.get("/v1/responses/resp_1").status_code == status, "who does not answer may have it"
+
+
+def test_files_and_batches_are_sought_at_backends_that_drain_are_full_or_away(site: Site) -> None:
+    async def not_here(call: Call) -> None:
+        await call.answer(404, {"error": {"message": "unknown", "type": "x", "param": None, "code": None}})
+
+    site.add_backend(not_here)
+    keeper = site.add_backend()
+    site.start_router()
+    asks = [("POST", "/v1/batches"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/v1/files/file_1")]
+
+    def ask() -> list[int]:
+        return [site.client.request(*one, content=b"{}").status_code for one in asks]
+
+    assert ask() == [200] * 3
+    site.fleet.backends[1].busy_until = time.monotonic() + 60.0
+    assert ask() == [200] * 3
+    site.fleet.backends[1].is_draining = True
+    assert ask() == [200] * 3
+    keeper.ready = 503
+    site.wait_for(lambda: not site.fleet.backends[1].is_ready)
+    assert ask() == [503] * 3
+    assert f"{keeper.url}, which may, is down now" in site.client.get("/v1/files/file_1").json()["error"]["message"]
+    site.run(_remove(site, keeper.url))
+    assert ask() == [404] * 3
 
 
 def test_an_answer_to_no_question_is_nobody_s(site: Site) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -80,8 +81,15 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
         return await show_status(request)
 
     async def answer_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response()
+        assert isinstance(error, HTTPException)
+        if isinstance(error, ApiError):
+            return error.response()
+        asked = f"{request.method} {request.url.path}"
+        if error.status_code != 405:
+            return ApiError(error.status_code, f"Invalid URL ({asked})", code="unknown_url").response()
+        refusal = ApiError(405, f"The router does not take {asked}.", code="method_not_allowed")
+        refusal.headers = error.headers
+        return refusal.response()
 
     routes = [
         *(Route(path, show_health) for path in ("/live", "/ready", "/health", "/ping")),
@@ -91,7 +99,7 @@ def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: A
         Route("/router/status", show_status),
         Route("/router/{action}", change_fleet, methods=["POST"]),
     ]
-    own = Starlette(routes=routes, exception_handlers={ApiError: answer_error})
+    own = Starlette(routes=routes, exception_handlers={HTTPException: answer_error})
     own.router.redirect_slashes = False
     own_paths = frozenset(route.path for route in routes)
 

@@ -201,6 +201,11 @@ class Fleet:
         ]
         return [backend for backend in able if backend.busy_until <= now] or able
 
+    def reachable(self) -> list[Backend]:
+        """The backends that can be asked for what they keep: also those that are full, or drain."""
+        now = time.monotonic()
+        return [backend for backend in self.backends if backend.state(now) not in ("down", "failing")]
+
     def busy_seconds(self, model: str, only: Backend | None = None) -> float:
         """How long all backends that can take a request are left alone; 0: there is none, or one that is not."""
         now = time.monotonic()

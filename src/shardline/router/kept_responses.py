@@ -82,7 +82,7 @@ class KeptResponses:
         if backend := self.find(response_id, "previous_response_id"):
             return backend
         target = f"{PATH}/{quote(response_id, safe='')}".encode()
-        for backend in self._fleet.candidates("", ()):
+        for backend in self._fleet.reachable():
             try:
                 answer = await backend.upstream.send(b"GET", target, headers, b"", timeout)
             except UpstreamError:

@@ -49,6 +49,8 @@ _OF_ONE_CONNECTION = frozenset(
     }
 )  # fmt: skip
 _RESUMABLE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES)
+_BATCHES = "/v1/batches"
+"""Only the backend that keeps a batch's file, or the batch, can run or cancel it."""
 _REPLACED = _OF_ONE_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id", b"x-shardline-route"}
 _NOT_PASSED_ON = _OF_ONE_CONNECTION | {b"date", b"server", b"x-request-id"}
 
@@ -148,7 +150,7 @@ class Proxy:
                 return  # the client has left
             job = self._make_job(scope, body)
             asked = response_of(scope["method"], scope["path"])
-            if scope["method"] == "POST" and not asked:
+            if scope["method"] == "POST" and not asked and not scope["path"].startswith(_BATCHES):
                 await self._generate(job, scope, send)
             else:
                 await self._look_up(job, scope, send, asked)
@@ -242,12 +244,18 @@ class Proxy:
         """
         refusals: list[Refusal] = []
         holder = self._kept.find(response_id)
-        for backend in self._fleet.candidates("", ()) if holder is None else [holder]:
+        asked = self._fleet.reachable() if holder is None else [holder]
+        for backend in asked:
             refusal = await self._try(backend, job, scope, send, len(refusals) + 1, passes_on_404=False)
             if refusal is None:
                 return
             refusals.append(refusal)
         unknown = [refusal for refusal in refusals if refusal.status != HTTPStatus.NOT_FOUND]
+        away = [backend for backend in self._fleet.backends if holder is None and backend not in asked]
+        if refusals and not unknown and away:
+            state = away[0].state(time.monotonic())
+            message = f"No backend that answers has {scope['path']}, and {away[0].url}, which may, is {state} now."
+            raise unavailable(message, "no_backend", 1)
         await self._refuse(job, unknown or refusals, scope, send)  # who has not answered may have it
 
     async def _try(

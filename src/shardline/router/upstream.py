@@ -14,8 +14,8 @@ import httptools
 
 Header = tuple[bytes, bytes]
 
-_PAUSE_BYTES = 256 << 10
-"""Bytes of an answer that wait for the client before the backend is read no further."""
+_READ_BYTES = 16 << 10
+"""That are read of an answer at once. With more of them waiting for the client, the backend is read no further."""
 _MAX_IDLE = 64
 """Connections that are kept without a request."""
 _HEADER_BYTES = 64 << 10
@@ -97,6 +97,8 @@ class Upstream:
         self._authority = parts.netloc.encode()
         self._connect_timeout = connect_timeout
         self._idle: deque[_Connection] = deque()
+        self.buffer = memoryview(bytearray(_READ_BYTES))
+        """Into which all connections read in turns."""
 
     async def send(
         self,
@@ -171,7 +173,7 @@ class Upstream:
         return connection
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection. It carries one request at a time."""
 
     def __init__(self, pool: Upstream) -> None:
@@ -203,11 +205,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._pool.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._is_fresh = False
-        self._num_idle_bytes += len(data)
+        self._num_idle_bytes += nbytes
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._pool.buffer[:nbytes])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._problem = "what it sends is not HTTP"
         if self._num_idle_bytes > _HEADER_BYTES:
@@ -253,7 +258,7 @@ class _Connection(asyncio.Protocol):
         self._parts.append(body)
         self._num_idle_bytes = 0
         self._size += len(body)
-        if self._size > _PAUSE_BYTES and not self._is_paused:
+        if self._size > _READ_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
