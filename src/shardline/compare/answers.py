@@ -207,8 +207,9 @@ class _AnswerExchange(StreamExchange):
             delta = choice.delta or _Delta()
             text = choice.text or delta.content or delta.reasoning or delta.reasoning_content or ""
             tokens = _read_tokens(choice.logprobs)
-            if choice.finish_reason == "stop" and not text and self._answer.tokens:
-                tokens = tokens[:-1]  # not every server lists the token that ends an answer
+            if choice.finish_reason == "stop" and (text or self._answer.tokens) and tokens:
+                last = tokens[-1].text  # not every server lists the token that ends an answer, which is not in its text
+                tokens = tokens if last and text.endswith(last) else tokens[:-1]
             if text or tokens:
                 self._answer.times.append(now)
                 self._answer.text += text
