@@ -61,8 +61,16 @@ class Answer:
     @property
     def tpot(self) -> float:
         """Seconds for each token after the first; 0 if there is none."""
-        count = len(self.tokens) if self.has_logprobs else len(self.times)
-        return (self.times[-1] - self.times[0]) / (count - 1) if count > 1 else 0.0
+        return (self.times[-1] - self.times[0]) / (self._count - 1) if self._count > 1 else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens each second, from sending the request to the last piece."""
+        return self._count / (self.times[-1] - self.sent) if self.times else 0.0
+
+    @property
+    def _count(self) -> int:
+        return len(self.tokens) if self.has_logprobs else len(self.times)
 
 
 @dataclass(frozen=True)
