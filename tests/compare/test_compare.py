@@ -10,6 +10,7 @@ import pytest
 from shardline.cli.main import main
 from shardline.compare import Endpoint, compare
 from shardline.compare.answers import Options
+from shardline.config.server import ServerConfig
 from tests.server.conftest import serve
 
 URL = "http://127.0.0.1:9"
@@ -49,6 +50,12 @@ def test_an_endpoint_that_refuses_is_an_error_of_the_prompt() -> None:
         assert "temperature" in found.pairs[0].error
         with pytest.raises(RuntimeError, match="cannot connect"):
             compare(Endpoint(a.url), Endpoint(URL), ["Hi"])
+
+
+def test_an_endpoint_that_wants_a_key_is_told_from_one_without_models() -> None:
+    named = pytest.raises(RuntimeError, match="answers 401 and names no model: give its key")
+    with serve(ServerConfig(port=0, api_key=("secret",))) as a, named:
+        compare(Endpoint(a.url), Endpoint(a.url), ["Hi"])
 
 
 @pytest.mark.parametrize(

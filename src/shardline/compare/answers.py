@@ -125,7 +125,8 @@ class Asker:
         try:
             self.model = str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError) as error:
-            raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: say which one") from error
+            way = "give its key (--header Authorization='Bearer KEY')" if status in (401, 403) else "say which one"
+            raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: {way}") from error
 
     async def ask(self, prompt: str) -> Answer:
         """The endpoint's answer. What fails is its `error`."""
