@@ -264,6 +264,11 @@ def test_stacked_experts(tmp_path: Path) -> None:
     linears = read_adapter(folder, spec, 4).linears
     assert len(linears) == 3 * 9 * 3
     assert {(one.rank, one.num_experts) for one in linears} == {(4, 9)}
+    as_peft_writes = {".*\\.gate_up_proj": 4}  # where `target_modules` names gate_proj and up_proj
+    change_config(folder, rank_pattern=as_peft_writes, alpha_pattern=as_peft_writes)
+    scales = {"down": 2.0, "gate": 1.0, "up": 1.0}
+    for one in read_adapter(folder, spec, 4).linears:
+        assert one.scale == scales[one.name.split(".")[-2]]
     change_config(folder, rank_pattern={"down_proj": 3})
     with pytest.raises(ValueError, match=r"experts has rank 3 for each of 9 experts in adapter_config\.json"):
         read_adapter(folder, spec, 4)

@@ -14,12 +14,15 @@ import msgspec
 import pytest
 
 from shardline import lifeline
+from shardline.api.adapters import LoRARequest
 from shardline.api.llm import LLM
 from shardline.cli.main import main
 from shardline.receipts.check import ContractDiffers
 from shardline.receipts.receipt import Receipt, TokenConstraints
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.forks import ForkServer
+from tests.models.adapters import make_adapter
+from tests.models.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,17 @@ def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) 
     with pytest.raises(ValueError, match="verify takes a list of receipts"):
         llm.verify([5])  # type: ignore[list-item]
     assert llm.verify(made[:1])[0].equal
+
+
+def test_an_adapter_that_a_request_has_brought_is_known(tmp_path: Path, fork_server: ForkServer) -> None:
+    model = make_checkpoint("llama", tmp_path / "model")
+    adapter = LoRARequest("sql", 1, str(make_adapter(model, tmp_path / "adapter")))
+    options: dict[str, Any] = {"enable_lora": True, "skip_tokenizer_init": True, "cpu_threads": 1}
+    prompt, params = [5, 7, 9], SamplingParams(max_tokens=4, receipt=True, detokenize=False)
+    with patch.object(lifeline, "start_process", fork_server.start_process), LLM(str(model), **options) as llm:
+        [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=adapter)
+        receipt = output.outputs[0].receipt
+        assert receipt is not None
+        assert llm.verify([receipt])[0].equal
+        with pytest.raises(ContractDiffers, match="none of --lora-modules has this content"):
+            llm.verify([msgspec.structs.replace(receipt, adapter="0" * 32)])

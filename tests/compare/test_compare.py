@@ -10,6 +10,7 @@ import pytest
 from shardline.cli.main import main
 from shardline.compare import Endpoint, compare
 from shardline.compare.answers import Options
+from shardline.config.server import ServerConfig
 from tests.server.conftest import serve
 
 URL = "http://127.0.0.1:9"
@@ -26,8 +27,13 @@ def test_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert (found["num_prompts"], found["num_equal"], found["num_same_bits"]) == (2, 2, 2)
         assert found["prompts"][0]["texts"][0] == found["prompts"][0]["texts"][1] != ""
         assert found["speed"]["TTFT (ms)"]["ratio"]["low"] > 0
+        assert 0 < found["speed"]["tokens/s"]["a"]["low"] < 5e3 / found["speed"]["TTFT (ms)"]["a"]["low"]
         b.engine.reply = "Something else."
-        page = tmp_path / "page.html"
+        page, dataset = tmp_path / "page.html", tmp_path / "conversations.json"
+        turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+        dataset.write_text(json.dumps([{"id": "1"}, {"id": "2", "conversations": turns}]))
+        assert main(["compare", a.url, b.url, "--dataset", str(dataset), "--json"]) == 1
+        assert [one["prompt"] for one in json.loads(capsys.readouterr().out)["prompts"]] == ["Hi"]
         assert main([*command, "--chat", "--html", str(page)]) == 1
         shown = capsys.readouterr().out
         assert "0 of 2 answers are equal" in shown
@@ -46,11 +52,18 @@ def test_an_endpoint_that_refuses_is_an_error_of_the_prompt() -> None:
             compare(Endpoint(a.url), Endpoint(URL), ["Hi"])
 
 
+def test_an_endpoint_that_wants_a_key_is_told_from_one_without_models() -> None:
+    named = pytest.raises(RuntimeError, match="answers 401 and names no model: give its key")
+    with serve(ServerConfig(port=0, api_key=("secret",))) as a, named:
+        compare(Endpoint(a.url), Endpoint(a.url), ["Hi"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["no-url", URL], "must look like http"),
         ([URL, URL, "--prompts", "missing.txt"], "cannot read missing.txt"),
+        ([URL, URL, "--dataset", "missing.json"], "cannot read missing.json"),
         ([URL, URL, "--max-tokens", "0"], "--max-tokens must be 1 or more"),
         ([URL, URL, "--num-prompts", "0"], "--num-prompts must be 1 or more"),
         ([URL, URL, "--extra-body", "[]"], "takes a JSON object"),

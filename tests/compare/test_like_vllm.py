@@ -42,7 +42,7 @@ def chat_logprobs(tops: Sequence[Top]) -> dict[str, Any]:
 
 
 def stream_like_vllm(tops: list[Top], *, chat: bool, lists_end: bool, together: int = 1) -> Script:
-    """The stream of an answer, `together` tokens a piece."""
+    """The stream of an answer, `together` tokens a piece; with three, its end comes with the last ones."""
     usual = {"id": "x", "created": 1, "model": "m", "object": "chat.completion.chunk" if chat else "text_completion"}
 
     def piece(tokens: Sequence[Top], text: str, reason: str | None) -> bytes:
@@ -52,10 +52,13 @@ def stream_like_vllm(tops: list[Top], *, chat: bool, lists_end: bool, together: 
         return event({**usual, "choices": [{**choice, "token_ids": None}], "usage": None})
 
     pieces = [event({**usual, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})] * chat
+    end = [END] if lists_end else []
     for start in range(0, len(tops), together):
         some = tops[start : start + together]
-        pieces.append(piece(some, "".join(next(iter(top)) for top in some), None))
-    pieces.append(piece([END] if lists_end else [], "", "stop"))
+        text = "".join(next(iter(top)) for top in some)
+        pieces.append(piece([*some, *end], text, "stop") if len(some) == 3 else piece(some, text, None))
+    if together < 3:
+        pieces.append(piece(end, "", "stop"))
     usage = event({**usual, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(tops) + 1}})
     return [(0.0, HEAD), *((0.001, one) for one in pieces), (0.0, usage + event("[DONE]") + LAST)]
 
@@ -78,8 +81,9 @@ def compared(a: list[Top], b: list[Top], *, chat: bool, together: int = 1, lists
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("lists_end", [False, True])
-def test_equal_answers_in_other_pieces(chat: bool, lists_end: bool) -> None:
-    found = compared(HELLO, HELLO, chat=chat, together=2, lists_end=lists_end)
+@pytest.mark.parametrize("together", [2, 3])
+def test_equal_answers_in_other_pieces(chat: bool, lists_end: bool, together: int) -> None:
+    found = compared(HELLO, HELLO, chat=chat, together=together, lists_end=lists_end)
     assert found.equal
     for pair in found.pairs:
         assert pair.deviation == 0.0

@@ -90,6 +90,12 @@ class Adapters:
             self._known[str(path)] = state, ref
             return ref
 
+    def find(self, digest: str) -> AdapterRef | None:
+        """The adapter with this content, of those that have a name or that requests have brought."""
+        with self._lock:
+            refs = [*(named.ref for named in self._named.values()), *(ref for _, ref in self._known.values())]
+        return next((ref for ref in refs if ref.digest == digest), None)
+
     def put(self, name: str, ref: AdapterRef, parent: str = "") -> None:
         """Let requests name an adapter that was read. A name that is taken is that of this adapter from now on."""
         self._named[name] = NamedAdapter(name, ref, parent)

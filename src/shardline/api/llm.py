@@ -506,7 +506,7 @@ def _build_from_receipt(
     """
     assert builder.contract is not None
     check_contract(receipt, builder.contract)
-    adapter = next((named.ref for named in adapters.named.values() if named.ref.digest == receipt.adapter), None)
+    adapter = adapters.find(receipt.adapter)
     if receipt.adapter and adapter is None:
         raise ContractDiffers(
             f"the receipt is of the adapter {receipt.adapter[:16]}…, and none of --lora-modules has this content"

@@ -386,10 +386,10 @@ def _adapted(
 def _pattern_value(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
     """The value of the first pattern that names the module: its whole key, or the end of it.
 
-    PEFT takes regular expressions. Those of a stranger may take for ever, so only names are taken here.
+    PEFT takes regular expressions. Those of a stranger may take for ever: only names are taken, with its own ".*\\.".
     """
     for pattern, value in (patterns or {}).items():
-        name = pattern.removeprefix("^").removesuffix("$")
+        name = pattern.removeprefix(".*\\.").removeprefix("^").removesuffix("$")
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
                 f"{pattern[:200]!r} is a regular expression; rank_pattern and alpha_pattern take names only"

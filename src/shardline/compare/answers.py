@@ -61,8 +61,16 @@ class Answer:
     @property
     def tpot(self) -> float:
         """Seconds for each token after the first; 0 if there is none."""
-        count = len(self.tokens) if self.has_logprobs else len(self.times)
-        return (self.times[-1] - self.times[0]) / (count - 1) if count > 1 else 0.0
+        return (self.times[-1] - self.times[0]) / (self._count - 1) if self._count > 1 else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens each second, from sending the request to the last piece."""
+        return self._count / (self.times[-1] - self.sent) if self.times else 0.0
+
+    @property
+    def _count(self) -> int:
+        return len(self.tokens) if self.has_logprobs else len(self.times)
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class Asker:
         try:
             self.model = str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError) as error:
-            raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: say which one") from error
+            way = "give its key (--header Authorization='Bearer KEY')" if status in (401, 403) else "say which one"
+            raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: {way}") from error
 
     async def ask(self, prompt: str) -> Answer:
         """The endpoint's answer. What fails is its `error`."""
@@ -207,8 +216,9 @@ class _AnswerExchange(StreamExchange):
             delta = choice.delta or _Delta()
             text = choice.text or delta.content or delta.reasoning or delta.reasoning_content or ""
             tokens = _read_tokens(choice.logprobs)
-            if choice.finish_reason == "stop" and not text and self._answer.tokens:
-                tokens = tokens[:-1]  # not every server lists the token that ends an answer
+            if choice.finish_reason == "stop" and (text or self._answer.tokens) and tokens:
+                last = tokens[-1].text  # not every server lists the token that ends an answer, which is not in its text
+                tokens = tokens if last and text.endswith(last) else tokens[:-1]
             if text or tokens:
                 self._answer.times.append(now)
                 self._answer.text += text

@@ -76,6 +76,7 @@ class Comparison:
         reads: dict[str, Callable[[Answer], float]] = {
             "TTFT (ms)": lambda answer: 1e3 * answer.ttft,
             "TPOT (ms)": lambda answer: 1e3 * answer.tpot,
+            "tokens/s": lambda answer: answer.rate,
         }
         figures = {}
         for name, read in reads.items():

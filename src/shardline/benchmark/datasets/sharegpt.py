@@ -27,7 +27,7 @@ def add_flags(parser: Any) -> None:
 def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) -> list[Sample]:
     tokenizer = require_tokenizer(args, tokenizer)
     path = require_path(args)
-    pairs = _read_pairs(path)
+    pairs = read_pairs(path)
     if not args.disable_shuffle:
         random.Random(args.seed).shuffle(pairs)
     samples: list[Sample] = []
@@ -47,13 +47,13 @@ def load_samples(args: argparse.Namespace, tokenizer: PromptTokenizer | None) ->
     return fill_up(samples, args.num_prompts, args.seed, oversample=not args.no_oversample)
 
 
-def _read_pairs(path: str) -> list[tuple[str, str]]:
+def read_pairs(path: str) -> list[tuple[str, str]]:
     """The first two messages of every conversation that has them."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
     except OSError as error:
-        raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, list):

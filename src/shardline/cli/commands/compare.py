@@ -34,9 +34,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("url_b", metavar="URL_B", help="the other one")
     parser.add_argument("--model-a", metavar="NAME", help="the model at URL_A (default: the first that it lists)")
     parser.add_argument("--model-b", metavar="NAME", help="the model at URL_B (default: the first that it lists)")
-    parser.add_argument(
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompts", metavar="FILE", help='prompts, one a line: text, or JSON with a "prompt" (default: eight of ours)'
     )
+    prompts.add_argument("--dataset", metavar="FILE", help="conversations of ShareGPT: first messages are prompts")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--chat", action="store_true", help="send each prompt as a chat's message")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of an answer (default: 64)")
@@ -57,12 +59,17 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from shardline import env
+    from shardline.benchmark.datasets import sharegpt
     from shardline.benchmark.session import read_pairs
     from shardline.compare.answers import Endpoint, Options
     from shardline.compare.comparison import compare_async
     from shardline.compare.report import html_page, text_lines
 
     prompts = _read_prompts(args.prompts) if args.prompts else list(_PROMPTS)
+    if args.dataset:
+        prompts = [prompt for prompt, _ in sharegpt.read_pairs(args.dataset)]
+        if not prompts:
+            raise ValueError(f"{args.dataset} has no conversations")
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ValueError("--num-prompts must be 1 or more")
     if args.max_tokens < 1:
