@@ -184,18 +184,20 @@ def step_load(
     context: float,
     prompt_tokens: float,
     prompt_seen: float,
+    guesses: float = 0.0,
 ) -> StepLoad:
     """A step of `num_seqs` decoding sequences of `context` tokens, and a chunk of `prompt_tokens` tokens.
 
-    Each of the chunk's tokens attends to `prompt_seen` tokens on average.
+    Each of the chunk's tokens attends to `prompt_seen` tokens on average. A sequence has a draft of `guesses` tokens.
     """
     gpu = cluster.slowest
-    bandwidth, tokens = gpu.bandwidth_gbs * 1e9, num_seqs + prompt_tokens
-    sampled = num_seqs + (1 if prompt_tokens else 0)
+    decoded = num_seqs * (1 + guesses)
+    bandwidth, tokens = gpu.bandwidth_gbs * 1e9, decoded + prompt_tokens
+    sampled = decoded + (1 if prompt_tokens else 0)
     rate = gpu.flops_per_second
     attention = rate(work.plain)
     arithmetic, expanded = work.product_seconds(tokens, sampled, rate, gpu.computes)
-    decode_attention = work.decode_attention_flops(num_seqs, context) / attention
+    decode_attention = work.decode_attention_flops(decoded, context) / attention
     exchanged = sum(
         traffic.num_bytes * tokens / cluster.link_bytes_per_second(ranks) for traffic, ranks in work.exchanges
     )

@@ -96,13 +96,21 @@ def _show(args: argparse.Namespace, plan: Plan, workload: Workload | None) -> No
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     others = OtherPrices(args.traffic_price, args.operations_price)
-    texts, data, simulation = [], {}, None
+    texts: list[str] = []
+    data: dict[str, Any] = {}
+    simulation = None
     if args.compare:
         from shardline.planner.compare import compare_layouts, comparison_json, format_comparison
 
         pair = compare_layouts(plan, args.compare)
         texts.append(format_comparison(plan, pair))
         data["comparison"] = comparison_json(plan, pair)
+    if args.acceptance_rate is not None:
+        from shardline.planner.drafts import draft_gains, format_gains, gains_json
+
+        gains = draft_gains(plan, args.acceptance_rate)
+        texts.append(format_gains(gains, args.acceptance_rate))
+        data["drafts"] = gains_json(gains)
     if workload is not None:
         from shardline.planner.simulation.report import format_simulation, simulation_json
         from shardline.planner.simulation.simulate import simulate_plan
@@ -155,7 +163,10 @@ def _validate(args: argparse.Namespace) -> None:
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _OF_SIMULATIONS = ("num_prompts", "trace", "prefix_len", "num_prefixes", "replicas", "report_interval")
 _NOT_WITH_TRACE = ("prefix_len", "num_prefixes")
-_FOR_HERE = ("gpus", "json", "all", "compare", "html", "input_len", "output_len", "running", "simulate", "storage_gbs")
+_FOR_HERE = (
+    "gpus", "json", "all", "compare", "html", "input_len", "output_len", "running", "simulate", "storage_gbs",
+    "acceptance_rate",
+)  # fmt: skip
 _FOR_SIMULATIONS_HERE = (*_OF_SIMULATIONS, "rate", "ttft", "tpot")
 _FOR_VALIDATION = ("validate", "hardware", "json")
 
@@ -200,6 +211,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
                        "predictions follow it")  # fmt: skip
     group.add_argument("--storage-gbs", type=float, metavar="N",
                        help="GB/s at which weights in --offload-to are read (default: measured)")  # fmt: skip
+    group.add_argument("--acceptance-rate", type=float, metavar="P",
+                       help="how often a guess is right if those before it were: what the drafts of "
+                       "--speculative-config gain")  # fmt: skip
     group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
     actions = (*group._group_actions, *_add_simulation_flags(parser)._group_actions)
     return {action.dest: action.default for action in actions}
