@@ -40,6 +40,35 @@ def test_one_trial_decides_and_each_failed_one_doubles_the_time() -> None:
     assert breaker.state(now) == "closed"
 
 
+def opens_for(breaker: Breaker, now: float) -> float:
+    """Seconds for which three failures open it."""
+    for _ in range(3):
+        breaker.begin(now)
+        breaker.fail(now)
+    seconds = 0.0
+    while not breaker.allows(now + seconds):
+        seconds += 0.25
+    return seconds
+
+
+def test_a_backend_that_flaps_is_left_alone_for_longer_each_time() -> None:
+    breaker, now, waits = Breaker(), 0.0, []
+    for _ in range(8):
+        waits.append(opens_for(breaker, now))
+        now += waits[-1]
+        breaker.begin(now)
+        breaker.succeed()
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert opens_for(breaker, now + 60.0) == 1.0, "it has answered for a minute"
+
+
+def test_what_was_under_way_when_it_opened_makes_no_time_longer() -> None:
+    breaker = Breaker()
+    for _ in range(5):
+        assert opens_for(breaker, 0.0) == 1.0
+        breaker.succeed()
+
+
 def test_a_client_that_leaves_during_the_trial_makes_room_for_the_next() -> None:
     breaker = Breaker()
     for _ in range(3):

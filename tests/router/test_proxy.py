@@ -215,6 +215,15 @@ def test_retries_are_bounded(site: Site) -> None:
     assert sum(len(backend.calls) for backend in backends) == 2
 
 
+def test_retries_are_at_most_a_fifth_of_the_requests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardline.router.breaker._FAILURES", 1000)  # or the breakers would spare the backends
+    backends = [site.add_backend(fail) for _ in range(3)]
+    site.start_router()
+    assert {site.ask().status_code for _ in range(60)} == {500}
+    retries = sum(len(backend.calls) for backend in backends) - 60
+    assert 20 <= retries <= 10 + 60 // 5, "ten are in reserve"
+
+
 def test_a_stream_that_is_cut_ends_with_an_error(site: Site) -> None:
     async def cut_later(call: Call) -> None:
         await call.begin_stream()
