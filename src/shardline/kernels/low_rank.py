@@ -48,7 +48,8 @@ class LowRankWeights:
         step: int,
         device: torch.device | None = None,
     ) -> LowRankWeights:
-        """Slots without adapters, on a device (None: the host). Memory that no adapter needs is not touched."""
+        """Slots without adapters, on a device (None: the host). Memory that no adapter needs is not touched, but
+        for the rest of a huge page."""
         num_parts, blocks = len(widths), -(-max_rank // RANK_BLOCK)
         down = num_slots, num_parts * blocks, -(-in_features // step), RANK_BLOCK * step
         empty = mapped_empty if device is None else functools.partial(torch.empty, device=device)

@@ -48,7 +48,9 @@ def draft_gains(plan: Plan, acceptance_rate: float) -> list[DraftGain]:
     assert plan.best.speed is not None
     layout, deployment = plan.best.layout, plan.best.fit.deployment
     if deployment is None or not deployment.limits.drafts:
-        raise ValueError("--acceptance-rate needs --speculative-config, which says how tokens are drafted")
+        raise ValueError(
+            "--acceptance-rate needs --speculative-config, which says how tokens are drafted, and --gpus here"
+        )
     work = layout_work(plan.model, layout, plan.best.fit)
     load = max(1.0, plan.best.speed.running / layout.data / layout.pipeline)
     return [_gain(plan, deployment, work, acceptance_rate, running) for running in dict.fromkeys((1.0, load))]

@@ -28,6 +28,7 @@ _TRIAL = 8
 """Steps after which an open gate may close."""
 _FIRST_CLOSED, _LONGEST_CLOSED = 8, 512
 _CLOSED_FOR_MORE = 32
+"""Steps, at most, that a new gate is closed because that of more sequences is."""
 _MEASURED, _BETWEEN, _UNKNOWN = 2, 128, 4
 """Steps that measure those without drafts, after so many with them, or so many that cannot be compared."""
 _NEEDED_ALONE, _NEEDED = 0.99, 1.1
