@@ -1,12 +1,13 @@
 """Experts that do not all stay in memory: those that tokens chose and that are not there are read from a file.
 
-The weights of a layer's experts keep their place in the address space, so kernels need not know. Reading an expert puts
-pages there, and what another expert needs is taken by giving pages back to the system.
+The weights of a layer's experts keep their place in the address space, so kernels need not know. The pages of an expert
+that leaves move to the place of one that comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
 import time
@@ -23,6 +24,7 @@ from torch import Tensor
 from shardline.config.fields import format_bytes
 from shardline.kernels.host.memory import Region, taking_from
 from shardline.kernels.memory import map_memory
+from shardline.runtime.machines.host.pages import move_pages
 from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFile
 
 _log = logging.getLogger(__name__)
@@ -38,14 +40,31 @@ _MOST_CHOSEN = 0.5
 read while this one computes."""
 
 
+class _Pages(NamedTuple):
+    memory: mmap.mmap
+    start: int
+    length: int
+
+    @property
+    def address(self) -> int:
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=1, offset=self.start).data_ptr()
+
+    def drop(self) -> None:
+        """Give them back to the system."""
+        self.memory.madvise(mmap.MADV_DONTNEED, self.start, self.length)
+
+    def split(self, length: int) -> tuple[_Pages, _Pages]:
+        """The first `length` bytes, and the others."""
+        return self._replace(length=length), _Pages(self.memory, self.start + length, self.length - length)
+
+
 class _Layer(NamedTuple):
     row: int
     """In the tables of the stream."""
-    region: Region
     extents: list[list[Extent]]
     """Of each expert, where its weights lie."""
-    pages: list[list[tuple[int, int]]]
-    """Of each expert, the (start, length) of the pages that are its own alone."""
+    pages: list[list[_Pages]]
+    """Of each expert, those that are its own alone."""
 
 
 class ExpertStream:
@@ -76,6 +95,8 @@ class ExpertStream:
         """[layers, experts]: in which share of the last steps it was chosen."""
         self._sizes: NDArray[np.int64] = np.zeros(0, np.int64)
         """[layers]: bytes of an expert."""
+        self._spare: list[_Pages] = []
+        """Pages of experts that left, for those that come."""
         self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
         self._waited = 0.0
 
@@ -105,12 +126,12 @@ class ExpertStream:
             assert all(start >= 0 and stop <= len(region.memory) for start, stop in spans)
             extents.append([self._write(region, start, stop) for start, stop in spans])
             own = [(-(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK) for start, stop in spans]
-            pages.append([(start, stop - start) for start, stop in own if start < stop])
+            pages.append([_Pages(region.memory, start, stop - start) for start, stop in own if start < stop])
         self._file.flush()
-        for expert in range(len(extents)):
-            self._drop(region, pages[expert])
+        for part in itertools.chain(*pages):
+            part.drop()
         row = len(self._layers)
-        self._layers[layer] = _Layer(row, region, extents, pages)
+        self._layers[layer] = _Layer(row, extents, pages)
         self._sizes = np.append(self._sizes, sum(part[0].nbytes for part in panels))
         self._room -= other_bytes
         if row + 1 == self._num_layers:
@@ -202,10 +223,15 @@ class ExpertStream:
             row, expert = int(rows[index]), int(experts[index])
             self._await(row, expert)
             self._present[row, expert] = False
-            self._drop(layers[row].region, layers[row].pages[expert])
+            self._spare += layers[row].pages[expert]
 
     def _start_reading(self, layer: int, experts: NDArray[np.int64]) -> None:
         own, what = self._layers[layer], f"the experts of layer {layer}"
+        for expert in experts.tolist():
+            for pages in own.pages[expert]:
+                self._bring_pages(pages)
+        while self._spare:
+            self._spare.pop().drop()
         for expert in experts.tolist():
             reads = [self._pool.submit(self._file.read, extent, what) for extent in own.extents[expert]]
             self._coming[own.row, expert] = reads
@@ -213,9 +239,16 @@ class ExpertStream:
         self._num_read += len(experts)
         self._read_bytes += len(experts) * int(self._sizes[own.row])
 
-    def _drop(self, region: Region, pages: Sequence[tuple[int, int]]) -> None:
-        for start, length in pages:
-            region.memory.madvise(mmap.MADV_DONTNEED, start, length)
+    def _bring_pages(self, place: _Pages) -> None:
+        """Move spare pages to a place, as many as there are. It gets the others when they are written."""
+        while self._spare and place.length:
+            spare = self._spare.pop()
+            source, rest = spare.split(min(spare.length, place.length))
+            target, place = place.split(source.length)
+            if rest.length:
+                self._spare.append(rest)
+            if not move_pages(source.address, target.address, source.length):
+                source.drop()
 
     def _begin_step(self) -> None:
         if self._num_steps in _TOLD_STEPS:
