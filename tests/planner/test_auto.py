@@ -228,11 +228,12 @@ def test_a_plan_for_this_host_counts_the_experts_that_tokens_choose(
     [rank] = resolve_here(EngineConfig.from_options(model=model, cpu_offload_gb=1.0, offload_to=str(tmp_path))).weights
     routing = resolve_here(EngineConfig.from_options(model=model)).spec.layers[-1].feed_forward.routing
     assert routing is not None
-    for running, share in (("1", routing.experts_per_token / routing.num_experts), ("64", 1.0)):
+    few, all_layers = routing.experts_per_token / routing.num_experts, rank.read_bytes + rank.expert_layer_bytes
+    for running, num_bytes in (("1", few * rank.read_bytes), ("64", all_layers)):
         assert main([*words, "--running", running, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["layouts"][0]
         assert found["bound_by"] == "storage"
-        assert found["tpot_ms"]["p50"] == pytest.approx(1e3 * share * rank.read_bytes / (0.82 * 0.0001e9), rel=0.02)
+        assert found["tpot_ms"]["p50"] == pytest.approx(1e3 * num_bytes / (0.82 * 0.0001e9), rel=0.02)
     assert main(words) == 0
     assert "read when tokens choose them: " in capsys.readouterr().out
 

@@ -68,6 +68,8 @@ class StepWork:
     """Weights that every step reads from a disk, while others compute."""
     streamed_expert_bytes: float = 0.0
     """Experts that are read from a disk when tokens choose them."""
+    expert_layer_bytes: float = 0.0
+    """All experts of a layer, if some are read from a disk."""
 
     def weight_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that a step with `num_tokens` tokens of each replica reads."""

@@ -83,7 +83,8 @@ def deployment_work(deployment: Deployment) -> StepWork:
         whole_experts=deployment.expert_parallel,
     )
     if deployment.offload.expert_layers:
-        return dataclasses.replace(work, streamed_expert_bytes=deployment.file_bytes)
+        layer = max(rank.expert_layer_bytes for rank in deployment.weights)
+        return dataclasses.replace(work, streamed_expert_bytes=deployment.file_bytes, expert_layer_bytes=layer)
     return dataclasses.replace(work, streamed_bytes=deployment.file_bytes)
 
 

@@ -204,9 +204,11 @@ def step_load(
     read, waits = work.streamed_bytes, 0.0
     if work.streamed_expert_bytes:
         share = work.share_met(tokens)
-        experts = share * work.streamed_expert_bytes
-        # Many tokens choose most experts of each layer, so those of the next one are read ahead.
-        read, waits = (read + experts, 0.0) if share > _READ_AHEAD_SHARE else (read, experts)
+        if share > _READ_AHEAD_SHARE:
+            # Reads go on while a layer computes. Its own experts stay until then, and others leave for them.
+            read += share * (work.streamed_expert_bytes + work.expert_layer_bytes)
+        else:
+            waits = share * work.streamed_expert_bytes
     disk = _STORAGE_SHARE * gpu.storage_gbs * 1e9
     exchanged += work.hand_off.num_bytes * tokens / cluster.link_bytes_per_second(cluster.num_gpus)
     return StepLoad(

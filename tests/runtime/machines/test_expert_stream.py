@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.kernels.host.memory import streamed_empty
+from shardline.runtime.machines.host import expert_stream
 from shardline.runtime.machines.host.expert_stream import ExpertStream
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
@@ -133,7 +135,15 @@ def resident_bytes(panels: torch.Tensor) -> int:
     return 4096 * int((entries >> np.uint64(63)).sum())
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.fixture(params=[True, False], ids=["moved", "given back"])
+def pages_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of an expert that leaves move to the next one, or the system cannot do this."""
+    if not request.param:
+        monkeypatch.setattr(expert_stream, "move_pages", lambda *_: False)
+
+
+@pytest.mark.usefixtures("pages_move")
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_was_chosen_is_there_and_the_rest_takes_no_memory(data: st.DataObject, tmp_path_factory: Any) -> None:
     num_layers, num_experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
@@ -207,7 +217,28 @@ def test_in_a_circle_what_is_needed_last_leaves_first(
     for _ in range(14):
         for layer in range(6):
             stream.acquire(layer, all_ids, 0)
-    # At best 2.4 of the 6 layers would be read, or 3.6 since the next layer is always read ahead; if the least recently
-    # used ones left, all six.
+    # Beside the layer that computes, 3 of the other 5 stay, or 2 while the next one is read ahead; if the least recently
+    # used ones left, all six layers would be read.
     assert (counted() - before) / 14 <= 2 * 4 * 3.7
     assert "16 steps: each read" in caplog.text
+
+
+def test_while_a_layer_computes_as_much_is_read_as_there_is_time_for(
+    tmp_path: Path, counted: Callable[[], int]
+) -> None:
+    stream, _ = open_stream(tmp_path, num_layers=4, num_experts=8, kept=20)
+    all_ids = torch.arange(8, dtype=torch.int32)
+
+    def share_read_before(computing: float) -> float:
+        """Of the reads of a step, those that ended before a layer asked for its experts."""
+        before = 0
+        for step in range(3):
+            begun = counted()
+            for layer in range(4):
+                last = counted()
+                time.sleep(computing)
+                before += counted() - last if step == 2 else 0
+                stream.acquire(layer, all_ids, 0)
+        return before / (counted() - begun)
+
+    assert share_read_before(0.1) > 0.4 > share_read_before(0.0)

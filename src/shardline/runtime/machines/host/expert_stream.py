@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import mmap
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,8 @@ from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFil
 
 _log = logging.getLogger(__name__)
 
-_READERS = 2
-"""Threads that read: while one checks its chunk, the other one reads the next."""
+_READERS = 3
+"""Threads that read: while one checks its chunk, others read the next."""
 _TOLD_STEPS = (16, 256)
 """Steps after which the log says what they have cost."""
 _RECENT_STEPS = 64
@@ -98,7 +99,12 @@ class ExpertStream:
         self._spare: list[_Pages] = []
         """Pages of experts that left, for those that come."""
         self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
-        self._waited = 0.0
+        self._waited = self._byte_seconds = 0.0
+        """`_byte_seconds`: what reading a byte took last."""
+        self._ready_at = math.inf
+        """When the last layer had its experts."""
+        self._computing: NDArray[np.float64] = np.zeros(0)
+        """[layers]: seconds of the last step between the layer before and this one."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -145,6 +151,7 @@ class ExpertStream:
         counts = [len(layer.extents) for layer in self._layers.values()]
         self._present = np.zeros((len(counts), max(counts)), bool)
         self._needed = np.zeros(self._present.shape)
+        self._computing = np.zeros(len(counts))
         in_layers = [count * int(size) for count, size in zip(counts, self._sizes, strict=True)]
         self._room = max(self._room, *in_layers)  # a step may need all experts of a layer
         _log.info(
@@ -172,6 +179,7 @@ class ExpertStream:
         needed[experts] += 1 / _RECENT_STEPS
         self._num_asked += len(experts)
         started = time.perf_counter()
+        self._computing[own.row] = max(0.0, started - self._ready_at)
         # All reads for this layer end before it computes: where they end, pages hold parts of two experts.
         for row, expert in [key for key in self._coming if key[0] == own.row]:
             self._await(row, expert)
@@ -181,9 +189,12 @@ class ExpertStream:
             staying[own.row, experts] = True
             self._make_room(len(missing) * int(self._sizes[own.row]), own.row, staying)
             self._start_reading(layer, missing)
+            begun = time.perf_counter()
             for expert in missing.tolist():
                 self._await(own.row, expert)
-        self._waited += time.perf_counter() - started
+            self._byte_seconds = (time.perf_counter() - begun) / (len(missing) * int(self._sizes[own.row]))
+        self._ready_at = time.perf_counter()
+        self._waited += self._ready_at - started
         if len(experts) > _MOST_CHOSEN * len(own.extents):
             self._read_ahead(own.row)
 
@@ -196,12 +207,15 @@ class ExpertStream:
                 raise
 
     def _read_ahead(self, row: int) -> None:
-        """Read of the next layer what there is room for beside this one."""
+        """Read of the next layer what can be read while this one computes, and there is room for. What is read too early
+        takes the room of experts that are needed before."""
         layers = list(self._layers)
         following = (row + 1) % len(layers)
         missing = np.flatnonzero(~self._present[following, : len(self._layers[layers[following]].extents)])
         held = self._present[[row, following]].sum(1) @ self._sizes[[row, following]]
-        missing = missing[: max(0, self._room - int(held)) // int(self._sizes[following])]
+        size = int(self._sizes[following])
+        in_time = self._computing[following] / (self._byte_seconds * size) if self._byte_seconds else len(missing)
+        missing = missing[: min(max(0, self._room - int(held)) // size, 1 + int(in_time))]
         if following != row and len(missing):
             staying = np.zeros_like(self._present)
             staying[[row, following]] = True
@@ -210,6 +224,7 @@ class ExpertStream:
 
     def _make_room(self, num_bytes: int, current: int, staying: NDArray[np.bool_]) -> None:
         """Let experts leave until so many bytes are free, but none of `staying`; `current`: the row that computes."""
+        self._drop_spare()  # of a call that ended in an error
         num_bytes -= self._room - int(self._present.sum(1) @ self._sizes)
         if num_bytes <= 0:
             return
@@ -230,14 +245,16 @@ class ExpertStream:
         for expert in experts.tolist():
             for pages in own.pages[expert]:
                 self._bring_pages(pages)
-        while self._spare:
-            self._spare.pop().drop()
-        for expert in experts.tolist():
             reads = [self._pool.submit(self._file.read, extent, what) for extent in own.extents[expert]]
             self._coming[own.row, expert] = reads
+        self._drop_spare()
         self._present[own.row, experts] = True
         self._num_read += len(experts)
         self._read_bytes += len(experts) * int(self._sizes[own.row])
+
+    def _drop_spare(self) -> None:
+        while self._spare:
+            self._spare.pop().drop()
 
     def _bring_pages(self, place: _Pages) -> None:
         """Move spare pages to a place, as many as there are. It gets the others when they are written."""
