@@ -217,8 +217,8 @@ def test_in_a_circle_what_is_needed_last_leaves_first(
     for _ in range(14):
         for layer in range(6):
             stream.acquire(layer, all_ids, 0)
-    # Beside the layer that computes, 3 of the other 5 stay, or 2 while the next one is read ahead; if the least recently
-    # used ones left, all six layers would be read.
+    # Beside the layer that computes, 3 of the other 5 stay, or 2 while the next one is read ahead; if the least
+    # recently used ones left, all six layers would be read.
     assert (counted() - before) / 14 <= 2 * 4 * 3.7
     assert "16 steps: each read" in caplog.text
 

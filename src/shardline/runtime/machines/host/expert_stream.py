@@ -207,8 +207,8 @@ class ExpertStream:
                 raise
 
     def _read_ahead(self, row: int) -> None:
-        """Read of the next layer what can be read while this one computes, and there is room for. What is read too early
-        takes the room of experts that are needed before."""
+        """Read of the next layer what can be read while this one computes, and there is room for. What is read too
+        early takes the room of experts that are needed before."""
         layers = list(self._layers)
         following = (row + 1) % len(layers)
         missing = np.flatnonzero(~self._present[following, : len(self._layers[layers[following]].extents)])
