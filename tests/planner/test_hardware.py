@@ -13,7 +13,7 @@ GPUS = known_gpus()
 
 
 def test_every_gpu_is_complete() -> None:
-    assert len(GPUS) == 22
+    assert len(GPUS) == 23
     for name, gpu in GPUS.items():
         assert gpu.name == name
         assert 0.85 * gpu.memory_gb / 1.0737 < gpu.usable_gib <= gpu.memory_gb, name

@@ -464,3 +464,13 @@ def test_the_planner_is_a_library() -> None:
     with pytest.raises(ValueError, match="--replicas must be at least 1, got 0"):
         planner.Workload(replicas=0)
     assert all(hasattr(planner, name) for name in planner.__all__)
+
+
+def test_gpus_without_bfloat16_are_planned_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "Qwen/Qwen3-0.6B", "--gpus", "1xT4"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "vLLM instead: T4 does not compute in bfloat16; it takes float16." in printed
+    assert "$ vllm serve" in printed
+    assert main([*words, "--engine", "shardline"]) == 2
+    assert "T4 is sm_75" in capsys.readouterr().err

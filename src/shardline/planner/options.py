@@ -154,7 +154,7 @@ def in_dtype(model: PlannedModel, dtype: str) -> PlannedModel:
     dtype, stored = _FULL_NAMES.get(dtype, dtype), model.spec.dtype
     computed: DType
     if dtype == "float32":
-        raise ValueError(f"--dtype float32: {_NO_FLOAT32}; use --dtype bfloat16, or leave it out")
+        raise ValueError(f"--dtype float32: {_NO_FLOAT32}; use --dtype bfloat16 (float16 for vLLM), or leave it out")
     if dtype == "auto":
         # vLLM halves float32, and so do the figures.
         computed = "float16" if stored == "float32" else stored

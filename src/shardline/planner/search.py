@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.config.topology import COORDINATES
+from shardline.deployment.generations import generation_of
 from shardline.models.sharding import check_tensor_parallel
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster, can_link, parse_cluster
@@ -135,7 +136,8 @@ def search(
         demand = dataclasses.replace(demand, running=demand.concurrency)
     fixed = fixed or Fixed()
     options = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, chosen, fixed)]
-    instead = ""
+    names = _unable(model, cluster) if engine is None and not model.engine_refusal else ""
+    instead = f"vLLM instead: {names} does not compute in {model.spec.dtype}; it takes float16." if names else ""
     if engine is None and chosen == "shardline" and model.rules.rules and not any(option.fits for option in options):
         # vLLM keeps weights packed that this engine expands on GPUs.
         others = [evaluate(model, layout, cluster, demand, timing) for layout in layouts(model, cluster, "vllm", fixed)]
@@ -223,7 +225,14 @@ def _fewest(on: Callable[[str], Plan], name: str) -> Plan:
 def engine_for(model: PlannedModel, cluster: Cluster) -> str:
     """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
     is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
-    return "shardline" if is_ours else "vllm"
+    return "shardline" if is_ours and not _unable(model, cluster) else "vllm"
+
+
+def _unable(model: PlannedModel, cluster: Cluster) -> str:
+    """Which GPUs do not compute in the model's dtype without a detour. vLLM takes float16 for bfloat16 there."""
+    devices = [device for host in cluster.machine(0).hosts for device in host.devices]
+    known = {device.name: generation_of(device) for device in devices}
+    return ", ".join(name for name, own in known.items() if own and model.spec.dtype not in own.native)
 
 
 def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> None:
