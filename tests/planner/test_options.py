@@ -189,3 +189,5 @@ def test_a_plan_for_this_host_takes_no_other_load(capsys: pytest.CaptureFixture[
     assert "--rate has no effect with --gpus here" in capsys.readouterr().err
     assert main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--nnodes", "2"]) == 2
     assert "--gpus here is a plan for one host" in capsys.readouterr().err
+    assert main(["plan", "demo", "--gpus", "here", "--kernels", "torch"]) == 2
+    assert "a plan has no figures for torch's operations" in capsys.readouterr().err

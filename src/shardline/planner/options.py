@@ -123,12 +123,14 @@ def check_options(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_nodes(given: Mapping[str, Any]) -> None:
-    """Refuse flags about other nodes in a plan for this host.
+def check_options_here(given: Mapping[str, Any]) -> None:
+    """Refuse flags that a plan for this host does not take: those about other nodes, and torch's operations.
 
     Raises:
         ValueError: there is one.
     """
+    if given.get("kernels") == "torch":
+        raise ValueError(f"{_flag('kernels', 'torch')}: {_REFUSED['kernels']}")
     for name in given:
         if _REFUSED.get(name) is _NODES:
             raise ValueError(f"{_flag(name, True)}: --gpus here is a plan for one host; leave it out")

@@ -80,11 +80,11 @@ def _plan_here(args: argparse.Namespace) -> Plan:
     """
     from shardline.planner import auto
     from shardline.planner.catalog import find_model
-    from shardline.planner.options import check_nodes
+    from shardline.planner.options import check_options_here
 
     options = given_options(args)
     model = find_model(args.model, options.get("revision"))
-    check_nodes(options)
+    check_options_here(options)
     running = auto.RUNNING if args.running is None else args.running
     load = auto.HostLoad(running, args.input_len, args.output_len)
     return auto.plan_here(engine_config(args), model, None, options, load, args.storage_gbs)
