@@ -120,6 +120,19 @@ def test_a_rollout_waits_for_another_backend_to_be_ready(site: Site) -> None:
     assert states(site) == ["ready", "ready"]
 
 
+@pytest.mark.parametrize(("url", "port"), [("http://a", "80"), ("https://a/b", "443"), ("http://a:81", "81")])
+def test_the_command_of_a_rollout_hears_the_port(url: str, port: str, tmp_path: Path) -> None:
+    backend: dict[str, Any] = {"url": url, "state": "ready", "requests": 0, "looks": 0, "problem": ""}
+
+    def carry_out(*_: Any) -> Any:
+        backend["looks"] += 1
+        return {"backends": [backend, {"url": "http://other", "state": "draining"}, {"url": "", "state": "ready"}]}
+
+    with pytest.raises(RolloutFailed, match="exit code 1"):
+        roll_out(carry_out, f"echo {{host}} {{port}} {{url}} > {tmp_path}/restarted; false", 60.0, lambda _: None)
+    assert (tmp_path / "restarted").read_text().split() == ["a", port, url]
+
+
 def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     backends: list[Backend] = [site.add_backend(), site.add_backend()]
     site.start_router()

@@ -73,7 +73,8 @@ class _Restart:
 
     def _restart(self, command: str) -> None:
         parts = urlsplit(self._url)
-        for name, value in (("{host}", parts.hostname or ""), ("{port}", str(parts.port or "")), ("{url}", self._url)):
+        port = str(parts.port or {"http": 80, "https": 443}[parts.scheme])
+        for name, value in (("{host}", parts.hostname or ""), ("{port}", port), ("{url}", self._url)):
             command = command.replace(name, shlex.quote(value))
         self._tell(f"{self._url}: {command}")
         try:
