@@ -62,6 +62,7 @@ class Backend:
         return {
             "url": self.url,
             "state": self.state(now),
+            "draining": self.is_draining,
             "problem": "" if self.is_ready else self.problem,
             "breaker": self.breaker.state(now),
             "requests": self.num_requests,

@@ -24,8 +24,8 @@ class RolloutFailed(RuntimeError):
 def roll_out(ask: Ask, command: str, timeout: float, tell: Callable[[str], None]) -> None:
     """Restart each backend by `command`, in which {host}, {port} and {url} are the backend's.
 
-    A backend gets no new requests, finishes those that it has, is restarted, and gets requests again once it is ready.
-    Each of these may take `timeout` seconds. `tell` gets a line about each step.
+    A backend gets no new requests, finishes those that it has, is restarted, and gets requests again once it is ready,
+    unless it was drained before. Each of these may take `timeout` seconds. `tell` gets a line about each step.
 
     Raises:
         RolloutFailed: at the first failure; its backend gets no requests until someone says so.
@@ -46,6 +46,7 @@ class _Restart:
     def run(self, command: str) -> None:
         """Drain, restart, and wait until it is ready."""
         self._await_others()
+        was_draining = self._status()["draining"]
         self._ask("drain", self._url)
         self._tell(f"{self._url} gets no new requests")
         self._await(lambda backend: backend["requests"] == 0, "its requests have not ended")
@@ -54,6 +55,9 @@ class _Restart:
         self._await(
             lambda backend: backend["looks"] >= looks + _LOOKS and not backend["problem"], "it is not ready again"
         )
+        if was_draining:
+            self._tell(f"{self._url} is ready again, and stays drained as it was")
+            return
         self._ask("undrain", self._url)
         self._tell(f"{self._url} is ready again")
 
