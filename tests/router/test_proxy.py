@@ -320,6 +320,54 @@ def test_a_client_that_leaves_frees_its_backend(site: Site) -> None:
     site.wait_for(lambda: all(backend.num_requests == 0 for backend in site.fleet.backends))
 
 
+def test_a_client_that_leaves_cuts_its_backend_within_a_second(site: Site) -> None:
+    """Also while the backend sends nothing. The shortest of three times, since other programs may have the cores."""
+
+    async def fall_silent(call: Call) -> None:
+        await call.begin_stream()
+        await call.send_event("one")
+        await silent(call)
+
+    backend = site.add_backend(fall_silent)
+    site.start_router()
+    seconds: list[float] = []
+    for _ in range(3):
+        with site.client.stream("POST", "/v1/completions", json={"model": "m", "stream": True}) as answer:
+            assert next(answer.iter_lines()) == "data: one"
+            leaving = time.monotonic()
+        site.wait_for(lambda: backend.left > len(seconds))
+        seconds.append(time.monotonic() - leaving)
+    assert min(seconds) <= 1.0, seconds
+
+
+@pytest.mark.parametrize("has_length", [False, True])
+def test_a_client_that_only_says_no_more_gets_its_stream(site: Site, has_length: bool) -> None:
+    async def pause(call: Call) -> None:
+        if has_length:
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 22\r\n\r\n")
+        else:
+            await call.begin_stream()
+        for word in (b"one", b"two"):
+            data = b"data: %s\n\n" % word
+            await call.send(data if has_length else b"%x\r\n%s\r\n" % (len(data), data))
+            await asyncio.sleep(0.4)
+        if not has_length:
+            await call.send(b"0\r\n\r\n")
+
+    site.add_backend(pause)
+    site.start_router()
+    url = site.client.base_url
+    with socket.create_connection((url.host, url.port or 80)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 16\r\n\r\n" + b'{"stream": true}')
+        client.shutdown(socket.SHUT_WR)
+        said = b"".join(iter(lambda: client.recv(65536), b""))
+    body = said.partition(b"\r\n\r\n")[2]
+    if has_length:
+        assert body == b"data: one\n\ndata: two\n\n"
+    else:
+        assert body.split(b"\r\n")[1:6:2] == [b"data: one\n\n", b": still working\n\n", b"data: two\n\n"]
+
+
 def test_half_a_body_is_no_request(site: Site) -> None:
     backend = site.add_backend()
     site.start_router()
