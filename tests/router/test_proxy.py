@@ -316,6 +316,10 @@ def test_models_are_merged_and_requests_go_where_their_model_is(site: Site) -> N
 def test_backends_come_go_and_drain(site: Site) -> None:
     first, second = site.add_backend(), site.add_backend(ready=503)
     site.start_router(policy="round_robin")
+    site.fleet.backends[0].is_draining = True
+    message = site.ask().json()["error"]["message"]
+    assert f"({first.url}: draining; {second.url}: GET /ready says 503)" in message
+    site.fleet.backends[0].is_draining = False
     assert [site.ask().status_code for _ in range(3)] == [200] * 3
     assert not second.calls
     second.ready = 200

@@ -430,7 +430,8 @@ class Proxy:
             await send({"type": "http.response.body", "body": end, "more_body": False})
             return
         if not refusals:
-            states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
+            now = time.monotonic()
+            states = "; ".join(f"{one.url}: {one.problem or one.state(now)}" for one in self._fleet.backends[:8])
             raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)
         full = [refusal.retry_after for refusal in refusals if refusal.retry_after is not None]
         if full and len(full) == len(refusals):
