@@ -21,6 +21,7 @@ from shardline.router.fleet import Fleet
         {"backend": ("http://u:p@a",)},
         {"backend": ("http://a:99999",)},
         {"backend": ("http://",)},
+        {"backend": ("http://a..b",)},
         {"retries": 11},
         {"health_interval": 0.0},
         {"answer_timeout": float("inf")},

@@ -103,6 +103,7 @@ def check_backend_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ValueError(f"backend: {url!r} is no URL ({error})") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
