@@ -65,13 +65,14 @@ class _Restart:
         """Wait until another backend is ready, which the load of a restart may have kept from answering the router."""
         deadline, is_told = time.monotonic() + self._timeout, False
         while True:
-            states = [one["state"] for one in self._ask("status", None)["backends"] if one["url"] != self._url]
-            if any(state in ("ready", "busy") for state in states):
+            others = [one for one in self._ask("status", None)["backends"] if one["url"] != self._url]
+            if any(one["state"] in ("ready", "busy") for one in others):
                 return
-            if not states or time.monotonic() > deadline:
-                raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready")
+            are = ", ".join(f"{one['url']} is {one['state']}" for one in others) or "there is none"
+            if not others or time.monotonic() > deadline:
+                raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready ({are})")
             if not is_told:
-                self._tell(f"{self._url} waits until another backend is ready")
+                self._tell(f"{self._url} waits until another backend is ready ({are})")
             is_told = True
             time.sleep(_PAUSE_SECONDS)
 
