@@ -150,6 +150,11 @@ async def stream_words(call: Call) -> None:
     await call.end_stream()
 
 
+async def silent(call: Call) -> None:
+    """Say nothing."""
+    await asyncio.sleep(60.0)
+
+
 class Site:
     """Backends and a router, on an event loop in a thread of its own."""
 

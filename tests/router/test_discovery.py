@@ -277,7 +277,7 @@ def test_a_watch_from_what_was_forgotten_becomes_a_list(site: Site, kubernetes: 
 
 
 def test_endpoints_are_those_that_take_requests() -> None:
-    slices = [
+    slices: list[dict[str, Any]] = [
         {"ports": [{"name": "web", "port": 8000}, {"name": "metrics", "port": 9}],
          "endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["fd00::1"], "conditions": {"ready": True}}]},
         {"ports": [{"name": "other", "port": 1}], "endpoints": [{"addresses": ["10.0.0.3"]}]},
@@ -286,6 +286,8 @@ def test_endpoints_are_those_that_take_requests() -> None:
     assert [one.url for one in endpoints(slices, "web")] == ["http://10.0.0.1:8000", "http://[fd00::1]:8000"]
     assert [one.url for one in endpoints(slices, "8000")] == ["http://10.0.0.1:8000", "http://[fd00::1]:8000"]
     assert len(endpoints(slices, "")) == 3
+    slices[0]["ports"] = [{"port": 80}]
+    assert [one.url for one in endpoints(slices, "80")] == ["http://10.0.0.1", "http://[fd00::1]"]
 
 
 @pytest.mark.parametrize(

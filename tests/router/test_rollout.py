@@ -112,12 +112,46 @@ def test_a_rollout_waits_for_another_backend_to_be_ready(site: Site) -> None:
         if "waits until another" in line:
             other.ready = 200
 
-    with pytest.raises(RolloutFailed, match=f"{site.backends[0].url} was not restarted: no other"):
+    with pytest.raises(RolloutFailed, match=rf"no other backend is ready \({other.url} is down\)"):
         roll_out(ask(site), "true", 0.0, lambda line: None)
     roll_out(ask(site), "true", 60.0, tell)
-    assert lines[0] == f"{site.backends[0].url} waits until another backend is ready"
+    assert lines[0] == f"{site.backends[0].url} waits until another backend is ready ({other.url} is down)"
     assert lines.count(lines[0]) == 1
     assert states(site) == ["ready", "ready"]
+
+
+@pytest.mark.parametrize(("url", "port"), [("http://a", "80"), ("https://a/b", "443"), ("http://a:81", "81")])
+def test_the_command_of_a_rollout_hears_the_port(url: str, port: str, tmp_path: Path) -> None:
+    backend: dict[str, Any] = {"url": url, "draining": False, "requests": 0, "looks": 0, "problem": ""}
+
+    def carry_out(*_: Any) -> Any:
+        backend["looks"] += 1
+        return {"backends": [backend, {"url": "http://other", "state": "draining"}, {"url": "", "state": "ready"}]}
+
+    with pytest.raises(RolloutFailed, match="exit code 1"):
+        roll_out(carry_out, f"echo {{host}} {{port}} {{url}} > {tmp_path}/restarted; false", 60.0, lambda _: None)
+    assert (tmp_path / "restarted").read_text().split() == ["a", port, url]
+
+
+def test_a_backend_that_was_drained_before_stays_so(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    drained = site.add_backend()
+    others = [site.add_backend(), site.add_backend()]
+    site.start_router()
+    url = f"--url={site.client.base_url}"
+    assert main(["router", "drain", drained.url, url]) == 0
+    assert main(["router", "rollout", url, "--restart", "true"]) == 0
+    assert f"{drained.url} is ready again, and stays drained" in capsys.readouterr().out
+    status = ask(site)("status", None)["backends"]
+    assert [(one["state"], one["draining"]) for one in status] == [("draining", True)] + [("ready", False)] * 2
+    for backend in (drained, *others):
+        backend.ready = 503
+    site.wait_for(lambda: not any(states_of(site)))
+    assert main(["router", "status", url]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["down"] * 3
+    assert [line.endswith("(drained)") for line in lines] == [True, False, False]
+    assert main(["router", "undrain", drained.url, url]) == 0
+    assert "(drained)" not in capsys.readouterr().out
 
 
 def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,10 +73,9 @@ class RouterConfig:
                 raise ValueError(f"{name} must be a port, got {getattr(self, name)}")
         if self.policy == "kv_aware":
             require_zmq("policy kv_aware")
-        if isinstance(self.backend_dns, str) or not all(url.startswith("http://") for url in self.backend_dns):
+        names = self.backend_dns
+        if isinstance(names, str) or not all(check_backend_url(url).startswith("http:") for url in names):
             raise ValueError("backend_dns must be URLs like http://name:8000: certificates are not of addresses")
-        for url in self.backend_dns:
-            check_backend_url(url)
         if self.backends_file is not None:
             read_backends_file(self.backends_file)
         if self.kubernetes_service is not None:
@@ -96,7 +95,7 @@ class RouterConfig:
 
 
 def check_backend_url(url: str) -> str:
-    """The URL of a backend without a slash at its end.
+    """The URL of a backend in its one spelling: in small letters, without its scheme's own port and a slash at its end.
 
     Raises:
         ValueError: it is no URL of a server.
@@ -104,13 +103,17 @@ def check_backend_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ValueError(f"backend: {url!r} is no URL ({error})") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ValueError(f"backend: {url!r} is no URL of a server; write for example http://10.0.0.1:8000")
     if parts.query or parts.fragment or parts.username or parts.password:
         raise ValueError(f"backend: {url!r} must have scheme, host, port and path only; keys go to --backend-api-key")
-    return url.rstrip("/")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    own_port = {"http": 80, "https": 443}[parts.scheme]
+    place = host if port in (None, own_port) else f"{host}:{port}"
+    return f"{parts.scheme}://{place}{parts.path}".rstrip("/")
 
 
 def read_backends_file(name: str) -> list[BackendSpec]:

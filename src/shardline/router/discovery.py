@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shardline.config.router import BackendSpec, RouterConfig, read_backends_file
+from shardline.config.router import BackendSpec, RouterConfig, check_backend_url, read_backends_file
 from shardline.router.fleet import Fleet
 from shardline.router.upstream import Answer, Upstream, UpstreamError
 
@@ -192,7 +192,7 @@ def endpoints(slices: Iterable[Any], port: str) -> list[BackendSpec]:
     Pods that are ready take requests; those that terminate take none, be they ready or not.
 
     Raises:
-        LookupError, TypeError, AttributeError: these are no EndpointSlices.
+        LookupError, TypeError, AttributeError, ValueError: these are no EndpointSlices.
     """
     found = []
     for one in slices:
@@ -206,4 +206,4 @@ def endpoints(slices: Iterable[Any], port: str) -> list[BackendSpec]:
 
 def _spec(address: str, port: int, path: str) -> BackendSpec:
     host = f"[{address}]" if ":" in address else address
-    return BackendSpec(f"http://{host}:{port}{path}".rstrip("/"))
+    return BackendSpec(check_backend_url(f"http://{host}:{port}{path}"))

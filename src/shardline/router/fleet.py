@@ -62,6 +62,7 @@ class Backend:
         return {
             "url": self.url,
             "state": self.state(now),
+            "draining": self.is_draining,
             "problem": "" if self.is_ready else self.problem,
             "breaker": self.breaker.state(now),
             "requests": self.num_requests,
@@ -135,9 +136,11 @@ class Fleet:
 
         Raises:
             LookupError: there is none.
+            ValueError: that is no URL of a server.
         """
+        url = check_backend_url(url)
         for backend in self.backends:
-            if backend.url == url.rstrip("/"):
+            if backend.url == url:
                 return backend
         known = ", ".join(backend.url for backend in self.backends) or "none"
         raise LookupError(f"there is no backend {url}; there are: {known}")
@@ -146,7 +149,7 @@ class Fleet:
         """Forget a backend. Its requests go on to their ends.
 
         Raises:
-            LookupError: there is none.
+            LookupError, ValueError: there is none.
         """
         backend = self.find(url)
         self.backends.remove(backend)

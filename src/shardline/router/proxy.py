@@ -31,7 +31,7 @@ from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
-from shardline.server.sse import STREAM_ERROR
+from shardline.server.sse import COMMENT, PROBE_CLIENT, STREAM_ERROR, WRITE_NOW
 
 _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""
@@ -41,6 +41,7 @@ _LEAVING_SECONDS = 0.05
 """After which a backend has noticed that a client has left."""
 _USAGE_BYTES = 2048
 """The end of a stream that has its usage."""
+_ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 _RETRY_SHARE, _RETRY_RESERVE = 0.2, 10.0
 _OF_ONE_CONNECTION = frozenset(
     {
@@ -94,6 +95,8 @@ class Job:
     """The client has got the head of the answer, which is a stream."""
     transcript: Transcript = field(default_factory=Transcript)
     """Of that stream."""
+    tail: bytes = b""
+    """The end of what the client has got."""
 
     def body_for(self, backend: Backend) -> bytes:
         """The body as a backend gets it: one that states a numeric contract sends marks, or goes on after them."""
@@ -329,21 +332,22 @@ class Proxy:
                 headers.append((b"x-shardline-route", self._explain(backend, number, job.choice)))
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             job.has_begun = is_stream
+            if is_stream and not answer.header(b"content-length") and (write_now := scope.get(WRITE_NOW)):
+                scope[PROBE_CLIENT] = lambda: job.tail.endswith(_ENDS_OF_EVENTS) and write_now(COMMENT)
         may_name = scope["path"] == RESPONSES
         if went_on and may_name and job.transcript.so_far is not None:
             self._kept.note(job.transcript.so_far.id, backend)
         try:
-            tail, num_parts = part, 0
+            num_parts = 0
             while part:
                 if may_name:
                     may_name = not self._kept.learn(part, backend)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                job.tail = job.tail[-_USAGE_BYTES:] + part
                 part = await (self._read_events(answer, job) if is_stream else answer.read(timeout))
                 num_parts += 1
                 if job.choice is not None and num_parts == 1:
                     job.choice.begin()  # the first part of a stream may be no token
-                if part:
-                    tail = tail[-_USAGE_BYTES:] + part
         except UpstreamError as error:
             if is_stream:
                 raise
@@ -354,7 +358,7 @@ class Proxy:
             self._metrics.outcomes.labels(backend.url, "left").inc()
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._note_cached(job.choice, tail)
+        self._note_cached(job.choice, job.tail)
         if is_stream and job.choice is not None and not went_on:
             self._fleet.note_pace(job.choice, num_parts)
         self._metrics.outcomes.labels(backend.url, "ok" if answer.status < 400 else "refused").inc()
@@ -426,7 +430,8 @@ class Proxy:
             await send({"type": "http.response.body", "body": end, "more_body": False})
             return
         if not refusals:
-            states = "; ".join(f"{backend.url}: {backend.problem}" for backend in self._fleet.backends[:8])
+            now = time.monotonic()
+            states = "; ".join(f"{one.url}: {one.problem or one.state(now)}" for one in self._fleet.backends[:8])
             raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)
         full = [refusal.retry_after for refusal in refusals if refusal.retry_after is not None]
         if full and len(full) == len(refusals):

@@ -24,8 +24,8 @@ class RolloutFailed(RuntimeError):
 def roll_out(ask: Ask, command: str, timeout: float, tell: Callable[[str], None]) -> None:
     """Restart each backend by `command`, in which {host}, {port} and {url} are the backend's.
 
-    A backend gets no new requests, finishes those that it has, is restarted, and gets requests again once it is ready.
-    Each of these may take `timeout` seconds. `tell` gets a line about each step.
+    A backend gets no new requests, finishes those that it has, is restarted, and gets requests again once it is ready,
+    unless it was drained before. Each of these may take `timeout` seconds. `tell` gets a line about each step.
 
     Raises:
         RolloutFailed: at the first failure; its backend gets no requests until someone says so.
@@ -46,6 +46,7 @@ class _Restart:
     def run(self, command: str) -> None:
         """Drain, restart, and wait until it is ready."""
         self._await_others()
+        was_draining = self._status()["draining"]
         self._ask("drain", self._url)
         self._tell(f"{self._url} gets no new requests")
         self._await(lambda backend: backend["requests"] == 0, "its requests have not ended")
@@ -54,6 +55,9 @@ class _Restart:
         self._await(
             lambda backend: backend["looks"] >= looks + _LOOKS and not backend["problem"], "it is not ready again"
         )
+        if was_draining:
+            self._tell(f"{self._url} is ready again, and stays drained as it was")
+            return
         self._ask("undrain", self._url)
         self._tell(f"{self._url} is ready again")
 
@@ -61,19 +65,21 @@ class _Restart:
         """Wait until another backend is ready, which the load of a restart may have kept from answering the router."""
         deadline, is_told = time.monotonic() + self._timeout, False
         while True:
-            states = [one["state"] for one in self._ask("status", None)["backends"] if one["url"] != self._url]
-            if any(state in ("ready", "busy") for state in states):
+            others = [one for one in self._ask("status", None)["backends"] if one["url"] != self._url]
+            if any(one["state"] in ("ready", "busy") for one in others):
                 return
-            if not states or time.monotonic() > deadline:
-                raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready")
+            are = ", ".join(f"{one['url']} is {one['state']}" for one in others) or "there is none"
+            if not others or time.monotonic() > deadline:
+                raise RolloutFailed(f"{self._url} was not restarted: no other backend is ready ({are})")
             if not is_told:
-                self._tell(f"{self._url} waits until another backend is ready")
+                self._tell(f"{self._url} waits until another backend is ready ({are})")
             is_told = True
             time.sleep(_PAUSE_SECONDS)
 
     def _restart(self, command: str) -> None:
         parts = urlsplit(self._url)
-        for name, value in (("{host}", parts.hostname or ""), ("{port}", str(parts.port or "")), ("{url}", self._url)):
+        port = str(parts.port or {"http": 80, "https": 443}[parts.scheme])
+        for name, value in (("{host}", parts.hostname or ""), ("{port}", port), ("{url}", self._url)):
             command = command.replace(name, shlex.quote(value))
         self._tell(f"{self._url}: {command}")
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -96,6 +97,7 @@ class Upstream:
         self._prefix = parts.path.rstrip("/").encode()
         self._authority = parts.netloc.encode()
         self._connect_timeout = connect_timeout
+        self._looking: asyncio.Future[Any] | None = None
         self._idle: deque[_Connection] = deque()
         self.buffer = memoryview(bytearray(_READ_BYTES))
         """Into which all connections read in turns."""
@@ -162,14 +164,41 @@ class Upstream:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        opening = loop.create_connection(lambda: _Connection(self), self._host, self._port, ssl=self._tls)
+        deadline = loop.time() + self._connect_timeout
+        problem: OSError = OSError("its name has no address")
         try:
-            async with asyncio.timeout(self._connect_timeout):
-                _, connection = await opening
+            async with asyncio.timeout_at(deadline):
+                addresses = await self._look_up()
+            for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+                try:
+                    # A dead address may be silent: those after it have their share of the time.
+                    async with asyncio.timeout((deadline - loop.time()) / num_left):
+                        return await self._open(address)
+                except OSError as error:
+                    problem = error
+            raise problem
         except TimeoutError:
             raise UpstreamError(f"no connection in {self._connect_timeout:g} s") from None
         except OSError as error:
             raise UpstreamError(f"no connection ({error.strerror or error})") from None
+
+    async def _look_up(self) -> list[Any]:
+        """The addresses of the host. Nothing ends a look-up that hangs in its thread: no other one begins meanwhile."""
+        if self._looking is None or self._looking.done():
+            found = asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._looking = asyncio.gather(found, return_exceptions=True)
+        [answer] = await asyncio.shield(self._looking)
+        if isinstance(answer, BaseException):
+            raise answer
+        return [one[4] for one in answer]
+
+    async def _open(self, address: Any) -> _Connection:
+        """A connection to one address. The numeric name of an IPv6 address has its scope."""
+        loop, name = asyncio.get_running_loop(), self._host if self._tls else None
+        host, port = socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self), host, int(port), ssl=self._tls, server_hostname=name
+        )
         return connection
 
 

@@ -87,7 +87,8 @@ def _act(args: argparse.Namespace) -> int:
     for backend in status["backends"]:
         problem = f"  {backend['problem']}" if backend["problem"] else ""
         models = ", ".join(backend["models"]) or "-"
-        print(f"{backend['state']:9s} {backend['requests']:4d} running  {backend['url']}  {models}{problem}")
+        drained = "  (drained)" if backend["draining"] and backend["state"] != "draining" else ""
+        print(f"{backend['state']:9s} {backend['requests']:4d} running  {backend['url']}  {models}{problem}{drained}")
     return 0
 
 
