@@ -430,8 +430,8 @@ class Proxy:
             await send({"type": "http.response.body", "body": end, "more_body": False})
             return
         if not refusals:
-            now = time.monotonic()
-            states = "; ".join(f"{one.url}: {one.problem or one.state(now)}" for one in self._fleet.backends[:8])
+            now, backends = time.monotonic(), self._fleet.backends[:8]
+            states = "; ".join(f"{backend.url}: {backend.problem or backend.state(now)}" for backend in backends)
             raise unavailable(f"No backend can take the request ({states or 'there are none'}).", "no_backend", 1)
         full = [refusal.retry_after for refusal in refusals if refusal.retry_after is not None]
         if full and len(full) == len(refusals):

@@ -190,7 +190,7 @@ class Upstream:
         [answer] = await asyncio.shield(self._looking)
         if isinstance(answer, BaseException):
             raise answer
-        return [one[4] for one in answer]
+        return [address for *_, address in answer]
 
     async def _open(self, address: Any) -> _Connection:
         """A connection to one address. The numeric name of an IPv6 address has its scope."""
