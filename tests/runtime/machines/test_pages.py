@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from shardline.runtime.machines.host.pages import move_pages
+from shardline.runtime.machines.host.pages import can_move, move_pages
 
 PAGE = mmap.PAGESIZE
 
@@ -31,3 +33,9 @@ def test_what_cannot_move_stays() -> None:
     assert not move_pages(start + 64, start + 4 * PAGE, PAGE), "a part of a page cannot move"
     assert array[:, 0].tolist() == [7, 7, 0, 0, 0, 0, 0, 0]
     array[:] = 9
+
+
+def test_pages_do_not_move_where_a_process_would_have_no_mappings_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: "1000\n")
+    assert can_move(375)
+    assert not can_move(376)

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardline.config.fields import format_bytes
 from shardline.kernels.host.memory import Region, taking_from
 from shardline.kernels.memory import map_memory
-from shardline.runtime.machines.host.pages import move_pages
+from shardline.runtime.machines.host.pages import can_move, move_pages
 from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFile
 
 _log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class ExpertStream:
         """[layers]: bytes of an expert."""
         self._spare: list[_Pages] = []
         """Pages of experts that left, for those that come."""
+        self._pages_move = False
         self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
         self._waited = self._byte_seconds = 0.0
         """`_byte_seconds`: what reading a byte took last."""
@@ -152,6 +153,7 @@ class ExpertStream:
         self._present = np.zeros((len(counts), max(counts)), bool)
         self._needed = np.zeros(self._present.shape)
         self._computing = np.zeros(len(counts))
+        self._pages_move = can_move(sum(len(pages) for layer in self._layers.values() for pages in layer.pages))
         in_layers = [count * int(size) for count, size in zip(counts, self._sizes, strict=True)]
         self._room = max(self._room, *in_layers)  # a step may need all experts of a layer
         _log.info(
@@ -264,7 +266,7 @@ class ExpertStream:
             target, place = place.split(source.length)
             if rest.length:
                 self._spare.append(rest)
-            if not move_pages(source.address, target.address, source.length):
+            if not (self._pages_move and move_pages(source.address, target.address, source.length)):
                 source.drop()
 
     def _begin_step(self) -> None:
