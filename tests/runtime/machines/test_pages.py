@@ -37,5 +37,5 @@ def test_what_cannot_move_stays() -> None:
 
 def test_pages_do_not_move_where_a_process_would_have_no_mappings_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: "1000\n")
-    assert can_move(375)
-    assert not can_move(376)
+    assert can_move(750)
+    assert not can_move(751)

@@ -69,7 +69,7 @@ class Reserve:
 
 
 class Region:
-    """Memory for the weights of one layer, given out from its start."""
+    """Memory for the weights of one layer, given out from its start in whole pages."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
@@ -80,7 +80,7 @@ class Region:
         offset = self.used
         if offset + num_bytes > len(self.memory):
             return None
-        self.used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.used += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return self.memory, offset
 
 

@@ -98,6 +98,7 @@ class ExpertStream:
         """[layers]: bytes of an expert."""
         self._spare: list[_Pages] = []
         """Pages of experts that left, for those that come."""
+        self._num_mappings = 0
         self._pages_move = False
         self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
         self._waited = self._byte_seconds = 0.0
@@ -134,6 +135,8 @@ class ExpertStream:
             extents.append([self._write(region, start, stop) for start, stop in spans])
             own = [(-(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK) for start, stop in spans]
             pages.append([_Pages(region.memory, start, stop - start) for start, stop in own if start < stop])
+            # A place whose pages have moved is a mapping of its own, and so is what lies between it and the next one.
+            self._num_mappings += 2 * len(spans) - sum(whole == span for whole, span in zip(own, spans, strict=True))
         self._file.flush()
         for part in itertools.chain(*pages):
             part.drop()
@@ -153,7 +156,7 @@ class ExpertStream:
         self._present = np.zeros((len(counts), max(counts)), bool)
         self._needed = np.zeros(self._present.shape)
         self._computing = np.zeros(len(counts))
-        self._pages_move = can_move(sum(len(pages) for layer in self._layers.values() for pages in layer.pages))
+        self._pages_move = can_move(self._num_mappings)
         in_layers = [count * int(size) for count, size in zip(counts, self._sizes, strict=True)]
         self._room = max(self._room, *in_layers)  # a step may need all experts of a layer
         _log.info(

@@ -18,14 +18,13 @@ _SHARE_OF_MAPPINGS = 0.75
 """Of those that a process may have: the rest is for all else."""
 
 
-def can_move(num_places: int) -> bool:
-    """Whether pages may move between so many places. A place whose pages have moved is a mapping of its own, and so is
-    what lies between two of them."""
+def can_move(num_mappings: int) -> bool:
+    """Whether pages may move if the process has so many mappings more then."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         most = _USUAL_MAPPINGS
-    return _libc() is not None and 2 * num_places <= _SHARE_OF_MAPPINGS * most
+    return _libc() is not None and num_mappings <= _SHARE_OF_MAPPINGS * most
 
 
 def move_pages(source: int, target: int, length: int) -> bool:
