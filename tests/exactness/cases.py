@@ -15,7 +15,8 @@ from tests.weights.forms import FORMS
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
-NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS = "no-drafts", "drafts", "model-drafts", "head-drafts"
+NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS = "no-drafts", "drafts", "suffix-drafts"
+MODEL_DRAFTS, HEAD_DRAFTS = "model-drafts", "head-drafts"
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
@@ -52,8 +53,9 @@ class Case(NamedTuple):
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
-    """drafts: most guesses of the next tokens are right, some are wrong; model-drafts, head-drafts: they come where
-    a draft model or an EAGLE head has made its own."""
+    """drafts: most guesses of the next tokens are right, some are wrong, and come in place of what a search of the
+    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts: they come where a draft
+    model or an EAGLE head has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
     context: int = 1
@@ -112,7 +114,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
-        (NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS),
+        (NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS),
         (NO_MARK, KGW, SYNTHID),
     ]
 

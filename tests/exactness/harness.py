@@ -25,6 +25,8 @@ from shardline.engine.executor.base import Executor
 from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.payoff import Gate, RowCost
+from shardline.engine.speculative.suffix import SuffixLookup
+from shardline.engine.speculative.text_proposer import Lookup
 from shardline.messages.request import Request
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult
@@ -45,6 +47,7 @@ from tests.exactness.cases import (
     NO_DRAFTS,
     NO_MARK,
     PACKED,
+    SUFFIX_DRAFTS,
     SYNTHID,
     WHOLE_EXPERTS,
     Case,
@@ -260,12 +263,12 @@ def golden(
 
 
 class Guesses:
-    """Drafts of known answers, in which some tokens are wrong; stands in for `PromptLookup.find_continuation`."""
+    """Drafts of known answers, in which some tokens are wrong; stands in for a lookup's `find_continuation`."""
 
     def __init__(self, requests: Sequence[Request], expected: Mapping[str, Answer]) -> None:
         self._texts = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
 
-    def guess(self, _: PromptLookup | None, tokens: Sequence[int], most: int) -> list[int]:
+    def guess(self, _: Lookup | None, tokens: Sequence[int], most: int) -> list[int]:
         """The next tokens of the answer that begins with `tokens`; none if it ends before they do."""
         known = list(tokens)
         text = next(text for text in self._texts if text[: len(known)] == known[: len(text)])
@@ -274,6 +277,18 @@ class Guesses:
         if wrong < len(guesses):
             guesses[wrong] += 1 if guesses[wrong] == 0 else -1
         return guesses
+
+
+def _known_continuation(
+    lookup: Lookup,
+    find: Callable[[Lookup, Sequence[int], int], list[int]],
+    guesses: Guesses,
+    tokens: Sequence[int],
+    most: int,
+) -> list[int]:
+    """As `Lookup.find_continuation`, whose search runs too: random answers have few repetitions to find."""
+    find(lookup, tokens, most)
+    return guesses.guess(lookup, tokens, most)
 
 
 def _known_guesses(
@@ -322,25 +337,29 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {"kernels": kernels}, chunk)
     guesses = Guesses(requests, expected)
-    if case.drafts != DRAFTS:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
-            drafts_allowed(),
-        ):
-            by_head = case.drafts == HEAD_DRAFTS
-            drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
-            source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
-            asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
+    if case.drafts in _LOOKUPS:
+        method, kind = _LOOKUPS[case.drafts]
+        found = partialmethod(_known_continuation, kind.find_continuation, guesses)
+        with patch.object(kind, "find_continuation", found), drafts_allowed():
+            asked: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
             return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
     with (
-        patch.object(
-            PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
-        ),
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
         drafts_allowed(),
     ):
-        asked = {"method": "ngram", "num_speculative_tokens": 4}
+        by_head = case.drafts == HEAD_DRAFTS
+        drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
+        source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
+        asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
         return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
+
+
+_LOOKUPS: Mapping[str, tuple[str, type[PromptLookup | SuffixLookup]]] = {
+    DRAFTS: ("ngram", PromptLookup),
+    SUFFIX_DRAFTS: ("suffix", SuffixLookup),
+}
+"""The methods whose guesses are found in texts, and what finds them."""
 
 
 def _run_case(
