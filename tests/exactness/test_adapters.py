@@ -183,23 +183,26 @@ def test_preemption_and_cached_prefixes(setup: Setup) -> None:
 def test_drafts(setup: Setup) -> None:
     guesses = Guesses(setup.requests, setup.expected)
     guess = lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)  # noqa: E731
-    distinct = [request for index, request in enumerate(setup.requests) if index < 4]
     with patch.object(PromptLookup, "find_continuation", guess):
-        answers = setup.answers(distinct, "together", speculative_config=DRAFTS)
-    assert answers == {request.request_id: setup.expected[request.request_id] for request in distinct}
+        check_drafts(setup, speculative_config=DRAFTS)
 
 
-def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
-    """It guesses what the model would say without them, and the answers are those with them."""
-    drafts: dict[str, Any] = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
+def check_drafts(setup: Setup, **options: Any) -> None:
+    """With drafts, some of which are right and some are wrong, the answers are those without."""
     with drafts_allowed():
-        engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA, **drafts})
+        engine, executor = start_engine(setup.model, **{**setup.options, **LORA, **options})
         assert run(engine, setup.requests, "together") == setup.expected
         counts = engine.stats().drafts
         engine.close()
         executor.close()
     assert counts is not None
     assert 0 < counts.num_accepted < counts.num_tokens
+
+
+def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
+    """It guesses what the model would say without them, and the answers are those with them."""
+    asked = {"model": str(setup.model), "num_speculative_tokens": 3}
+    check_drafts(setup, tensor=2, speculative_config=asked)
 
 
 def test_requests_without_adapters_are_answered_as_by_an_engine_without(setup: Setup) -> None:
