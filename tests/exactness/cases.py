@@ -16,7 +16,8 @@ WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
 NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS = "no-drafts", "drafts", "suffix-drafts"
-MODEL_DRAFTS, HEAD_DRAFTS = "model-drafts", "head-drafts"
+MODEL_DRAFTS, HEAD_DRAFTS, EAGLE3_DRAFTS = "model-drafts", "head-drafts", "eagle3-drafts"
+OF_HEADS = (HEAD_DRAFTS, EAGLE3_DRAFTS)
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
@@ -54,8 +55,8 @@ class Case(NamedTuple):
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
     """drafts: most guesses of the next tokens are right, some are wrong, and come in place of what a search of the
-    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts: they come where a draft
-    model or an EAGLE head has made its own."""
+    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts, eagle3-drafts: they come
+    where a draft model or an EAGLE head, of the first or third version, has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
     context: int = 1
@@ -81,7 +82,7 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
-    if b in (MODEL_DRAFTS, HEAD_DRAFTS) and a in FAMILIES:
+    if b in (MODEL_DRAFTS, *OF_HEADS) and a in FAMILIES:
         return a not in _ALL_WINDOWED
     return (a, b) != ("alone", "tight")
 
@@ -114,7 +115,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
-        (NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS),
+        (NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS, MODEL_DRAFTS, *OF_HEADS),
         (NO_MARK, KGW, SYNTHID),
     ]
 
@@ -174,8 +175,8 @@ def layouts_of_own_parts() -> list[Case]:
 
 
 def layouts_with_heads() -> list[Case]:
-    """Layouts of an EAGLE head, beside parts of models that it could disturb. Samples do without this axis: its way
-    is that of a draft model, but for the hidden states."""
+    """Layouts of EAGLE heads, beside parts of models that they could disturb. Samples do without these values: their
+    way is that of a draft model, but for the hidden states."""
     whole = ("whole", "cold", "roomy")
     return [
         Case("llama", "bfloat16", 3, 1, 2, "together", "chunked", "warm", "tight", "none", *_HEAD_REST[0]),
@@ -183,16 +184,17 @@ def layouts_with_heads() -> list[Case]:
         Case("deepseek_v3", "float32", 2, 2, 1, "staggered", *whole, "fp8", *_HEAD_REST[2]),
         Case("deepseek_v2", "bfloat16", 1, 1, 2, "staggered", *whole, PACKED, *_HEAD_REST[3]),
         Case("mixtral", "bfloat16", 4, 1, 1, "together", "chunked", "off", "roomy", "int4_fast", *_HEAD_REST[4]),
-        Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[0]),
+        Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[5]),
     ]
 
 
 _HEAD_REST = (
     ("split-experts", INT8_KV, "in-turns", HEAD_DRAFTS, NO_MARK),
-    ("split-experts", INT8_KV, "two-hosts", HEAD_DRAFTS, KGW),
+    ("split-experts", INT8_KV, "two-hosts", EAGLE3_DRAFTS, KGW),
     ("split-experts", "kv-auto", "in-turns", HEAD_DRAFTS, KGW),
     (WHOLE_EXPERTS, "kv-auto", "one-host", HEAD_DRAFTS, NO_MARK),
-    (WHOLE_EXPERTS, INT8_KV, "in-turns", HEAD_DRAFTS, KGW),
+    (WHOLE_EXPERTS, INT8_KV, "in-turns", EAGLE3_DRAFTS, KGW),
+    ("split-experts", INT8_KV, "in-turns", EAGLE3_DRAFTS, NO_MARK),
 )
 
 
@@ -256,7 +258,7 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
 
     `quick`: those that take little time are preferred.
     """
-    values = [[value for value in axis if value != HEAD_DRAFTS] for axis in axes(families, schemes, KV_TYPES[:2])]
+    values = [[value for value in axis if value not in OF_HEADS] for axis in axes(families, schemes, KV_TYPES[:2])]
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
     flat = [(axis, value) for axis, known in enumerate(values) for value in known]

@@ -42,8 +42,10 @@ from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import (
     DRAFTS,
+    EAGLE3_DRAFTS,
     HEAD_DRAFTS,
     KGW,
+    MODEL_DRAFTS,
     NO_DRAFTS,
     NO_MARK,
     PACKED,
@@ -54,7 +56,7 @@ from tests.exactness.cases import (
 )
 from tests.exactness.stored import STORED
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import make_eagle
+from tests.models.heads import make_eagle, make_eagle3
 from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
@@ -348,10 +350,8 @@ def run_case(
         patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
         drafts_allowed(),
     ):
-        by_head = case.drafts == HEAD_DRAFTS
-        drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
-        source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
-        asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
+        method, make = _MODELS[case.drafts]
+        asked = {"method": method, "model": str(make(Path(folder))), "num_speculative_tokens": 4}
         return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
 
 
@@ -360,6 +360,15 @@ _LOOKUPS: Mapping[str, tuple[str, type[PromptLookup | SuffixLookup]]] = {
     SUFFIX_DRAFTS: ("suffix", SuffixLookup),
 }
 """The methods whose guesses are found in texts, and what finds them."""
+_MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
+    MODEL_DRAFTS: (
+        "draft_model",
+        lambda folder: make_checkpoint("qwen2", folder, max_position_embeddings=2048, num_attention_heads=8),
+    ),
+    HEAD_DRAFTS: ("eagle", make_eagle),
+    EAGLE3_DRAFTS: ("eagle3", make_eagle3),
+}
+"""The methods whose guesses are computed, and what makes a checkpoint that computes them."""
 
 
 def _run_case(
