@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
+from tests.models.heads import PREDICTING
 from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
@@ -17,7 +18,8 @@ INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
 NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS = "no-drafts", "drafts", "suffix-drafts"
 MODEL_DRAFTS, HEAD_DRAFTS, EAGLE3_DRAFTS = "model-drafts", "head-drafts", "eagle3-drafts"
-OF_HEADS = (HEAD_DRAFTS, EAGLE3_DRAFTS)
+MTP_DRAFTS = "mtp-drafts"
+OF_HEADS = (HEAD_DRAFTS, EAGLE3_DRAFTS, MTP_DRAFTS)
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
@@ -55,8 +57,9 @@ class Case(NamedTuple):
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
     """drafts: most guesses of the next tokens are right, some are wrong, and come in place of what a search of the
-    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts, eagle3-drafts: they come
-    where a draft model or an EAGLE head, of the first or third version, has made its own."""
+    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts, eagle3-drafts,
+    mtp-drafts: they come where a draft model, an EAGLE head, of the first or third version, or the head in the model's
+    checkpoint has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
     context: int = 1
@@ -82,6 +85,8 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
+    if b == MTP_DRAFTS and (a in FAMILIES or a == WHOLE_EXPERTS):
+        return a in PREDICTING
     if b in (MODEL_DRAFTS, *OF_HEADS) and a in FAMILIES:
         return a not in _ALL_WINDOWED
     return (a, b) != ("alone", "tight")
@@ -175,7 +180,7 @@ def layouts_of_own_parts() -> list[Case]:
 
 
 def layouts_with_heads() -> list[Case]:
-    """Layouts of EAGLE heads, beside parts of models that they could disturb. Samples do without these values: their
+    """Layouts of heads, beside parts of models that they could disturb. Samples do without these values: their
     way is that of a draft model, but for the hidden states."""
     whole = ("whole", "cold", "roomy")
     return [
@@ -185,6 +190,8 @@ def layouts_with_heads() -> list[Case]:
         Case("deepseek_v2", "bfloat16", 1, 1, 2, "staggered", *whole, PACKED, *_HEAD_REST[3]),
         Case("mixtral", "bfloat16", 4, 1, 1, "together", "chunked", "off", "roomy", "int4_fast", *_HEAD_REST[4]),
         Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[5]),
+        Case("deepseek_v3", "bfloat16", 1, 2, 1, "staggered", "chunked", "warm", "roomy", "int8", *_HEAD_REST[6]),
+        Case("glm4_moe", "float32", 3, 1, 1, "together", "chunked", "off", "tight", "none", *_HEAD_REST[7]),
     ]
 
 
@@ -195,6 +202,8 @@ _HEAD_REST = (
     (WHOLE_EXPERTS, "kv-auto", "one-host", HEAD_DRAFTS, NO_MARK),
     (WHOLE_EXPERTS, INT8_KV, "in-turns", EAGLE3_DRAFTS, KGW),
     ("split-experts", INT8_KV, "in-turns", EAGLE3_DRAFTS, NO_MARK),
+    ("split-experts", "kv-auto", "two-hosts", MTP_DRAFTS, NO_MARK),
+    ("split-experts", INT8_KV, "one-host", MTP_DRAFTS, SYNTHID),
 )
 
 

@@ -46,6 +46,7 @@ from tests.exactness.cases import (
     HEAD_DRAFTS,
     KGW,
     MODEL_DRAFTS,
+    MTP_DRAFTS,
     NO_DRAFTS,
     NO_MARK,
     PACKED,
@@ -351,7 +352,9 @@ def run_case(
         drafts_allowed(),
     ):
         method, make = _MODELS[case.drafts]
-        asked = {"method": method, "model": str(make(Path(folder))), "num_speculative_tokens": 4}
+        asked = {"method": method, "num_speculative_tokens": 4}
+        if make is not None:
+            asked["model"] = str(make(Path(folder)))
         return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
 
 
@@ -360,15 +363,16 @@ _LOOKUPS: Mapping[str, tuple[str, type[PromptLookup | SuffixLookup]]] = {
     SUFFIX_DRAFTS: ("suffix", SuffixLookup),
 }
 """The methods whose guesses are found in texts, and what finds them."""
-_MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
+_MODELS: Mapping[str, tuple[str, Callable[[Path], Path] | None]] = {
     MODEL_DRAFTS: (
         "draft_model",
         lambda folder: make_checkpoint("qwen2", folder, max_position_embeddings=2048, num_attention_heads=8),
     ),
     HEAD_DRAFTS: ("eagle", make_eagle),
     EAGLE3_DRAFTS: ("eagle3", make_eagle3),
+    MTP_DRAFTS: ("mtp", None),
 }
-"""The methods whose guesses are computed, and what makes a checkpoint that computes them."""
+"""The methods whose guesses are computed, and what makes a checkpoint that computes them; None: the model's does."""
 
 
 def _run_case(

@@ -27,6 +27,7 @@ from tests.exactness.cases import (
 from tests.exactness.harness import Answer, golden, make_requests, marked, run, run_case, start_engine
 from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import make_checkpoint
+from tests.models.heads import PREDICTING, make_predicting
 
 VOCAB_SIZE = 256
 
@@ -44,8 +45,8 @@ class Goldens:
     def model(self, family: str, quantization: str = "none") -> Path:
         if quantization in STORED:
             return STORED[quantization].make(self._folder / quantization)
-        folder = self._folder / family
-        return folder if folder.exists() else make_checkpoint(family, folder, **EXACTNESS_SHAPE.get(family, {}))
+        folder, make = self._folder / family, make_predicting if family in PREDICTING else make_checkpoint
+        return folder if folder.exists() else make(family, folder, **EXACTNESS_SHAPE.get(family, {}))
 
     def requests_of(self, case: Case) -> list[Request]:
         """As many as preempt each other where memory is tight."""
