@@ -190,6 +190,8 @@ def layouts_with_heads() -> list[Case]:
         Case("deepseek_v2", "bfloat16", 1, 1, 2, "staggered", *whole, PACKED, *_HEAD_REST[3]),
         Case("mixtral", "bfloat16", 4, 1, 1, "together", "chunked", "off", "roomy", "int4_fast", *_HEAD_REST[4]),
         Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[5]),
+        # It reads what goes into a layer that stores no keys.
+        Case("gemma4_text", "bfloat16", 2, 1, 1, "together", *whole, "none", *_HEAD_REST[1]),
         Case("deepseek_v3", "bfloat16", 1, 2, 1, "staggered", "chunked", "warm", "roomy", "int8", *_HEAD_REST[6]),
         Case("glm4_moe", "float32", 3, 1, 1, "together", "chunked", "off", "tight", "none", *_HEAD_REST[7]),
     ]
