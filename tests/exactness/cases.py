@@ -21,6 +21,7 @@ MODEL_DRAFTS, HEAD_DRAFTS, EAGLE3_DRAFTS = "model-drafts", "head-drafts", "eagle
 MTP_DRAFTS = "mtp-drafts"
 OF_HEADS = (HEAD_DRAFTS, EAGLE3_DRAFTS, MTP_DRAFTS)
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
+NO_ADAPTERS, ADAPTERS = "", "adapters"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
@@ -62,21 +63,28 @@ class Case(NamedTuple):
     checkpoint has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
+    adapters: str = NO_ADAPTERS
+    """adapters: each batch has requests with either of two adapters, and without one."""
     context: int = 1
 
     @property
     def name(self) -> str:
         """For test ids."""
         layout = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}" + (f"-cp{self.context}" if self.context > 1 else "")
-        return "-".join((self.family, self.dtype, layout, *self[5:-1]))
+        return "-".join(filter(None, (self.family, self.dtype, layout, *self[5:-1])))
 
     @property
     def possible(self) -> bool:
         """Preemption needs several sequences at once, and all of them with drafts, which end them sooner; whole experts
-        need a model with experts; in a tight pool, windowed groups that grow together leave nothing of the first time
-        in the prefix cache; the rest combines freely."""
-        forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
-        if self.memory == "tight" and (forgotten or (self.drafts != NO_DRAFTS and self.batch != "together")):
+        need a model with experts, and their adapters serve one replica; in a tight pool, windowed groups that grow
+        together, or sequences of several adapters, leave nothing of the first time in the prefix cache, and with both,
+        it depends on the answers whether the pool is too small; the rest combines freely."""
+        adapters, windowed = self.adapters == ADAPTERS, self.family in _WINDOWED
+        if adapters and self.data > 1 and self.experts == WHOLE_EXPERTS:
+            return False
+        forgotten = self.cache == "warm" and (adapters or (windowed and self.batch == "together"))
+        too_few = self.drafts != NO_DRAFTS and self.batch != "together"
+        if self.memory == "tight" and (forgotten or too_few or (adapters and windowed)):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 
@@ -122,6 +130,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("one-host", "two-hosts", "in-turns"),
         (NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS, MODEL_DRAFTS, *OF_HEADS),
         (NO_MARK, KGW, SYNTHID),
+        (NO_ADAPTERS, ADAPTERS),
     ]
 
 
@@ -203,8 +212,8 @@ _HEAD_REST = (
     ("split-experts", "kv-auto", "in-turns", HEAD_DRAFTS, KGW),
     (WHOLE_EXPERTS, "kv-auto", "one-host", HEAD_DRAFTS, NO_MARK),
     (WHOLE_EXPERTS, INT8_KV, "in-turns", EAGLE3_DRAFTS, KGW),
-    ("split-experts", INT8_KV, "in-turns", EAGLE3_DRAFTS, NO_MARK),
-    ("split-experts", "kv-auto", "two-hosts", MTP_DRAFTS, NO_MARK),
+    ("split-experts", INT8_KV, "in-turns", EAGLE3_DRAFTS, NO_MARK, ADAPTERS),
+    ("split-experts", "kv-auto", "two-hosts", MTP_DRAFTS, NO_MARK, ADAPTERS),
     ("split-experts", INT8_KV, "one-host", MTP_DRAFTS, SYNTHID),
 )
 
@@ -233,7 +242,7 @@ def context_layouts(*, full: bool) -> list[Case]:
     if full:
         sizes = list(itertools.product(("float32", "bfloat16"), (1, 2), (1, 2), (1, 2), rests, (1, 2, 3)))
         cases = [
-            Case(family, dtype, tensor, pipeline, data, *rest, context)
+            Case(family, dtype, tensor, pipeline, data, *rest, context=context)
             for family in CONTEXT_FAMILIES
             for dtype, tensor, pipeline, data, rest, context in sizes
             # Where memory is tight, one rank has room for all of them, and only one replica has a long request.
@@ -241,12 +250,12 @@ def context_layouts(*, full: bool) -> list[Case]:
         ]
         return [case for case in cases if case.possible]
     return [
-        Case("llama", "bfloat16", 1, 1, 1, *rests[0], 2),
-        Case("llama", "float32", 1, 2, 1, *rests[1], 3),
-        Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], 2),
-        Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], 2),
-        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], 2),
-        Case("olmo2", "bfloat16", 1, 1, 1, *rests[4], 3),
+        Case("llama", "bfloat16", 1, 1, 1, *rests[0], context=2),
+        Case("llama", "float32", 1, 2, 1, *rests[1], context=3),
+        Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], context=2),
+        Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], context=2),
+        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], context=2),
+        Case("olmo2", "bfloat16", 1, 1, 1, *rests[4], context=3),
     ]
 
 

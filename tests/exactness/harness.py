@@ -16,7 +16,9 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from shardline.config.engine import EngineConfig
+from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.description import read_model
+from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
@@ -27,7 +29,7 @@ from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.payoff import Gate, RowCost
 from shardline.engine.speculative.suffix import SuffixLookup
 from shardline.engine.speculative.text_proposer import Lookup
-from shardline.messages.request import Request
+from shardline.messages.request import AdapterRef, Request
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult
 from shardline.models.kv_groups import blocks_per_request
@@ -137,6 +139,24 @@ def marked(requests: Sequence[Request], mark: str) -> list[Request]:
         )
         for index, request in enumerate(requests)
     ]
+
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+
+
+def adapted(requests: Sequence[Request], adapters: Sequence[AdapterRef | None]) -> list[Request]:
+    """The requests, which have the adapters in turns."""
+    refs = [adapters[index % len(adapters)] for index in range(len(requests))]
+    return [
+        msgspec.structs.replace(request, adapter=ref, cache_salt=ref.digest if ref else "")
+        for request, ref in zip(requests, refs, strict=True)
+    ]
+
+
+def refer(model: Path, folder: Path) -> AdapterRef:
+    """The adapter in a folder, as requests name it."""
+    spec = read_model(ModelConfig(model=str(model))).spec()
+    return AdapterRef(read_adapter(folder, spec, LORA["max_lora_rank"]).digest(), str(folder))
 
 
 def start_engine(
@@ -249,9 +269,11 @@ def golden(
     kernels: str = "auto",
 ) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
+    lora = LORA if any(request.adapter for request in requests) else {}
     with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
         engine, executor = start_engine(
             model,
+            **lora,
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv,
@@ -386,6 +408,7 @@ def _run_case(
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
         "enable_expert_parallel": case.experts == WHOLE_EXPERTS,
+        **(LORA if case.adapters else {}),
         **more_options,
     }
     answers: dict[str, Answer] = {}
