@@ -77,14 +77,14 @@ class Case(NamedTuple):
     def possible(self) -> bool:
         """Preemption needs several sequences at once, and all of them with drafts, which end them sooner; whole experts
         need a model with experts, and their adapters serve one replica; in a tight pool, windowed groups that grow
-        together, or sequences of several adapters, leave nothing of the first time in the prefix cache, and with both,
-        it depends on the answers whether the pool is too small; the rest combines freely."""
+        together, or sequences of several adapters, leave nothing of the first time in the prefix cache, and with both
+        and drafts, it depends on the answers whether the pool is too small; the rest combines freely."""
         adapters, windowed = self.adapters == ADAPTERS, self.family in _WINDOWED
         if adapters and self.data > 1 and self.experts == WHOLE_EXPERTS:
             return False
         forgotten = self.cache == "warm" and (adapters or (windowed and self.batch == "together"))
-        too_few = self.drafts != NO_DRAFTS and self.batch != "together"
-        if self.memory == "tight" and (forgotten or too_few or (adapters and windowed)):
+        too_few = self.drafts != NO_DRAFTS and (self.batch != "together" or (adapters and windowed))
+        if self.memory == "tight" and (forgotten or too_few):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 
@@ -289,9 +289,11 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
     earlier, later = np.triu_indices(len(values), 1)
     rng = np.random.RandomState(8)
     cases: list[Case] = []
+    num_vain = 0
     while missing.any():
         drawn = first + (rng.random_sample((_CANDIDATES, len(values))) * sizes).astype(int)
-        for number in np.unravel_index(missing.argmax(), missing.shape):
+        pair = np.unravel_index(missing.argmax(), missing.shape)
+        for number in pair:
             drawn[:, flat[number][0]] = number
         drawn = drawn[allowed[drawn[:, earlier], drawn[:, later]].all(1)]
         found = missing[drawn[:, earlier], drawn[:, later]].sum(1)
@@ -300,6 +302,8 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
             case = Case(*(flat[number][1] for number in drawn[index]))
             if case.possible:
                 candidates.append((found[index] / _effort(case) ** _THRIFT if quick else found[index], index, case))
+        num_vain = 0 if candidates else num_vain + 1
+        assert num_vain < 100, f"no case has both of {[flat[number] for number in pair]}"
         if candidates:
             _, index, case = max(candidates)
             missing[np.ix_(drawn[index], drawn[index])] = False
