@@ -101,7 +101,8 @@ def _meet(a: Any, b: Any) -> bool:
 
 
 SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
-"""Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
+"""Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed. packed-awq has one of
+them, and awq, in STORED, is a checkpoint in that format."""
 
 CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "olmo2", "deepseek_v3")
 """Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, with norms over all heads,
@@ -141,7 +142,7 @@ def full_matrix(keyword: str) -> list[Case]:
     them, and the product where a sample has all the words.
     """
     words = keyword.split(" and ") if keyword else []
-    samples = [case for form in FORMS for case in pairwise_sample(SAMPLED_FAMILIES, (form,))]
+    samples = [case for form in FORMS for case in pairwise_sample(SAMPLED_FAMILIES, (f"{PACKED}-{form}",))]
     for name, stored in STORED.items():
         samples += map(_surely_preempting, pairwise_sample((stored.family,), (name,)))
     chosen = [case for case in samples if all(word in case.name for word in words)]

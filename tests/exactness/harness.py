@@ -174,7 +174,8 @@ def start_engine(
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
     `hosts` and `mark`: as in `Case`; `namespace`: as in `Engine`."""
     scheme = options.get("quantization")
-    if scheme in (PACKED, *FORMS):
+    is_packed = str(scheme).startswith(PACKED)
+    if is_packed:
         options = {**options, "quantization": "none"}
     elif scheme in STORED:
         options = {**options, "quantization": STORED[scheme].quantization}
@@ -192,7 +193,7 @@ def start_engine(
     )
     setup = msgspec.structs.replace(_spread(resolve_here(config), hosts), watermark=MARKS[mark])
     quantized: AbstractContextManager[object] = nullcontext()
-    if scheme in (PACKED, *FORMS):
+    if is_packed:
         setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
         quantized = patch.multiple(
             CheckpointWeights, get_packed=partialmethod(_read_packed, scheme), get=partialmethod(_read_dense, scheme)
@@ -207,7 +208,7 @@ def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Sp
     """The part of a weight in a form; with `PACKED`, each block of layers has another one. Experts share theirs."""
     block, _, expert = name.partition(".experts.")
     number = zlib.crc32((block if expert else name.rsplit(".", 2)[0]).encode())
-    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
+    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme).removeprefix(f"{PACKED}-")
     return quantize(_GET(source, name, spans), form)
 
 

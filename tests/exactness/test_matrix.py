@@ -189,6 +189,17 @@ def test_every_other_format_has_one_answer_on_three_ranks(name: str, tmp_path: P
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("name", ["fp8", "awq"])
+def test_formats_are_not_taken_for_forms_of_the_same_name(
+    name: str, goldens: Goldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in a form are quantized here, and those in a format by the engine or before."""
+    monkeypatch.setattr("tests.exactness.harness.quantize", None)
+    engine, executor = start_engine(goldens.model("llama", name), quantization=name)
+    engine.close()
+    executor.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_golden_is_no_constant(goldens: Goldens, dtype: str) -> None:
     """Digests differ between positions and requests, so that equality of digests says something."""
