@@ -64,7 +64,9 @@ def test_outputs_are_marked_if_there_is_a_key(has_key: bool, asked: bool | None,
 
 
 def test_a_mark_without_a_key_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"watermarking needs a key, .* without --watermark-config"):
+    with pytest.raises(
+        ValueError, match=r"watermarking \(or watermark\) .* no key .* leave it out, or .* --watermark-config"
+    ):
         builder().build_request("r", [5], SamplingParams(watermarking=True))
 
 

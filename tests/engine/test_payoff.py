@@ -14,6 +14,7 @@ from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.payoff import Acceptance, Gate, Payoff
 from shardline.engine.speculative.text_proposer import TextProposer
+from shardline.messages.stats import DraftStats, merge_drafts
 from shardline.messages.step import SequenceResult, SequenceStep
 from tests.engine.fake_worker import make_request
 
@@ -102,6 +103,21 @@ def test_a_gate_that_does_not_pay_opens_less_and_less() -> None:
     while not gate.is_open:
         gate.note(1, 1.0, 1.0)
     assert sum(gate.note(1, 1.5, 1.0) for _ in range(1000)) == pytest.approx(1000 * 2 / 134, abs=3)
+
+
+def test_what_a_guess_costs_is_told_by_the_number_of_sequences() -> None:
+    payoff = Payoff(8)
+    assert payoff.stats().row_seconds == {}
+    for num_sequences, row in ((5, 0.02), (1, 0.0)):
+        for _ in range(50):
+            payoff.begin_plan(num_sequences)
+            guesses = 2 * num_sequences if payoff.is_open else 0
+            payoff.note_decode(num_sequences, num_sequences + guesses, num_sequences + guesses, 1.0 + row * guesses)
+    found = payoff.stats()
+    assert found.row_seconds == {4: pytest.approx(0.02), 1: 0.0}
+    both = merge_drafts([found, DraftStats(0, 0, [0] * 8, {1: 0.5})])
+    assert both is not None
+    assert both.row_seconds == {4: pytest.approx(0.02), 1: 0.5}
 
 
 def test_each_number_of_sequences_has_a_gate() -> None:

@@ -10,13 +10,18 @@ import numpy as np
 
 from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
+from tests.models.heads import PREDICTING
 from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
-NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS = "no-drafts", "drafts", "model-drafts", "head-drafts"
+NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS = "no-drafts", "drafts", "suffix-drafts"
+MODEL_DRAFTS, HEAD_DRAFTS, EAGLE3_DRAFTS = "model-drafts", "head-drafts", "eagle3-drafts"
+MTP_DRAFTS = "mtp-drafts"
+OF_HEADS = (HEAD_DRAFTS, EAGLE3_DRAFTS, MTP_DRAFTS)
 NO_MARK, KGW, SYNTHID = "no-mark", "kgw", "synthid"
+NO_ADAPTERS, ADAPTERS = "", "adapters"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
@@ -52,25 +57,34 @@ class Case(NamedTuple):
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
     drafts: str = NO_DRAFTS
-    """drafts: most guesses of the next tokens are right, some are wrong; model-drafts, head-drafts: they come where
-    a draft model or an EAGLE head has made its own."""
+    """drafts: most guesses of the next tokens are right, some are wrong, and come in place of what a search of the
+    text finds; suffix-drafts: of a search of earlier answers, too; model-drafts, head-drafts, eagle3-drafts,
+    mtp-drafts: they come where a draft model, an EAGLE head, of the first or third version, or the head in the model's
+    checkpoint has made its own."""
     mark: str = NO_MARK
     """kgw, synthid: most requests are marked, by this scheme."""
+    adapters: str = NO_ADAPTERS
+    """adapters: each batch has requests with either of two adapters, and without one."""
     context: int = 1
 
     @property
     def name(self) -> str:
         """For test ids."""
         layout = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}" + (f"-cp{self.context}" if self.context > 1 else "")
-        return "-".join((self.family, self.dtype, layout, *self[5:-1]))
+        return "-".join(filter(None, (self.family, self.dtype, layout, *self[5:-1])))
 
     @property
     def possible(self) -> bool:
         """Preemption needs several sequences at once, and all of them with drafts, which end them sooner; whole experts
-        need a model with experts; in a tight pool, windowed groups that grow together leave nothing of the first time
-        in the prefix cache; the rest combines freely."""
-        forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
-        if self.memory == "tight" and (forgotten or (self.drafts != NO_DRAFTS and self.batch != "together")):
+        need a model with experts, and their adapters serve one replica; in a tight pool, windowed groups that grow
+        together, or sequences of several adapters, leave nothing of the first time in the prefix cache, and with both
+        and drafts, it depends on the answers whether the pool is too small; the rest combines freely."""
+        adapters, windowed = self.adapters == ADAPTERS, self.family in _WINDOWED
+        if adapters and self.data > 1 and self.experts == WHOLE_EXPERTS:
+            return False
+        forgotten = self.cache == "warm" and (adapters or (windowed and self.batch == "together"))
+        too_few = self.drafts != NO_DRAFTS and (self.batch != "together" or (adapters and windowed))
+        if self.memory == "tight" and (forgotten or too_few):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 
@@ -79,13 +93,16 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
-    if b in (MODEL_DRAFTS, HEAD_DRAFTS) and a in FAMILIES:
+    if b == MTP_DRAFTS and (a in FAMILIES or a == WHOLE_EXPERTS):
+        return a in PREDICTING
+    if b in (MODEL_DRAFTS, *OF_HEADS) and a in FAMILIES:
         return a not in _ALL_WINDOWED
     return (a, b) != ("alone", "tight")
 
 
 SCHEMES = ("none", "int8", "int4_fast", "fp8", PACKED)
-"""Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
+"""Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed. packed-awq has one of
+them, and awq, in STORED, is a checkpoint in that format."""
 
 CONTEXT_FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "gemma2", "llama4_text", "gemma4_text", "olmo2", "deepseek_v3")
 """Families of long requests: plain, with windows, sinks and caps, with chunks, with experts, with norms over all heads,
@@ -112,8 +129,9 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
-        (NO_DRAFTS, DRAFTS, MODEL_DRAFTS, HEAD_DRAFTS),
+        (NO_DRAFTS, DRAFTS, SUFFIX_DRAFTS, MODEL_DRAFTS, *OF_HEADS),
         (NO_MARK, KGW, SYNTHID),
+        (NO_ADAPTERS, ADAPTERS),
     ]
 
 
@@ -124,7 +142,7 @@ def full_matrix(keyword: str) -> list[Case]:
     them, and the product where a sample has all the words.
     """
     words = keyword.split(" and ") if keyword else []
-    samples = [case for form in FORMS for case in pairwise_sample(SAMPLED_FAMILIES, (form,))]
+    samples = [case for form in FORMS for case in pairwise_sample(SAMPLED_FAMILIES, (f"{PACKED}-{form}",))]
     for name, stored in STORED.items():
         samples += map(_surely_preempting, pairwise_sample((stored.family,), (name,)))
     chosen = [case for case in samples if all(word in case.name for word in words)]
@@ -172,8 +190,8 @@ def layouts_of_own_parts() -> list[Case]:
 
 
 def layouts_with_heads() -> list[Case]:
-    """Layouts of an EAGLE head, beside parts of models that it could disturb. Samples do without this axis: its way
-    is that of a draft model, but for the hidden states."""
+    """Layouts of heads, beside parts of models that they could disturb. Samples do without these values: their
+    way is that of a draft model, but for the hidden states."""
     whole = ("whole", "cold", "roomy")
     return [
         Case("llama", "bfloat16", 3, 1, 2, "together", "chunked", "warm", "tight", "none", *_HEAD_REST[0]),
@@ -181,16 +199,23 @@ def layouts_with_heads() -> list[Case]:
         Case("deepseek_v3", "float32", 2, 2, 1, "staggered", *whole, "fp8", *_HEAD_REST[2]),
         Case("deepseek_v2", "bfloat16", 1, 1, 2, "staggered", *whole, PACKED, *_HEAD_REST[3]),
         Case("mixtral", "bfloat16", 4, 1, 1, "together", "chunked", "off", "roomy", "int4_fast", *_HEAD_REST[4]),
-        Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[0]),
+        Case("gpt2", "bfloat16", 4, 1, 1, "together", *whole, "none", *_HEAD_REST[5]),
+        # It reads what goes into a layer that stores no keys.
+        Case("gemma4_text", "bfloat16", 2, 1, 1, "together", *whole, "none", *_HEAD_REST[1]),
+        Case("deepseek_v3", "bfloat16", 1, 2, 1, "staggered", "chunked", "warm", "roomy", "int8", *_HEAD_REST[6]),
+        Case("glm4_moe", "float32", 3, 1, 1, "together", "chunked", "off", "tight", "none", *_HEAD_REST[7]),
     ]
 
 
 _HEAD_REST = (
     ("split-experts", INT8_KV, "in-turns", HEAD_DRAFTS, NO_MARK),
-    ("split-experts", INT8_KV, "two-hosts", HEAD_DRAFTS, KGW),
+    ("split-experts", INT8_KV, "two-hosts", EAGLE3_DRAFTS, KGW),
     ("split-experts", "kv-auto", "in-turns", HEAD_DRAFTS, KGW),
     (WHOLE_EXPERTS, "kv-auto", "one-host", HEAD_DRAFTS, NO_MARK),
-    (WHOLE_EXPERTS, INT8_KV, "in-turns", HEAD_DRAFTS, KGW),
+    (WHOLE_EXPERTS, INT8_KV, "in-turns", EAGLE3_DRAFTS, KGW),
+    ("split-experts", INT8_KV, "in-turns", EAGLE3_DRAFTS, NO_MARK, ADAPTERS),
+    ("split-experts", "kv-auto", "two-hosts", MTP_DRAFTS, NO_MARK, ADAPTERS),
+    ("split-experts", INT8_KV, "one-host", MTP_DRAFTS, SYNTHID),
 )
 
 
@@ -218,7 +243,7 @@ def context_layouts(*, full: bool) -> list[Case]:
     if full:
         sizes = list(itertools.product(("float32", "bfloat16"), (1, 2), (1, 2), (1, 2), rests, (1, 2, 3)))
         cases = [
-            Case(family, dtype, tensor, pipeline, data, *rest, context)
+            Case(family, dtype, tensor, pipeline, data, *rest, context=context)
             for family in CONTEXT_FAMILIES
             for dtype, tensor, pipeline, data, rest, context in sizes
             # Where memory is tight, one rank has room for all of them, and only one replica has a long request.
@@ -226,12 +251,12 @@ def context_layouts(*, full: bool) -> list[Case]:
         ]
         return [case for case in cases if case.possible]
     return [
-        Case("llama", "bfloat16", 1, 1, 1, *rests[0], 2),
-        Case("llama", "float32", 1, 2, 1, *rests[1], 3),
-        Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], 2),
-        Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], 2),
-        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], 2),
-        Case("olmo2", "bfloat16", 1, 1, 1, *rests[4], 3),
+        Case("llama", "bfloat16", 1, 1, 1, *rests[0], context=2),
+        Case("llama", "float32", 1, 2, 1, *rests[1], context=3),
+        Case("gpt_oss", "bfloat16", 2, 1, 1, *rests[2], context=2),
+        Case("qwen3_moe", "bfloat16", 1, 1, 2, *rests[3], context=2),
+        Case("deepseek_v3", "bfloat16", 1, 1, 1, *rests[3], context=2),
+        Case("olmo2", "bfloat16", 1, 1, 1, *rests[4], context=3),
     ]
 
 
@@ -254,7 +279,7 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
 
     `quick`: those that take little time are preferred.
     """
-    values = [[value for value in axis if value != HEAD_DRAFTS] for axis in axes(families, schemes, KV_TYPES[:2])]
+    values = [[value for value in axis if value not in OF_HEADS] for axis in axes(families, schemes, KV_TYPES[:2])]
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
     flat = [(axis, value) for axis, known in enumerate(values) for value in known]
@@ -265,9 +290,11 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
     earlier, later = np.triu_indices(len(values), 1)
     rng = np.random.RandomState(8)
     cases: list[Case] = []
+    num_vain = 0
     while missing.any():
         drawn = first + (rng.random_sample((_CANDIDATES, len(values))) * sizes).astype(int)
-        for number in np.unravel_index(missing.argmax(), missing.shape):
+        pair = np.unravel_index(missing.argmax(), missing.shape)
+        for number in pair:
             drawn[:, flat[number][0]] = number
         drawn = drawn[allowed[drawn[:, earlier], drawn[:, later]].all(1)]
         found = missing[drawn[:, earlier], drawn[:, later]].sum(1)
@@ -276,6 +303,8 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: b
             case = Case(*(flat[number][1] for number in drawn[index]))
             if case.possible:
                 candidates.append((found[index] / _effort(case) ** _THRIFT if quick else found[index], index, case))
+        num_vain = 0 if candidates else num_vain + 1
+        assert num_vain < 100, f"no case has both of {[flat[number] for number in pair]}"
         if candidates:
             _, index, case = max(candidates)
             missing[np.ix_(drawn[index], drawn[index])] = False

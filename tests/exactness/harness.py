@@ -16,7 +16,9 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from shardline.config.engine import EngineConfig
+from shardline.checkpoints.adapters import read_adapter
+from shardline.checkpoints.description import read_model
+from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
@@ -25,7 +27,9 @@ from shardline.engine.executor.base import Executor
 from shardline.engine.speculative.model import ModelProposer
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.engine.speculative.payoff import Gate, RowCost
-from shardline.messages.request import Request
+from shardline.engine.speculative.suffix import SuffixLookup
+from shardline.engine.speculative.text_proposer import Lookup
+from shardline.messages.request import AdapterRef, Request
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult
 from shardline.models.kv_groups import blocks_per_request
@@ -40,18 +44,22 @@ from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import (
     DRAFTS,
+    EAGLE3_DRAFTS,
     HEAD_DRAFTS,
     KGW,
+    MODEL_DRAFTS,
+    MTP_DRAFTS,
     NO_DRAFTS,
     NO_MARK,
     PACKED,
+    SUFFIX_DRAFTS,
     SYNTHID,
     WHOLE_EXPERTS,
     Case,
 )
 from tests.exactness.stored import STORED
 from tests.models.checkpoints import make_checkpoint
-from tests.models.heads import make_eagle
+from tests.models.heads import make_eagle, make_eagle3
 from tests.weights.forms import FORMS, quantize
 
 _GET = CheckpointWeights.get
@@ -133,6 +141,24 @@ def marked(requests: Sequence[Request], mark: str) -> list[Request]:
     ]
 
 
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+
+
+def adapted(requests: Sequence[Request], adapters: Sequence[AdapterRef | None]) -> list[Request]:
+    """The requests, which have the adapters in turns."""
+    refs = [adapters[index % len(adapters)] for index in range(len(requests))]
+    return [
+        msgspec.structs.replace(request, adapter=ref, cache_salt=ref.digest if ref else "")
+        for request, ref in zip(requests, refs, strict=True)
+    ]
+
+
+def refer(model: Path, folder: Path) -> AdapterRef:
+    """The adapter in a folder, as requests name it."""
+    spec = read_model(ModelConfig(model=str(model))).spec()
+    return AdapterRef(read_adapter(folder, spec, LORA["max_lora_rank"]).digest(), str(folder))
+
+
 def start_engine(
     model: Path,
     *,
@@ -148,7 +174,8 @@ def start_engine(
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
     `hosts` and `mark`: as in `Case`; `namespace`: as in `Engine`."""
     scheme = options.get("quantization")
-    if scheme in (PACKED, *FORMS):
+    is_packed = str(scheme).startswith(PACKED)
+    if is_packed:
         options = {**options, "quantization": "none"}
     elif scheme in STORED:
         options = {**options, "quantization": STORED[scheme].quantization}
@@ -166,7 +193,7 @@ def start_engine(
     )
     setup = msgspec.structs.replace(_spread(resolve_here(config), hosts), watermark=MARKS[mark])
     quantized: AbstractContextManager[object] = nullcontext()
-    if scheme in (PACKED, *FORMS):
+    if is_packed:
         setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
         quantized = patch.multiple(
             CheckpointWeights, get_packed=partialmethod(_read_packed, scheme), get=partialmethod(_read_dense, scheme)
@@ -181,7 +208,7 @@ def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Sp
     """The part of a weight in a form; with `PACKED`, each block of layers has another one. Experts share theirs."""
     block, _, expert = name.partition(".experts.")
     number = zlib.crc32((block if expert else name.rsplit(".", 2)[0]).encode())
-    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
+    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme).removeprefix(f"{PACKED}-")
     return quantize(_GET(source, name, spans), form)
 
 
@@ -243,9 +270,11 @@ def golden(
     kernels: str = "auto",
 ) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
+    lora = LORA if any(request.adapter for request in requests) else {}
     with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
         engine, executor = start_engine(
             model,
+            **lora,
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv,
@@ -260,12 +289,12 @@ def golden(
 
 
 class Guesses:
-    """Drafts of known answers, in which some tokens are wrong; stands in for `PromptLookup.find_continuation`."""
+    """Drafts of known answers, in which some tokens are wrong; stands in for a lookup's `find_continuation`."""
 
     def __init__(self, requests: Sequence[Request], expected: Mapping[str, Answer]) -> None:
         self._texts = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
 
-    def guess(self, _: PromptLookup | None, tokens: Sequence[int], most: int) -> list[int]:
+    def guess(self, _: Lookup | None, tokens: Sequence[int], most: int) -> list[int]:
         """The next tokens of the answer that begins with `tokens`; none if it ends before they do."""
         known = list(tokens)
         text = next(text for text in self._texts if text[: len(known)] == known[: len(text)])
@@ -274,6 +303,18 @@ class Guesses:
         if wrong < len(guesses):
             guesses[wrong] += 1 if guesses[wrong] == 0 else -1
         return guesses
+
+
+def _known_continuation(
+    lookup: Lookup,
+    find: Callable[[Lookup, Sequence[int], int], list[int]],
+    guesses: Guesses,
+    tokens: Sequence[int],
+    most: int,
+) -> list[int]:
+    """As `Lookup.find_continuation`, whose search runs too: random answers have few repetitions to find."""
+    find(lookup, tokens, most)
+    return guesses.guess(lookup, tokens, most)
 
 
 def _known_guesses(
@@ -322,25 +363,39 @@ def run_case(
     if case.drafts == NO_DRAFTS:
         return _run_case(model, case, requests, {"kernels": kernels}, chunk)
     guesses = Guesses(requests, expected)
-    if case.drafts != DRAFTS:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
-            drafts_allowed(),
-        ):
-            by_head = case.drafts == HEAD_DRAFTS
-            drafting: dict[str, Any] = {"max_position_embeddings": 2048, "num_attention_heads": 8}
-            source = make_eagle(Path(folder)) if by_head else make_checkpoint("qwen2", Path(folder), **drafting)
-            asked = {"method": "eagle" if by_head else "draft_model", "model": str(source), "num_speculative_tokens": 4}
+    if case.drafts in _LOOKUPS:
+        method, kind = _LOOKUPS[case.drafts]
+        found = partialmethod(_known_continuation, kind.find_continuation, guesses)
+        with patch.object(kind, "find_continuation", found), drafts_allowed():
+            asked: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
             return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
     with (
-        patch.object(
-            PromptLookup, "find_continuation", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)
-        ),
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(DraftModel, "result", partialmethod(_known_guesses, DraftModel.result, guesses)),
         drafts_allowed(),
     ):
-        asked = {"method": "ngram", "num_speculative_tokens": 4}
+        method, make = _MODELS[case.drafts]
+        asked = {"method": method, "num_speculative_tokens": 4}
+        if make is not None:
+            asked["model"] = str(make(Path(folder)))
         return _run_case(model, case, requests, {"speculative_config": asked, "kernels": kernels}, chunk)
+
+
+_LOOKUPS: Mapping[str, tuple[str, type[PromptLookup | SuffixLookup]]] = {
+    DRAFTS: ("ngram", PromptLookup),
+    SUFFIX_DRAFTS: ("suffix", SuffixLookup),
+}
+"""The methods whose guesses are found in texts, and what finds them."""
+_MODELS: Mapping[str, tuple[str, Callable[[Path], Path] | None]] = {
+    MODEL_DRAFTS: (
+        "draft_model",
+        lambda folder: make_checkpoint("qwen2", folder, max_position_embeddings=2048, num_attention_heads=8),
+    ),
+    HEAD_DRAFTS: ("eagle", make_eagle),
+    EAGLE3_DRAFTS: ("eagle3", make_eagle3),
+    MTP_DRAFTS: ("mtp", None),
+}
+"""The methods whose guesses are computed, and what makes a checkpoint that computes them; None: the model's does."""
 
 
 def _run_case(
@@ -354,6 +409,7 @@ def _run_case(
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
         "enable_expert_parallel": case.experts == WHOLE_EXPERTS,
+        **(LORA if case.adapters else {}),
         **more_options,
     }
     answers: dict[str, Answer] = {}

@@ -11,20 +11,26 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from shardline.checkpoints.adapters import read_adapter
-from shardline.checkpoints.description import read_model
-from shardline.config.engine import ModelConfig
 from shardline.deployment.fingerprint import NumericContract
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import AdapterRef, Request
 from shardline.receipts.check import check_output
 from shardline.receipts.receipt import make_receipt
 from shardline.runtime.machines.host.replay import DecodeReplay
-from tests.exactness.harness import Answer, Guesses, drafts_allowed, make_requests, run, start_engine
+from tests.exactness.harness import (
+    LORA,
+    Answer,
+    Guesses,
+    adapted,
+    drafts_allowed,
+    make_requests,
+    refer,
+    run,
+    start_engine,
+)
 from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
 
-LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
 ADAPTERS: tuple[tuple[list[str], list[str]], ...] = (
     (["q_proj", "v_proj", "lm_head", "embed_tokens"], []),
     (["o_proj", "gate_proj", "down_proj"], ["embed_tokens"]),
@@ -48,16 +54,12 @@ class Setup:
     ) -> None:
         self.model = make_checkpoint(family, folder / "model", dtype=dtype, max_position_embeddings=1024)
         self.options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kernels": kernels}
-        spec = read_model(ModelConfig(model=str(self.model))).spec()
         self.adapters: list[AdapterRef | None] = [None]
         for number, (targets, whole) in enumerate(ADAPTERS):
             made: dict[str, Any] = {"seed": number, "rank": 3 + 9 * number, "use_dora": number < 2}
             path = make_adapter(self.model, folder / f"{number}", targets=targets, whole=whole, **made)
-            self.adapters.append(AdapterRef(read_adapter(path, spec, 64).digest(), str(path)))
-        self.requests = [
-            msgspec.structs.replace(one, adapter=(ref := self.adapters[i % 4]), cache_salt=ref.digest if ref else "")
-            for i, one in enumerate(make_requests(256, count))
-        ]
+            self.adapters.append(refer(self.model, path))
+        self.requests = adapted(make_requests(256, count), self.adapters)
         with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
             self.expected = self.answers(self.requests, "alone", max_lora_rank=64)
 
@@ -183,23 +185,26 @@ def test_preemption_and_cached_prefixes(setup: Setup) -> None:
 def test_drafts(setup: Setup) -> None:
     guesses = Guesses(setup.requests, setup.expected)
     guess = lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)  # noqa: E731
-    distinct = [request for index, request in enumerate(setup.requests) if index < 4]
     with patch.object(PromptLookup, "find_continuation", guess):
-        answers = setup.answers(distinct, "together", speculative_config=DRAFTS)
-    assert answers == {request.request_id: setup.expected[request.request_id] for request in distinct}
+        check_drafts(setup, speculative_config=DRAFTS)
 
 
-def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
-    """It guesses what the model would say without them, and the answers are those with them."""
-    drafts: dict[str, Any] = {"speculative_config": {"model": str(setup.model), "num_speculative_tokens": 3}}
+def check_drafts(setup: Setup, **options: Any) -> None:
+    """With drafts, some of which are right and some are wrong, the answers are those without."""
     with drafts_allowed():
-        engine, executor = start_engine(setup.model, tensor=2, **{**setup.options, **LORA, **drafts})
+        engine, executor = start_engine(setup.model, **{**setup.options, **LORA, **options})
         assert run(engine, setup.requests, "together") == setup.expected
         counts = engine.stats().drafts
         engine.close()
         executor.close()
     assert counts is not None
     assert 0 < counts.num_accepted < counts.num_tokens
+
+
+def test_a_draft_model_has_no_adapters(setup: Setup) -> None:
+    """It guesses what the model would say without them, and the answers are those with them."""
+    asked = {"model": str(setup.model), "num_speculative_tokens": 3}
+    check_drafts(setup, tensor=2, speculative_config=asked)
 
 
 def test_requests_without_adapters_are_answered_as_by_an_engine_without(setup: Setup) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardline.messages.request import Request
+from shardline.messages.request import AdapterRef, Request
 from tests.exactness.cases import (
+    ADAPTERS,
     KGW,
+    NO_ADAPTERS,
     NO_DRAFTS,
     NO_MARK,
     SAMPLED_FAMILIES,
@@ -24,32 +26,55 @@ from tests.exactness.cases import (
     layouts_with_heads,
     pairwise_sample,
 )
-from tests.exactness.harness import Answer, golden, make_requests, marked, run, run_case, start_engine
+from tests.exactness.harness import Answer, adapted, golden, make_requests, marked, refer, run, run_case, start_engine
 from tests.exactness.stored import SAMPLED_STORED, STORED
+from tests.models.adapters import make_adapter
 from tests.models.checkpoints import make_checkpoint
+from tests.models.heads import PREDICTING, make_predicting
 
 VOCAB_SIZE = 256
 
 
 class Goldens:
-    """Checkpoint, requests and golden answers of each family, dtype, quantization, KV type and mark, made when asked
-    for."""
+    """Checkpoint, requests and golden answers of each family, dtype, quantization, KV type, mark and adapters, made
+    when asked for."""
 
     def __init__(self, folder: Path, few: int) -> None:
         """`few`: requests of a case in which memory is not tight."""
         self._folder, self._few = folder, few
-        self._known: dict[tuple[str, str, str, str, str], dict[str, Answer]] = {}
+        self._known: dict[tuple[str, ...], dict[str, Answer]] = {}
+        self._adapters: dict[Path, list[AdapterRef | None]] = {}
         self.requests = make_requests(VOCAB_SIZE, 12)
 
     def model(self, family: str, quantization: str = "none") -> Path:
         if quantization in STORED:
             return STORED[quantization].make(self._folder / quantization)
-        folder = self._folder / family
-        return folder if folder.exists() else make_checkpoint(family, folder, **EXACTNESS_SHAPE.get(family, {}))
+        folder, make = self._folder / family, make_predicting if family in PREDICTING else make_checkpoint
+        return folder if folder.exists() else make(family, folder, **EXACTNESS_SHAPE.get(family, {}))
+
+    def adapters(self, family: str, quantization: str = "none") -> list[AdapterRef | None]:
+        """None, and two, the first of which has DoRA. Checkpoints in a format have those of what they were made of."""
+        model = self.model(family, quantization)
+        if model not in self._adapters:
+            plain = model.with_name("source") if quantization in STORED else model
+            found: list[AdapterRef | None] = [None]
+            for number, targets in enumerate((_FIRST_TARGETS, _SECOND_TARGETS)):
+                if family in _EXPERTS_OF_OWN_FORM:
+                    targets = tuple(target for target in targets if target not in _OF_FEED_FORWARD)
+                made: dict[str, Any] = {"seed": number, "rank": 3 + 4 * number, "use_dora": not number}
+                path = make_adapter(plain, model.with_name(f"{model.name}-adapter-{number}"), targets=targets, **made)
+                found.append(refer(model, path))
+            self._adapters[model] = found
+        return self._adapters[model]
 
     def requests_of(self, case: Case) -> list[Request]:
         """As many as preempt each other where memory is tight."""
-        return marked(self.requests if case.memory == "tight" else self.requests[: self._few], case.mark)
+        requests = self._marked_and_adapted(case.family, case.quantization, case.mark, case.adapters)
+        return requests if case.memory == "tight" else requests[: self._few]
+
+    def _marked_and_adapted(self, family: str, quantization: str, mark: str, adapters: str) -> list[Request]:
+        requests = marked(self.requests, mark)
+        return adapted(requests, self.adapters(family, quantization)) if adapters else requests
 
     def answers(
         self,
@@ -58,15 +83,24 @@ class Goldens:
         quantization: str = "none",
         kv: str = "kv-auto",
         mark: str = NO_MARK,
+        adapters: str = NO_ADAPTERS,
         count: int | None = None,
     ) -> dict[str, Answer]:
         """Those of the first `count` requests, at least; None: of all."""
-        known = self._known.setdefault((family, dtype, quantization, kv, mark), {})
-        requests = marked(self.requests, mark)[:count]
+        known = self._known.setdefault((family, dtype, quantization, kv, mark, adapters), {})
+        requests = self._marked_and_adapted(family, quantization, mark, adapters)[:count]
         if missing := [request for request in requests if request.request_id not in known]:
             model = self.model(family, quantization)
             known |= golden(model, dtype, quantization, kv.removeprefix("kv-"), missing, mark)
         return known
+
+
+_OF_FEED_FORWARD = ("gate_up_proj", "up_proj", "down_proj", "w2", "w3")
+_FIRST_TARGETS = ("q_proj", "q_b_proj", "o_proj", "qkv_proj", "c_attn", "c_proj", "lm_head", "up_proj")
+_SECOND_TARGETS = ("v_proj", "kv_a_proj_with_mqa", "qkv_proj", "c_fc", "embed_tokens", "wte", *_OF_FEED_FORWARD)
+"""Ends of the names of what each adapter changes, whatever the family calls it."""
+_EXPERTS_OF_OWN_FORM = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "gemma4_text")
+"""Families whose experts `make_adapter` cannot name one by one."""
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +147,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_one_answer(case: Case, goldens: Goldens) -> None:
     requests = goldens.requests_of(case)
     golden_answers = goldens.answers(
-        case.family, case.dtype, case.quantization, case.kv, case.mark, count=len(requests)
+        case.family, case.dtype, case.quantization, case.kv, case.mark, case.adapters, count=len(requests)
     )
     expected = {request.request_id: golden_answers[request.request_id] for request in requests}
     check_case(goldens.model(case.family, case.quantization), case, requests, expected)
@@ -144,15 +178,28 @@ def check_case(
         assert 0 < sum(one.num_accepted for one in drafts) < sum(one.num_tokens for one in drafts)
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if name not in SAMPLED_STORED])
-def test_every_other_format_has_one_answer_on_three_ranks(name: str, tmp_path: Path) -> None:
-    """The full matrix has the other layouts of these formats."""
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, 3) for name in STORED if name not in SAMPLED_STORED), ("compressed-int8", 4)]
+)
+def test_every_other_format_has_one_answer_on_several_ranks(name: str, ranks: int, tmp_path: Path) -> None:
+    """The full matrix has the other layouts of these formats. Of four ranks, each has fewer rows than a panel."""
     model, requests, answers = STORED[name].make(tmp_path), make_requests(VOCAB_SIZE, 2), []
-    for tensor in (1, 3):
+    for tensor in (1, ranks):
         engine, executor = start_engine(model, tensor=tensor, quantization=name, dtype="bfloat16")
         answers.append(run(engine, requests, "together"))
         executor.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["fp8", "awq"])
+def test_formats_are_not_taken_for_forms_of_the_same_name(
+    name: str, goldens: Goldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in a form are quantized here, and those in a format by the engine or before."""
+    monkeypatch.setattr("tests.exactness.harness.quantize", None)
+    engine, executor = start_engine(goldens.model("llama", name), quantization=name)
+    engine.close()
+    executor.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -174,3 +221,12 @@ def test_marks_change_the_answers_that_ask_for_them(goldens: Goldens, mark: str)
     assert same >= goldens.answers("llama", "float32").keys() - asked
     assert not same & (asked - greedy)
     assert (greedy <= same) == (mark == SYNTHID)
+
+
+def test_adapters_change_the_answers_that_have_them(goldens: Goldens) -> None:
+    """And no others, though they are in the same engine."""
+    plain, changed = goldens.answers("llama", "float32"), goldens.answers("llama", "float32", adapters=ADAPTERS)
+    refs = goldens.adapters("llama")
+    assert len(set(refs)) == 3
+    same = {request_id for request_id, answer in plain.items() if answer == changed[request_id]}
+    assert same == {one.request_id for one in adapted(goldens.requests, refs) if one.adapter is None}

@@ -98,13 +98,15 @@ def test_kernels_that_torch_stands_in_for_are_named() -> None:
 
 
 def test_drafts_are_counted_where_there_are_any() -> None:
-    drafts = DraftStats(num_drafts=4, num_tokens=8, accepted=[3, 1])
+    drafts = DraftStats(num_drafts=4, num_tokens=8, accepted=[3, 1], row_seconds={4: 0.25, 1: 0.5})
     body, _ = ServerMetrics("m", lambda: [EngineStats(drafts=drafts)]).expose("")
     for line in (
         'shardline:spec_decode_num_drafts_total{engine="0",model_name="m"} 4.0',
         'shardline:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0',
         'shardline:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0',
         'shardline:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 1.0',
+        'shardline:spec_decode_row_seconds{batch="1",engine="0",model_name="m"} 0.5',
+        'shardline:spec_decode_row_seconds{batch="4-7",engine="0",model_name="m"} 0.25',
     ):
         assert line in body.decode()
     body, _ = ServerMetrics("m", lambda: [EngineStats()]).expose("")

@@ -313,7 +313,10 @@ class RequestBuilder:
         ):
             check_vocabulary(name, ids, self.vocab_size)
         if params.watermarking and not self.has_watermark:
-            raise ValueError("watermarking needs a key, and the engine was started without --watermark-config")
+            raise ValueError(
+                "watermarking (or watermark) asks for a mark, and the engine has no key to mark answers with: leave it "
+                "out, or start the engine with --watermark-config (see docs/watermark.md)"
+            )
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
 

@@ -268,6 +268,15 @@ def _draft_metrics(replicas: Sequence[tuple[tuple[str, str], DraftStats]]) -> It
         for position, count in enumerate(drafts.accepted):
             by_position.add_metric((*labels, str(position)), count)
     yield by_position
+    costs = GaugeMetricFamily(
+        "shardline:spec_decode_row_seconds",
+        "Measured seconds that a guess adds to a decode step, by the number of sequences of the step.",
+        labels=(*_LABELS, "batch"),
+    )
+    for labels, drafts in replicas:
+        for least, seconds in sorted(drafts.row_seconds.items()):
+            costs.add_metric((*labels, "1" if least == 1 else f"{least}-{2 * least - 1}"), seconds)
+    yield costs
 
 
 def _tier_metrics(replicas: Sequence[tuple[tuple[str, str], TierStats]]) -> Iterable[Metric]:

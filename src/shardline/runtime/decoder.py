@@ -59,7 +59,7 @@ class DecoderLayer:
         """The layer of the model whose pages this layer reads: itself, or an earlier one."""
         kv_group = next(g for g, group in enumerate(stage.kv_groups) if self.storing in group.layers)
         self._kernels = stage.kernels
-        self._narrows = index == last_storing_layer(stage.spec) and index >= max(stage.kept_layers, default=0)
+        self._narrows = index == max((last_storing_layer(stage.spec), *stage.kept_layers))
         kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
         attention, feed_forward = kinds[type(spec.attention)], _FEED_FORWARD[type(spec.feed_forward)]
         self.attention = attention(loader, f"{name}.attention", spec.attention, tables, kv_group)

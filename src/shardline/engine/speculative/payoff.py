@@ -183,6 +183,10 @@ class RowCost:
         """Seconds of a step without guesses; 0: it is not known."""
         return self._plain.of(num_sequences)
 
+    def row_seconds(self) -> dict[int, float]:
+        """See `DraftStats.row_seconds`."""
+        return {1 << number - 1: max(0.0, extra / guesses) for number, (extra, guesses) in self._extra.items()}
+
 
 @dataclass
 class Acceptance:
@@ -341,4 +345,5 @@ class Payoff:
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""
-        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted))
+        costs = self._row_cost.row_seconds()
+        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted), costs)

@@ -149,7 +149,7 @@ def _keep(kernels: Int8Kernels, parts: Sequence[GroupedWeight], panels: Tensor, 
 def _spread(rows: Tensor, panels: Tensor) -> None:
     """Copy numbers of rows to panels [num_panels, rows of a panel]."""
     whole = len(rows) // panels.shape[1]
-    panels[:whole] = rows[: whole * panels.shape[1]].view(whole, -1)
+    panels[:whole] = rows[: whole * panels.shape[1]].view(whole, panels.shape[1])
     if len(rows) % panels.shape[1]:
         panels[whole, : len(rows) % panels.shape[1]] = rows[whole * panels.shape[1] :]
 
