@@ -204,12 +204,10 @@ class ExpertStream:
             self._read_ahead(own.row)
 
     def _await(self, row: int, expert: int) -> None:
-        for future in self._coming.pop((row, expert), ()):
-            try:
-                future.result()
-            except OSError:
-                self._present[row, expert] = False  # whoever goes on after the error reads it again
-                raise
+        problems = [future.exception() for future in self._coming.pop((row, expert), ())]
+        for problem in filter(None, problems):
+            self._present[row, expert] = False  # whoever goes on after the error reads it again
+            raise problem
 
     def _read_ahead(self, row: int) -> None:
         """Read of the next layer what can be read while this one computes, and there is room for. What is read too
