@@ -39,12 +39,12 @@ class Goldens:
     """Checkpoint, requests and golden answers of each family, dtype, quantization, KV type, mark and adapters, made
     when asked for."""
 
-    def __init__(self, folder: Path, few: int) -> None:
-        """`few`: requests of a case in which memory is not tight."""
+    def __init__(self, folder: Path, few: int, many: int) -> None:
+        """`few`: requests of a case in which memory is not tight; `many`: in which it is."""
         self._folder, self._few = folder, few
         self._known: dict[tuple[str, ...], dict[str, Answer]] = {}
         self._adapters: dict[Path, list[AdapterRef | None]] = {}
-        self.requests = make_requests(VOCAB_SIZE, 12)
+        self.requests = make_requests(VOCAB_SIZE, many)
 
     def model(self, family: str, quantization: str = "none") -> Path:
         if quantization in STORED:
@@ -105,8 +105,9 @@ _EXPERTS_OF_OWN_FORM = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "gem
 
 @pytest.fixture(scope="session")
 def goldens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Goldens:
-    """The first eight requests have every sampling."""
-    return Goldens(tmp_path_factory.mktemp("exactness"), 12 if request.config.getoption("--full-matrix") else 8)
+    """The first eight requests have every sampling. All families preempt each other's if they are 16 at once."""
+    numbers = (12, 16) if request.config.getoption("--full-matrix") else (8, 12)
+    return Goldens(tmp_path_factory.mktemp("exactness"), *numbers)
 
 
 EXACTNESS_SHAPE: dict[str, dict[str, Any]] = {
