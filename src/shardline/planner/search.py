@@ -201,8 +201,8 @@ def plan_on(
     else:
         plan = _fewest(on, gpus)
     check_sizes(model, plan.cluster, engine or engine_for(model, plan.cluster), fixed)
-    if model.spec.dtype == "bfloat16" and (names := _unable(model, plan.cluster)):
-        _check_detour(names, engine, demand)
+    if model.spec.dtype == "bfloat16" and (unable := _unable(model, plan.cluster)):
+        _check_detour(unable, engine, demand)
     check_refusals(plan)
     return plan
 
