@@ -86,6 +86,7 @@ def test_encode(vectors: list[Vector]) -> None:
     [
         ({}, "pooling_task required"),
         ({"pooling_task": "classify"}, "Classification API"),
+        ({"pooling_task": "score"}, "no pooling task 'score'; this model has embed and token_embed"),
         ({"pooling_task": "embed", "pooling_params": [PoolingParams()] * 2}, "1 prompts but 2 pooling_params"),
         ({"pooling_task": "embed", "pooling_params": PoolingParams(task="classify")}, "cannot overwrite"),
         ({"pooling_task": "embed", "tokenization_kwargs": {"padding": True}}, "'padding'"),

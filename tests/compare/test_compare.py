@@ -76,3 +76,9 @@ def test_an_endpoint_that_wants_a_key_is_told_from_one_without_models() -> None:
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_no_json_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", URL, URL, "--extra-body", "{'n': 1}"])
+    assert """argument --extra-body: "{'n': 1}" is not JSON: Expecting property name""" in capsys.readouterr().err

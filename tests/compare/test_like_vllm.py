@@ -11,6 +11,7 @@ import pytest
 
 from shardline.compare import Comparison, Endpoint, compare
 from shardline.compare.answers import Options
+from shardline.compare.report import text_lines
 from tests.benchmark.stub_server import HEAD, LAST, Script, event, stub_server, whole
 
 Top = dict[str, float]
@@ -95,6 +96,21 @@ def test_equal_answers_in_other_pieces(chat: bool, lists_end: bool, together: in
         )
         assert pair.a.tokens[1].top == {"lo": math.log(0.8), "p": -9999.0}
         assert pair.a.ttft > 0
+
+
+def test_a_cut_stream_is_no_answer_and_no_probability_is_claimed_where_none_came() -> None:
+    def answering(text: str, reason: str | None) -> Any:
+        piece = event({"choices": [{"index": 0, "text": text, "finish_reason": reason}]})
+        models = [(0.0, whole({"data": [{"id": "m"}]}))]
+        return lambda index, path, body: models if path == "/v1/models" else [(0.0, HEAD + piece + LAST)]
+
+    with stub_server(answering("Hello", "stop")) as one, stub_server(answering("Help", "length")) as other:
+        differ = compare(Endpoint(one.url), Endpoint(other.url), ["Hi"])
+        with stub_server(answering("Hello", None)) as ends:
+            cut = compare(Endpoint(one.url), Endpoint(ends.url), ["Hi"])
+    assert "  A says 'lo'" in text_lines(differ)
+    assert "likeliest" not in "".join(text_lines(differ))
+    assert cut.pairs[0].error == "B: cut: the stream ended after 'Hello' without a finish_reason"
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -40,8 +41,16 @@ def test_host_memory_that_is_not_there_is_refused() -> None:
         ValueError, match=r"^the second tier of .* needs 100\.00 GiB, but .*; lower --kv-offloading-size"
     ):
         resolve_on(machine((80 * GIB, 79 * GIB)), kv_offloading_size=100)
-    with pytest.raises(ValueError, match=r"a block needs .* KiB; give it at least 0.0"):
-        resolve_on(machine(), kv_offloading_size=1e-6)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("option", ["kv_offloading_size", "kv_offloading_dir_size"])
+def test_what_holds_no_block_is_refused_and_what_is_advised_does(option: str, block_size: int) -> None:
+    options: dict[str, object] = {"kv_offloading_size": 1, "kv_offloading_dir": "blocks", "block_size": block_size}
+    with pytest.raises(ValueError, match=rf"^--{option.replace('_', '-')} is .*, and a block needs .* KiB;") as error:
+        resolve_on(machine(), **{**options, option: 1e-6})
+    advised = re.findall(r"at least ([0-9.e-]+)", str(error.value))[0]
+    assert resolve_on(machine(), **{**options, option: float(advised)}).cache.tier.folder_bytes
 
 
 @pytest.mark.parametrize(

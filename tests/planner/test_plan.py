@@ -472,5 +472,11 @@ def test_gpus_without_bfloat16_are_planned_for_vllm(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "vLLM instead: T4 does not compute in bfloat16; it takes float16." in printed
     assert "$ vllm serve" in printed
-    assert main([*words, "--engine", "shardline"]) == 2
-    assert "T4 is sm_75" in capsys.readouterr().err
+    for flags, says in (
+        (["--engine", "shardline"], "leave it out to plan vLLM"),
+        (["--dtype", "bfloat16"], "T4 does not compute in it; use --dtype float16"),
+    ):
+        assert main([*words, *flags]) == 2
+        assert says in capsys.readouterr().err
+    assert main([*words, "--dtype", "float16"]) == 0
+    assert "--dtype float16" in capsys.readouterr().out

@@ -180,6 +180,9 @@ def test_receipts_are_found_in_answers() -> None:
     for other in (b"", b"\xff", b"3", b"[" * 5000, b'{"choices": 3}', b'{"choices": [{}]}', b"[]", b'[{"a": 1}]'):
         with pytest.raises(ValueError, match="this is no receipt"):
             find_receipts(other)
+    for bad in ({"choices": [{"text": "x"}]}, {**told, "digests": []}, [told]):  # it would count as verified
+        with pytest.raises(ValueError, match=r"^part 2 of 3: this is no receipt"):
+            find_receipts(msgspec.json.encode([told, bad, told]))
 
 
 def test_a_receipt_of_an_unlike_contract_is_refused_by_name() -> None:

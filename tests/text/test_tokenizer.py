@@ -68,6 +68,14 @@ def test_long_texts_are_encoded_on_a_thread(num_chars: int, on_loop: bool, monke
     assert [thread is threading.main_thread() for thread in threads] == [on_loop]
 
 
+@pytest.mark.parametrize("num_chars", [1, MAX_INLINE_CHARS + 1])
+def test_half_of_a_surrogate_pair_is_named(num_chars: int) -> None:
+    """As a text that is read with the error handler `surrogateescape` has them."""
+    tokenizer = builders.tokenizer(builders.byte_level_json())
+    with pytest.raises(ValueError, match=r"'\\udce9' in position .*surrogates not allowed"):
+        tokenizer.encode_text("x" * num_chars + "\udce9")
+
+
 def test_eos_may_be_several(tmp_path: Path) -> None:
     folder = builders.save_folder(tmp_path, builders.byte_level_json())
     tokenizer = load(folder)

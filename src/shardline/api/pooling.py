@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -104,6 +104,8 @@ class Pooler:
         """
         if task in self.tasks:
             return
+        if task not in get_args(PoolingTask):
+            raise ValueError(f"there is no pooling task {task!r}; this model has {' and '.join(self.tasks)}")
         if self.labels is None:
             raise ValueError(
                 "The model does not support the Classification API: it has no head for labels "

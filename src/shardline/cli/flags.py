@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import logging
 import re
 import sys
@@ -227,6 +228,14 @@ def _count(word: str) -> int:
         return parse_count(word)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid int value: {word!r}") from None
+
+
+def json_value(text: str) -> Any:
+    """The value of a flag that takes JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from None
 
 
 def _int_or_text(word: str) -> int | str:

@@ -199,6 +199,7 @@ class _AnswerExchange(StreamExchange):
     def __init__(self, request: bytes, done: asyncio.Future[Answer]) -> None:
         super().__init__(request)
         self._answer = Answer()
+        self._is_whole = False
         self._done = done
 
     def on_sent(self, now: float) -> None:
@@ -213,6 +214,7 @@ class _AnswerExchange(StreamExchange):
         if event.error:
             self.set_failure("error in the stream", str(event.error))
         for choice in (event.choices or ())[:1]:
+            self._is_whole |= choice.finish_reason is not None
             delta = choice.delta or _Delta()
             text = choice.text or delta.content or delta.reasoning or delta.reasoning_content or ""
             tokens = _read_tokens(choice.logprobs)
@@ -230,6 +232,8 @@ class _AnswerExchange(StreamExchange):
     def end(self) -> None:
         if not self._answer.tokens:
             self.set_failure("no output", "the stream ended without a token")
+        elif not self._is_whole:
+            self.set_failure("cut", f"the stream ended after {self._answer.text[-40:]!r} without a finish_reason")
         if not self._done.done():
             self._done.set_result(self._answer)
 

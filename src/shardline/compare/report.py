@@ -75,7 +75,7 @@ def _pair_html(pair: Pair) -> str:
         return f"<p>{escape(pair.error)}</p>"
     rows = "".join(
         f"<tr><td>{name}</td><td>{escape(found.before)}<span style='{_MARK}'>{escape(_token(side))}</span></td>"
-        f"<td>{_probability(side.logprob)}</td><td>{_probability(side.other_logprob)}</td></tr>"
+        f"<td>{_probability(side, side.logprob)}</td><td>{_probability(side, side.other_logprob)}</td></tr>"
         for name, side in (("A", found.a), ("B", found.b))
     )
     head = "<tr><th></th><th>text</th><th>its own probability</th><th>that of the other's token</th></tr>"
@@ -98,8 +98,11 @@ def _deviations(found: Comparison) -> str:
 
 
 def _side_line(name: str, own: Side, other: Side) -> str:
-    theirs = "" if other.token is None else f", {_probability(own.other_logprob)} for {_token(other)!r}"
-    return f"{name} says {_token(own)!r}: {_probability(own.logprob)}{theirs}"
+    said = f"{name} says {_token(own)!r}"
+    if own.logprob is None:
+        return said
+    theirs = "" if other.token is None else f", {_probability(own, own.other_logprob)} for {_token(other)!r}"
+    return f"{said}: {_probability(own, own.logprob)}{theirs}"
 
 
 def _place(found: Difference) -> str:
@@ -110,7 +113,9 @@ def _token(side: Side) -> str:
     return "(end)" if side.token is None else side.token
 
 
-def _probability(logprob: float | None) -> str:
+def _probability(side: Side, logprob: float | None) -> str:
+    if side.logprob is None:
+        return "not known"
     return f"not among the {NUM_TOP} likeliest" if logprob is None else f"{math.exp(logprob):.2%}"
 
 

@@ -141,13 +141,14 @@ def plan_tier(asked: CacheConfig, block_bytes: Sequence[int], context: int = 1) 
     num_bytes, block = asked.offloading_bytes, context * sum(block_bytes)
     if not num_bytes:
         return NO_TIER
-    if num_bytes < block:
-        raise ValueError(
-            f"--kv-offloading-size {asked.kv_offloading_size} is {format_bytes(num_bytes)}, and a block needs "
-            f"{format_bytes(block)}; give it at least {block / (1 << 30):.2g}, or leave it out"
-        )
     folder = os.path.abspath(os.path.expanduser(asked.kv_offloading_dir)) if asked.kv_offloading_dir else ""
     files = asked.kv_offloading_dir_size
     folder_bytes = _FOLDER_SHARE * num_bytes if files is None else int(files * (1 << 30))
+    for flag, size in (("--kv-offloading-size", num_bytes), ("--kv-offloading-dir-size", folder_bytes)):
+        if size < block:
+            raise ValueError(
+                f"{flag} is {format_bytes(size)}, and a block needs {format_bytes(block)}; give it at least "
+                f"{1.05 * block / (1 << 30):.2g}, or leave it out"  # so that no rounding makes it too little
+            )
     slots = num_bytes // block * context
     return TierPlan(slots, num_bytes // block * block, folder, folder_bytes if folder else 0)

@@ -175,10 +175,13 @@ def _plan_layers(
 
 def _check(config: EngineConfig, layout: Layout) -> None:
     if layout.device != "cpu" or layout.kernels != "own":
-        raise ValueError(
-            "weights are read from a disk with the CPU's own kernels only so far: on GPUs, split the model over more "
-            "of them (--tensor-parallel-size, --pipeline-parallel-size), or use a smaller --quantization"
-        )
+        instead = "leave out --kernels torch"
+        if layout.device != "cpu":
+            instead = (
+                "on GPUs, split the model over more of them (--tensor-parallel-size, --pipeline-parallel-size), or use "
+                "a smaller --quantization"
+            )
+        raise ValueError(f"weights are read from a disk with the CPU's own kernels only so far: {instead}")
     if config.model.offload_to is None:
         raise ValueError(
             "cpu_offload_gb needs offload_to on a CPU, whose memory holds the weights already: a folder on a fast disk "

@@ -201,8 +201,21 @@ def plan_on(
     else:
         plan = _fewest(on, gpus)
     check_sizes(model, plan.cluster, engine or engine_for(model, plan.cluster), fixed)
+    if model.spec.dtype == "bfloat16" and (unable := _unable(model, plan.cluster)):
+        _check_detour(unable, engine, demand)
     check_refusals(plan)
     return plan
+
+
+def _check_detour(names: str, engine: str | None, demand: Demand) -> None:
+    """Refuse what a plan for GPUs that do not compute in bfloat16 cannot have."""
+    if engine == "shardline":
+        raise ValueError(
+            f"--engine shardline: {names} does not compute in bfloat16; leave it out to plan vLLM, which takes float16 "
+            "there (`shardline serve --kernels torch` works, but a plan has no figures for it)"
+        )
+    if demand.options.get("dtype", "auto") != "auto":
+        raise ValueError(f"--dtype bfloat16: {names} does not compute in it; use --dtype float16, or leave it out")
 
 
 def _cheapest(plans: Sequence[Plan]) -> Plan:

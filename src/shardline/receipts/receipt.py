@@ -184,15 +184,24 @@ def find_receipts(data: bytes) -> list[Receipt]:
     """The receipts in a file: a receipt, an answer of a server with those of its choices, or a list of these.
 
     Raises:
-        ValueError: there is none, or one has another form.
+        ValueError: there is none, one has another form, or a part of a list has none: it would count as verified.
     """
     try:
         value = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"this is no receipt: {error}") from None
-    found = [read_receipt(entry) for entry in _receipts_in(value)]
-    if not found:
-        raise ValueError('this is no receipt, and no answer that has any: its request needs "receipt": true')
+    found: list[Receipt] = []
+    parts = value if isinstance(value, list) and value else [value]
+    for number, part in enumerate(parts, 1):
+        where = f"part {number} of {len(parts)}: " if isinstance(value, list) else ""
+        entries = [] if isinstance(part, list) else _receipts_in(part)
+        if not entries:
+            none = 'this is no receipt, and no answer that has any: its request needs "receipt": true'
+            raise ValueError(where + none)
+        try:
+            found += map(read_receipt, entries)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
     return found
 
 

@@ -127,12 +127,19 @@ class Tokenizer:
         The post-processor of tokenizer.json decides which special tokens are added. As in transformers 5, an
         add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
         special tokens: encode it with add_special_tokens=False.
+
+        Raises:
+            ValueError: the text has half of a surrogate pair, which is no character.
         """
         if len(text) * self._growth > MAX_INLINE_CHARS:
             # Unlike `encode`, this lets other threads run meanwhile.
             return self.encode_texts([text], add_special_tokens)[0]
-        with FOREIGN_CODE:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            with FOREIGN_CODE:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            text.encode()  # names a character that is none: half of a surrogate pair
+            raise
         return ids
 
     def token_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
@@ -177,8 +184,12 @@ class Tokenizer:
 
     def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, encoded in parallel."""
-        with FOREIGN_CODE:
-            return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        try:
+            with FOREIGN_CODE:
+                return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        except TypeError:
+            "".join(texts).encode()  # as in `encode_text`
+            raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""

@@ -123,12 +123,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """What is wanted is said, and not only what was to be written when the disk was full."""
+    room, whole = 200 << 10, r"this rank's 506\.00 KiB of weights"
+
+    def fill(descriptor: int, offset: int, length: int) -> None:
+        if offset + length > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=5)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"of weights cannot be written to .*: No space left on device"):
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    with pytest.raises(ValueError, match=rf"{whole} cannot be written to .*, only .* KiB: No space left on device"):
         start_engine(model, cpu_offload_gb=_gib_of(model, 4), offload_to=str(tmp_path))
 
 
@@ -137,6 +141,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"cpu_offload_gb": -1.0}, "must be a number of GiB"),
         ({"cpu_offload_gb": 1.0}, "needs offload_to"),
+        ({"cpu_offload_gb": 1.0, "offload_to": "/tmp", "kernels": "torch"}, "so far: leave out --kernels torch$"),
         (
             {"cpu_offload_gb": 1e-6, "offload_to": "/tmp"},
             "^cpu_offload_gb 1e-06 would save nothing: it is 1 of the [0-9]+ layers of a stage, and 2 of those that "

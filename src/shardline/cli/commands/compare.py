@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardline.cli.flags import json_value
+
 EQUAL, DIFFERENT = 0, 1
 _PROMPTS = (
     "The capital of France is",
@@ -45,7 +47,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling, and the same for both (default: 0)")
     parser.add_argument("--header", nargs="*", metavar="KEY=VALUE", help="headers for both, such as a key")
-    parser.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields for both requests")
+    parser.add_argument("--extra-body", type=json_value, default={}, metavar="JSON", help="fields for both requests")
     parser.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from shardline.benchmark.backends import BACKENDS
 from shardline.benchmark.datasets import dataset_names, find_dataset
-from shardline.cli.flags import add_refused_flags
+from shardline.cli.flags import add_refused_flags, json_value
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "Shardline's benchmark sends text only": (
@@ -90,7 +89,7 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disable-shuffle", action="store_true", help="keep the dataset's order")
     group.add_argument("--skip-chat-template", action="store_true", help="send custom prompts as they are")
     group.add_argument(
-        "--chat-template-kwargs", type=json.loads, help="JSON: variables of the template for custom prompts"
+        "--chat-template-kwargs", type=json_value, help="JSON: variables of the template for custom prompts"
     )
     for name in dataset_names():
         find_dataset(name).add_flags(parser)
@@ -122,7 +121,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, help="sent with every request")
     group.add_argument("--ignore-eos", action="store_true", help="outputs have their whole length; random: always")
     group.add_argument("--logprobs", type=int, help="ask for so many log probabilities")
-    group.add_argument("--extra-body", type=json.loads, help="JSON: further fields of every request")
+    group.add_argument("--extra-body", type=json_value, help="JSON: further fields of every request")
 
 
 def _add_report_flags(parser: argparse.ArgumentParser) -> None:

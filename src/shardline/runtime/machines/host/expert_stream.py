@@ -81,7 +81,7 @@ class ExpertStream:
         Raises:
             ValueError: no file can be made in the folder.
         """
-        self._file = WeightFile(folder)
+        self._file = WeightFile(folder, num_layers * layer_bytes)
         self._room = kept_bytes
         self._layer_bytes = layer_bytes
         self._num_layers = num_layers

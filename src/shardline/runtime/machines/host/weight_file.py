@@ -56,12 +56,14 @@ class WeightFile:
     do so: the pages would push out others, and be gone before they are wanted again.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        """`most_bytes`: of the weights that will be written; the file may have fewer.
+
         Raises:
             ValueError: no file can be made in the folder.
         """
         self.folder = folder
+        self._most_bytes = most_bytes
         self.num_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ class WeightFile:
             ValueError: they cannot be written.
         """
         extent = Extent(memory, [], length)
-        with self._writing(self.num_bytes + length):
+        with self._writing():
             os.posix_fallocate(self._writer, self.num_bytes, length)
             for begin in range(start, start + length, _CHUNK):
                 extent.chunks.append(self._append_chunk(memory, begin, min(_CHUNK, start + length - begin), shorten))
@@ -109,18 +111,19 @@ class WeightFile:
         Raises:
             ValueError: it cannot be written.
         """
-        with self._writing(self.num_bytes):
+        with self._writing():
             os.fsync(self._writer)
             os.posix_fadvise(self._writer, 0, self.num_bytes, os.POSIX_FADV_DONTNEED)
         self._shortened = None
 
     @contextlib.contextmanager
-    def _writing(self, num_bytes: int) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise ValueError(
-                f"offload_to: {format_bytes(num_bytes)} of weights cannot be written to {self.folder}: {error.strerror}"
+                f"offload_to: this rank's {format_bytes(self._most_bytes)} of weights cannot be written to {self.folder}, "
+                f"only {format_bytes(self.num_bytes)}: {error.strerror}"
             ) from None
 
     def read(self, extent: Extent, what: str) -> None:

@@ -35,7 +35,7 @@ class WeightStream:
         Raises:
             ValueError: no file can be made in the folder.
         """
-        self._file = WeightFile(folder)
+        self._file = WeightFile(folder, len(layers) * layer_bytes)
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._layers = list(layers)
         most = 2 * layer_bytes + (64 << 20)  # pages that are not touched take no memory
