@@ -70,7 +70,7 @@ def test_what_is_no_shortened_exponents_is_refused_or_restored_within_its_memory
     [(torch.bfloat16, True, 0.753), (torch.bfloat16, False, 1.0), (torch.float32, True, 1.0)],
 )
 def test_a_file_gives_back_what_was_written(dtype: torch.dtype, shorten: bool, share: float, tmp_path: Path) -> None:
-    file = WeightFile(tmp_path)
+    file = WeightFile(tmp_path, 1 << 30)
     length = (8 << 20) + 32 * BLOCK  # one chunk and a part
     memory = mmap.mmap(-1, length + 2 * BLOCK)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
