@@ -122,8 +122,8 @@ class WeightFile:
             yield
         except OSError as error:
             raise ValueError(
-                f"offload_to: this rank's {format_bytes(self._most_bytes)} of weights cannot be written to {self.folder}, "
-                f"only {format_bytes(self.num_bytes)}: {error.strerror}"
+                f"offload_to: this rank's {format_bytes(self._most_bytes)} of weights cannot be written to "
+                f"{self.folder}, only {format_bytes(self.num_bytes)}: {error.strerror}"
             ) from None
 
     def read(self, extent: Extent, what: str) -> None:
