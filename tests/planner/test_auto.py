@@ -262,7 +262,8 @@ def test_a_plan_for_this_host_counts_weights_from_a_disk(
     assert not list(tmp_path.iterdir())
     for wrong, says in (
         ([*words, "--storage-gbs", "1"], "needs --offload-to"),
-        ([*read[:-1], "/proc/nowhere"], "cannot be written to /proc/nowhere"),
+        ([*read[:-1], "/proc/nowhere"], "cannot be written to /proc/nowhere: "),
+        ([*read[:-1], "/proc/nowhere"], "or give `plan` the rate as --storage-gbs"),
     ):
         assert main(wrong) == 2
         assert says in capsys.readouterr().err

@@ -25,9 +25,10 @@ def text_lines(found: Comparison) -> list[str]:
         lines += ["", f"and {len(differing) - _MOST_SHOWN} more that differ: --json has all"]
     speed = found.speed()
     if speed:
-        lines += ["", f"{'medians with 95% intervals':30}{'A':>26}{'B':>26}{'B / A':>24}"]
+        lines += ["", f"{'medians with 95% intervals':28}  {'A':>26}  {'B':>26}  {'B / A':>26}"]
         lines += [
-            f"{name:30}{_figure(a):>26}{_figure(b):>26}{_figure(ratio):>24}" for name, (a, b, ratio) in speed.items()
+            f"{name:28}  {_figure(a):>26}  {_figure(b):>26}  {_figure(ratio):>26}"
+            for name, (a, b, ratio) in speed.items()
         ]
     return lines
 

@@ -82,7 +82,7 @@ def storage_rate(folder: Path) -> float:
     except OSError as error:
         raise ValueError(
             f"offload_to: a file of {_STORED_BYTES >> 20} MiB, to measure the disk, cannot be written to {folder}: "
-            f"{error.strerror}"
+            f"{error.strerror}; free as much, or give `plan` the rate as --storage-gbs"
         ) from None
 
 
