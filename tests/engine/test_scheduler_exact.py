@@ -204,6 +204,7 @@ def test_guesses_of_a_step_are_the_next_draft(pipeline: bool) -> None:
     assert len(samples) == 180 - drafts.num_accepted
     assert 0 < drafts.num_accepted < drafts.num_tokens == sum(len(step.draft_token_ids) for step in samples)
     timelines = [engine.outputs[name][-1].timeline for name in engine.requests]
+    assert sum(one.num_guessing_steps for one in timelines if one) == drafts.num_drafts
     assert sum(one.num_guesses for one in timelines if one) == drafts.num_tokens
     assert sum(one.num_right_guesses for one in timelines if one) == drafts.num_accepted
 

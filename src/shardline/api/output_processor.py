@@ -115,6 +115,7 @@ class ChoiceState:
             decode_seconds=self.last_token_time - self.first_token_time if has_begun else None,
             prefill_chunks=timeline.prefill_chunks,
             preemptions=timeline.preemptions,
+            num_guessing_steps=timeline.num_guessing_steps,
             num_guesses=timeline.num_guesses,
             num_right_guesses=timeline.num_right_guesses,
         )

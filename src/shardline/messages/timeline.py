@@ -38,6 +38,8 @@ class EngineTimeline(msgspec.Struct, frozen=True, array_like=True):
     first_token: float = -1.0
     prefill_chunks: list[PrefillChunk] = []
     preemptions: list[Preemption] = []
+    num_guessing_steps: int = 0
+    """Steps that computed guesses with its tokens."""
     num_guesses: int = 0
     """Guesses that were computed with its tokens."""
     num_right_guesses: int = 0
@@ -62,9 +64,11 @@ class ChoiceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """From its first token to its last one."""
     prefill_chunks: list[PrefillChunk]
     preemptions: list[Preemption]
-    num_guesses: int = 0
-    """Guesses that were computed with its tokens; the engine says so with its last one, so not if a stop string ends
+    num_guessing_steps: int = 0
+    """Steps that computed guesses with its tokens; the engine says so with its last one, so not if a stop string ends
     it."""
+    num_guesses: int = 0
+    """Guesses that were computed in them; divided by the steps, it is the mean length that was planned."""
     num_right_guesses: int = 0
     """Those of them that were right."""
 

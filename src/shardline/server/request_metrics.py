@@ -28,7 +28,7 @@ def answer_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 def summary_line(choice: ChoiceMetrics) -> str:
     """A choice's time in one line for people."""
     count, right = choice.num_guesses, choice.num_right_guesses
-    guessed = f", {right} of {count} guesses right" if count else ""
+    guessed = f", {right} of {count} guesses right in {choice.num_guessing_steps} steps" if count else ""
     cached = f", {choice.num_cached_tokens} tokens cached" if choice.num_cached_tokens else ""
     parts = [
         _phase("queued", choice.queued_seconds),

@@ -320,6 +320,7 @@ class Scheduler:
                 # The step has computed the keys and values of the accepted tokens, too.
                 sequence.num_computed += len(result.token_ids) - 1
                 sequence.num_scheduled += len(result.token_ids) - 1
+                sequence.recorder.num_guessing_steps += 1
                 sequence.recorder.num_guesses += len(step.draft_token_ids)
                 sequence.recorder.num_right_guesses += len(result.token_ids) - 1
             if self.drafting is not None:

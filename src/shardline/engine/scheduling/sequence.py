@@ -24,6 +24,7 @@ class TimelineRecorder:
     preemptions: list[Preemption] = field(default_factory=list)
     awaits_token: bool = True
     """Whether the next token is its first one, or the first one after a preemption."""
+    num_guessing_steps: int = 0
     num_guesses: int = 0
     num_right_guesses: int = 0
 
@@ -65,9 +66,8 @@ class TimelineRecorder:
     def timeline(self) -> EngineTimeline:
         """Everything so far."""
         chunks, preemptions = list(self.chunks), list(self.preemptions)
-        return EngineTimeline(
-            self.scheduled, self.first_token, chunks, preemptions, self.num_guesses, self.num_right_guesses
-        )
+        guesses = self.num_guessing_steps, self.num_guesses, self.num_right_guesses
+        return EngineTimeline(self.scheduled, self.first_token, chunks, preemptions, *guesses)
 
 
 class State(enum.Enum):
