@@ -19,7 +19,7 @@ _SHARE_OF_MAPPINGS = 0.75
 
 
 def can_move(num_mappings: int) -> bool:
-    """Whether pages may move if the process has so many mappings more then."""
+    """Whether `move_pages` may be called, if the process has so many mappings more then."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
