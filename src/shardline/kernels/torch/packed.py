@@ -108,5 +108,5 @@ def pack(rows: Tensor) -> Tensor:
 
 def multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [M, K] times the transpose of a packed weight [N, K], plus bias: [M, N]. M is not zero."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return product
