@@ -126,6 +126,28 @@ def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
     test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("num_elements", [1 << 14, 8 << 20])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None)]
+)
+def test_fast_numerics_attend_with_the_librarys_attention(rng, dtype, stored, window, num_elements, monkeypatch):
+    monkeypatch.setattr(KERNELS, "is_exact", False)
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", num_elements)
+    monkeypatch.setattr(attention, "_attend", None)  # tiles
+    # The library rounds weights to bf16, as processors with bf16 products do here.
+    test_paged.test_matches_reference("avx512_bf16", stored, dtype, rng, 4, 2, 64, window, None)
+
+
+def test_fast_numerics_activate_as_exact_ones_do(rng, dtype, monkeypatch):
+    x, outs = 5 * torch.randn(3, 200, generator=rng).to(dtype), []
+    for exact in (True, False):
+        monkeypatch.setattr(KERNELS, "is_exact", exact)
+        outs.append(torch.empty(3, 100, dtype=dtype))
+        KERNELS.activation(x, outs[-1], "silu", True)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+
+
 def _replaced(value: object) -> object:
     """The kernels, or a call of them, for those of the host."""
     if isinstance(value, HostKernels):

@@ -54,8 +54,7 @@ class _Batch:
     row sees stand for others."""
     unit: int
     unwritten: Tensor
-    """Rows of the keys [B * Hk * num_units * unit, D] that are behind a sequence's last one, so that their values may
-    be no numbers."""
+    """Rows of the keys [B * Hk * num_units * unit, D] that are behind a sequence's last one."""
     num_tiles: int
     splits: tuple[int, ...]
     """Those that the keys are of."""
@@ -105,15 +104,15 @@ class AttentionKernels(CacheKernels):
         chunked: bool,
     ) -> None:
         shape = _shape_of(query, key_cache, window, chunked)
-        read_keys = partial(_read_rows, key_cache, key_scales)
-        read_values = partial(_read_values, value_cache, value_scales)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
             if not self.is_exact and softcap is None and sinks is None:
-                keys, values = (read(batch, query.dtype) for read in (read_keys, read_values))
+                keys = _read_written(key_cache, key_scales, batch, query.dtype)
+                values = _read_written(value_cache, value_scales, batch, query.dtype)
                 self._attend_fast(query, keys, values, out, batch, shape, scale)
                 continue
-            rows = _rows_of(query, batch, shape)
-            sums = _attend(rows, read_keys(batch), read_values(batch), batch, scale, softcap)
+            keys = _read_rows(key_cache, key_scales, batch)
+            values = _read_written(value_cache, value_scales, batch)
+            sums = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
             _put_rows(_merge(sums, sinks, batch, shape), out, batch, shape)
 
     def mla_attention(
@@ -179,7 +178,7 @@ class AttentionKernels(CacheKernels):
         to = _clear(maxima, sums, outputs)
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
             keys = _read_rows(key_cache, key_scales, batch)
-            values = _read_values(value_cache, value_scales, batch)
+            values = _read_written(value_cache, value_scales, batch)
             found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
             _put_partials(found, to, batch, shape, first_split, split_step)
 
@@ -195,7 +194,8 @@ class AttentionKernels(CacheKernels):
             found.append(
                 F.scaled_dot_product_attention(own, keys[:, :, some], values[:, :, some], attn_mask=mask, scale=scale)
             )
-        _put_rows(torch.cat(found, 2).flatten(0, 1), out, batch, shape)
+        all_rows = found[0] if len(found) == 1 else torch.cat(found, 2)
+        _put_rows(all_rows.flatten(0, 1), out, batch, shape)
 
     @staticmethod
     def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -229,9 +229,9 @@ def _latent_query(query_latent: Tensor, query_rope: Tensor, cache: LatentCache) 
 def _read_latents(cache: LatentCache, latent_dim: int, batch: _Batch) -> tuple[Tensor, Tensor]:
     """Keys and values [B, 1, num_keys, ..] float32"""
     if isinstance(cache, Tensor):
-        keys = _read_values(cache, None, batch)
+        keys = _read_written(cache, None, batch)
     else:
-        latents = _read_values(cache.values, cache.scales, batch)
+        latents = _read_written(cache.values, cache.scales, batch)
         keys = torch.cat([latents, _read_rows(cache.rope_keys, None, batch)], -1)
     return keys, keys[..., :latent_dim]
 
@@ -391,12 +391,12 @@ def _read_rows(cache: Tensor, scales: Tensor | None, batch: _Batch, dtype: torch
     return rows.view(count, num_heads, -1, dim)
 
 
-def _read_values(cache: Tensor, scales: Tensor | None, batch: _Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """See `_read_rows`; what is not written is zero, since weights of zero hide only numbers."""
-    values = _read_rows(cache, scales, batch, dtype)
+def _read_written(cache: Tensor, scales: Tensor | None, batch: _Batch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See `_read_rows`; what is not written is zero: it may be NaN, which a weight of zero does not hide."""
+    rows = _read_rows(cache, scales, batch, dtype)
     if len(batch.unwritten):
-        values.view(-1, values.shape[-1]).index_fill_(0, batch.unwritten, 0.0)
-    return values
+        rows.view(-1, rows.shape[-1]).index_fill_(0, batch.unwritten, 0.0)
+    return rows
 
 
 def _heads_of(query: Tensor, batch: _Batch, shape: _Shape) -> Tensor:

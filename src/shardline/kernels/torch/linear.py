@@ -45,6 +45,9 @@ class DenseKernels:
         self._scratch = threading.local()
         """Of each thread, since adapters are loaded beside steps."""
 
+    def activation(self, x: Tensor, out: Tensor, name: str, gated: bool) -> None:
+        activation(x, out, name, gated, self.is_exact)
+
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=self.device)
 
@@ -91,7 +94,7 @@ class DenseKernels:
         product = self.multiply(x, panels, bias, x.dtype)
         if half != width:
             product = torch.cat([product[:, :width], product[:, half : half + width]], 1)
-        activation(change(product), out, gate, True)
+        self.activation(change(product), out, gate, True)
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
@@ -174,6 +177,8 @@ def split_bias(bias: Tensor | RowBias | None) -> tuple[Tensor | None, Callable[[
 
 def in_sizes(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """The products of rows [M, K], in numbers of rows that are among `SIZES`."""
+    if len(rows) in SIZES:
+        return multiply(rows)
     parts = []
     for some in torch.split(rows, SIZES[-1]):
         size = next(size for size in SIZES if size >= len(some))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_PART_BYTES = 64 << 20
+_PART_BYTES = 256 << 20
 """Bytes of a weight that are converted at a time."""
 _USUAL_ROWS = 8
 """Rows for which oneDNN chooses the order; it multiplies any number."""
