@@ -52,20 +52,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, failure=NOT_COMPARED)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and return 0 (equal), 1 or 2."""
-    try:
-        return _run(args)
-    except BrokenPipeError:
-        raise
-    except (RuntimeError, OSError) as error:
-        raise ValueError(str(error)) from error  # 1 would say that answers differ
-
-
-def _run(args: argparse.Namespace) -> int:
     import asyncio
 
     from tqdm import tqdm
