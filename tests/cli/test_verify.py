@@ -112,8 +112,9 @@ def test_what_the_model_does_not_take_is_the_verdict_of_its_receipt(llm: LLM, ma
         assert verdicts[1].error is not None
         assert part in verdicts[1].error
         assert "\n" not in str(verdicts[1])
-    with pytest.raises(ValueError, match="verify takes a list of receipts"):
-        llm.verify([5])  # type: ignore[list-item]
+    for wrong in (5, None):
+        with pytest.raises(ValueError, match="verify takes a list of receipts"):
+            llm.verify([wrong])  # type: ignore[list-item]
     assert llm.verify(made[:1])[0].equal
 
 

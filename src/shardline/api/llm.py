@@ -260,8 +260,9 @@ class LLM:
         """
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
-        if wrong := next((one for one in receipts if not isinstance(one, Receipt)), None):
-            raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {wrong!r:.80}")
+        for one in receipts:
+            if not isinstance(one, Receipt):
+                raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {one!r:.80}")
         with self._lock:
             requests: list[PreparedRequest] = []
             verdicts: list[Verdict | None] = []

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake), 130 (ctrl-C) or 141 (nobody
     reads the output any more, as after `| head`).
 
-    A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. A failure's code
-    is 2, too, if the command's parser says so, since 1 says something else. The user sees the message; with
+    A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. A failure
+    has the code 2, too, if the command says so because 1 says something else. The user sees the message; with
     SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
     if not faulthandler.is_enabled():
