@@ -75,8 +75,13 @@ def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsy
     choice = choose("Qwen/Qwen3-0.6B", machine, max_model_len=2048)
     assert choice.options[0].layout.num_gpus == 1, "ranks of one memory only add exchanges"
     assert sum(option.fits for option in choice.options) > 10
-    with pytest.raises(ValueError, match="there are too few devices"):
+    none = "^no layout works on this host: "
+    with pytest.raises(
+        ValueError, match=none + r"the given sizes make 20 ranks, and a plan for it has at most 16 \(16 c"
+    ):
         choose("Qwen/Qwen3-0.6B", machine, "data_parallel_size", data_parallel_size=20)
+    with pytest.raises(ValueError, match=none + "with the fewest ranks: max_model_len 99999 is"):
+        choose("Qwen/Qwen3-0.6B", machine, max_model_len=99999)
     assert (
         main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--device", "cpu", "--max-model-len", "2048", "--json"]) == 0
     )
@@ -101,6 +106,8 @@ def test_serve_starts_with_the_chosen_sizes(
     assert main(words) == 0
     assert (started[0].parallel.tensor_parallel_size, started[0].parallel.data_parallel_size) == (1, 2)
     assert "--parallel auto: chosen for" in capsys.readouterr().err
+    assert main(["serve", "demo", "--parallel", "auto", "--device", "cpu", "--data-parallel-size", "99"]) == 2
+    assert "error: --parallel auto: no layout works on this host: the given sizes make 99" in capsys.readouterr().err
 
 
 def test_measuring_finds_plausible_rates() -> None:
@@ -121,6 +128,8 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     text = capsys.readouterr().out
     assert "chosen for 3 requests of 128 + 128 tokens" in text
     assert "  $ shardline serve demo --device cpu\n" in text
+    assert main([*words, "--dtype", "float32"]) == 0
+    assert "recommended: fp32 tp1\n" in capsys.readouterr().out
     assert main([*words, "--running", "3", "-cp", "2"]) == 0
     assert "  $ shardline serve demo --device cpu --context-parallel-size 2\n" in capsys.readouterr().out
     assert main([*words, "--compare", "tp1", "dp2", "--all", "--html", str(tmp_path / "plan.html")]) == 0

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.cpu_rates import measure_rates, storage_rate
+from shardline.deployment.formats import choose_dtype
 from shardline.deployment.here import probe_here
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
@@ -88,6 +89,7 @@ def plan_here(
     if storage_gbs is not None and not (storage_gbs > 0 and config.model.weight_folder):
         raise ValueError("--storage-gbs must be above zero, and needs --offload-to")
     model = model or find_model(config.model.model, config.model.revision)
+    model = model.with_dtype(choose_dtype(config.model.dtype, model.spec.dtype, model.rules))
     input_len, output_len = _lengths(load, config, model)
     machine = machine or probe_here(config)
     alone = sized(config, Layout("shardline")).parallel
@@ -109,8 +111,13 @@ def plan_here(
     demand = Demand(0, input_len, output_len, running=load.running, options=given, config=config)
     plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
     if plan.best is None:
-        why = plan.options[0].fit.why_not if plan.options else "there are too few devices for the given sizes"
-        raise ValueError(f"--parallel auto: no layout works on this host; with the fewest ranks: {why}")
+        why = "none has the given sizes"
+        if plan.options:
+            why = f"with the fewest ranks: {plan.options[0].fit.why_not}"
+        elif choices.num_ranks > cluster.num_gpus:
+            most = f"a plan for it has at most {cluster.num_gpus} ({cluster.host_summary})"
+            why = f"the given sizes make {choices.num_ranks} ranks, and {most}"
+        raise ValueError(f"no layout works on this host: {why}")
     return plan
 
 
