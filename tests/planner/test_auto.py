@@ -110,6 +110,23 @@ def test_serve_starts_with_the_chosen_sizes(
     assert "error: --parallel auto: no layout works on this host: the given sizes make 99" in capsys.readouterr().err
 
 
+def test_nothing_is_claimed_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The best would be all GPUs of such a host.
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    choice = choose("Qwen/Qwen3-0.6B", host("", 0, 0), max_model_len=2048, kernels="torch")
+    assert path_here(choice) == [
+        "bf16 tp1: the fewest ranks that have room; how fast torch's operations are is not known"
+    ]
+    gpus = host("NVIDIA H100 80GB HBM3", 4, 79.1)
+    large = choose("meta-llama/Llama-3.1-70B-Instruct", gpus, max_model_len=8192, kernels="torch", numerics="fast")
+    assert chosen_config(large).parallel.tensor_parallel_size == 2
+    small = choose("Qwen/Qwen3-0.6B", gpus, max_model_len=2048, kernels="torch")
+    assert small.best is not None
+    assert small.best.layout.num_gpus == 1
+    with pytest.raises(ValueError, match=r"^no layout works on this host: with the fewest ranks: "):
+        choose("meta-llama/Llama-3.1-405B-Instruct", gpus, max_model_len=8192, kernels="torch")
+
+
 def test_measuring_finds_plausible_rates() -> None:
     machine = host("", 0, 0)
     found = measure_host(Machine((msgspec.structs.replace(machine.hosts[0], cores=2),)))

@@ -110,6 +110,8 @@ def plan_here(
     choices = Fixed(**sizes, whole_experts=whole_experts, weights=label, kv=kv, numerics=config.parallel.numerics)
     demand = Demand(0, input_len, output_len, running=load.running, options=given, config=config)
     plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
+    if config.parallel.kernels == "torch":
+        plan = _without_figures(plan)
     if plan.best is None:
         why = "none has the given sizes"
         if plan.options:
@@ -119,6 +121,13 @@ def plan_here(
             why = f"the given sizes make {choices.num_ranks} ranks, and {most}"
         raise ValueError(f"no layout works on this host: {why}")
     return plan
+
+
+def _without_figures(plan: Plan) -> Plan:
+    """The plan for torch's operations, whose rates are not known: the fewest ranks first, then tensor parallel."""
+    options = [dataclasses.replace(option, speed=None) for option in plan.options]
+    options.sort(key=lambda option: (not option.fits, option.layout.num_gpus, -option.layout.tensor))
+    return dataclasses.replace(plan, options=tuple(options), recommended=0 if options and options[0].fits else None)
 
 
 def _lengths(load: HostLoad, config: EngineConfig, model: PlannedModel) -> tuple[int, int]:
@@ -150,6 +159,9 @@ def chosen_config(plan: Plan) -> EngineConfig:
 
 def path_here(plan: Plan) -> list[str]:
     """The steps to the choice, in words."""
+    assert plan.best is not None
+    if plan.best.speed is None:
+        return [f"{plan.best.layout}: the fewest ranks that have room; how fast torch's operations are is not known"]
     path = [f"devices: {plan.cluster.host_summary}"]
     for option in plan.options[:_SHOWN]:
         if option.speed is not None:
@@ -158,7 +170,6 @@ def path_here(plan: Plan) -> list[str]:
     if refusals := [option.fit.why_not for option in plan.options if not option.fits]:
         number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
         path.append(f"{number}: {refusals[0]}")
-    assert plan.best is not None
     return [*path, f"chosen for {plan.demand.load_summary}: {plan.best.layout}"]
 
 
