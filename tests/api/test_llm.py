@@ -9,6 +9,7 @@ import time
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 from tqdm import tqdm
 
@@ -181,6 +182,8 @@ def test_parameters_of_a_wrong_type_are_named(values: dict[str, Any], says: str)
     ("prompts", "keywords", "says"),
     [
         (None, {}, "a prompt is text, .* or a list of these; got NoneType"),
+        (np.array([5]), {}, r"a list of these; got numpy.ndarray: give its .tolist\(\)"),
+        ([np.array([5])], {}, r"a list of ids; got numpy.ndarray: give its .tolist\(\)"),
         ("a", {"sampling_params": {"max_tokens": 3}}, "sampling_params: give one SamplingParams for all prompts"),
         ("a", {"sampling_params": SamplingParams(allowed_token_ids=[1.5])}, "allowed_token_ids has token id 1.5"),  # type: ignore[list-item]
         ("a", {"priority": 1.5}, "priorities: give one int for all prompts"),

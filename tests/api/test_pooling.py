@@ -117,6 +117,13 @@ def test_score_by_embeddings(vectors: list[Vector]) -> None:
         assert [one.outputs.score for one in scores] == pytest.approx([1.0, 0.5**0.5])
         with pytest.raises(ValueError, match="1:1, 1:N or N:N"):
             llm.score(["a", "b"], ["c"])
+        for pair, got in (
+            ((1, 2), "int"),
+            ((["a", None], "b"), "NoneType"),
+            (("a", {"text": "b"}), "an object with 'text'"),
+        ):
+            with pytest.raises(ValueError, match=f"pairs are of texts: .*; got {got}"):
+                llm.score(*pair)
 
 
 def test_score_by_a_classifier(vectors: list[Vector]) -> None:

@@ -17,7 +17,6 @@ from shardline import lifeline
 from shardline.api.adapters import LoRARequest
 from shardline.api.llm import LLM
 from shardline.cli.main import main
-from shardline.receipts.check import ContractDiffers
 from shardline.receipts.receipt import Receipt, TokenConstraints
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.forks import ForkServer
@@ -71,15 +70,33 @@ def test_the_exit_code_says_whether_they_are_equal(
     assert (told["equal"], told["position"], told["own_token_id"]) == (False, 7, made[0].output_token_ids[7])
     wrong["contract"]["kv_dtype"] = "int8"
     wrong["contract_sha256"] = msgspec.convert(wrong["contract"], type(made[0].contract)).sha256
-    for content, part in ((json.dumps(wrong), "kv_dtype is int8 in the receipt"), ("{", "no receipt")):
+    right = msgspec.to_builtins(made[1], str_keys=True)
+    file.write_text(json.dumps([wrong, right]))
+    assert main(["verify", str(file), "--model", "demo"]) == 2
+    told = capsys.readouterr().out
+    assert "not verified: the receipt has another numeric contract: kv_dtype is int8 in the receipt" in told
+    assert "\nequal: all 40 tokens" in told, "the list goes on behind it"
+    file.write_text(json.dumps([wrong, {**right, "digest": "0"}]))
+    assert main(["verify", str(file), "--model", "demo"]) == 1
+    for content, part in (("{", "no receipt"), (json.dumps({"choices": [{}, {"receipt": right}]}), "of choice 1")):
         file.write_text(content)
         assert main(["verify", str(file), "--model", "demo"]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert part in line
+        assert part in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "none"), "demo"]) == 2
 
 
-def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) -> None:
+def test_a_model_that_cannot_run_is_no_difference(
+    made: list[Receipt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LLM, "from_config", fail)
+    (tmp_path / "receipt.json").write_bytes(msgspec.json.encode(made[0]))
+    assert main(["verify", str(tmp_path / "receipt.json"), "--model", "demo"]) == 2
+
+
+def test_what_the_model_does_not_take_is_the_verdict_of_its_receipt(llm: LLM, made: list[Receipt]) -> None:
     replace = msgspec.structs.replace
     other, constraints = replace(made[0].contract, weights="0"), TokenConstraints(grammar="start: (")
     for receipt, part in (
@@ -90,12 +107,14 @@ def test_what_the_model_does_not_take_is_refused(llm: LLM, made: list[Receipt]) 
         (replace(made[0], output_token_ids=[3] * 10**6), "--max-model-len"),
         (replace(made[3], constraints=constraints), "grammar"),
     ):
-        with pytest.raises(ValueError, match=part) as error:
-            llm.verify([receipt])
-        assert "\n" not in str(error.value)
-        assert isinstance(error.value, ContractDiffers) == (part == "weights")
-    with pytest.raises(ValueError, match="verify takes a list of receipts"):
-        llm.verify([5])  # type: ignore[list-item]
+        verdicts = llm.verify([made[1], receipt, made[0]])
+        assert [verdict.equal for verdict in verdicts] == [True, False, True]
+        assert verdicts[1].error is not None
+        assert part in verdicts[1].error
+        assert "\n" not in str(verdicts[1])
+    for wrong in (5, None):
+        with pytest.raises(ValueError, match="verify takes a list of receipts"):
+            llm.verify([wrong])  # type: ignore[list-item]
     assert llm.verify(made[:1])[0].equal
 
 
@@ -109,5 +128,5 @@ def test_an_adapter_that_a_request_has_brought_is_known(tmp_path: Path, fork_ser
         receipt = output.outputs[0].receipt
         assert receipt is not None
         assert llm.verify([receipt])[0].equal
-        with pytest.raises(ContractDiffers, match="none of --lora-modules has this content"):
-            llm.verify([msgspec.structs.replace(receipt, adapter="0" * 32)])
+        [unknown] = llm.verify([msgspec.structs.replace(receipt, adapter="0" * 32)])
+        assert "none of --lora-modules has this content" in str(unknown)

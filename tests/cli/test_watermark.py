@@ -52,6 +52,8 @@ def test_a_marked_answer_of_the_demo_model_is_found(
     assert lines["scheme"] == scheme
     assert float(lines["p"]) < 1e-5
     assert float(lines["z"]) > 4
+    assert lines["tokens"].startswith("by the tokenizer of demo (the default: --model names")
+    assert (found["model"], found["tokenizer"]) == ("demo", None)
 
 
 def test_a_key_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

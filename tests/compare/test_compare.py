@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardline.cli.main import main
-from shardline.compare import Endpoint, compare
+from shardline.compare import Endpoint, answers, compare
 from shardline.compare.answers import Options
 from shardline.config.server import ServerConfig
+from tests.benchmark.stub_server import HEAD, LAST, Script, event, stub_server, whole
 from tests.server.conftest import serve
 
 URL = "http://127.0.0.1:9"
@@ -56,6 +59,49 @@ def test_an_endpoint_that_wants_a_key_is_told_from_one_without_models() -> None:
     named = pytest.raises(RuntimeError, match="answers 401 and names no model: give its key")
     with serve(ServerConfig(port=0, api_key=("secret",))) as a, named:
         compare(Endpoint(a.url), Endpoint(a.url), ["Hi"])
+
+
+def _answering(text: str, *, silent_after: int = 99) -> Callable[[int, str, Any], Script]:
+    """Answers with `text`, and is silent from some request on; the first is for the list of models."""
+
+    def answer(index: int, path: str, body: Any) -> Script:
+        if index >= silent_after:
+            return [(60.0, b"")]
+        if path == "/v1/models":
+            return [(0.0, whole({"data": [{"id": "m"}]}))]
+        piece = event({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})
+        return [(0.0, HEAD + piece + LAST)]
+
+    return answer
+
+
+def test_a_silent_endpoint_is_named_and_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("_NOTICE_SECONDS", 0.2), ("_LIST_SECONDS", 0.6), ("_SILENCE_SECONDS", 0.6)):
+        monkeypatch.setattr(answers, name, seconds)
+    with stub_server(_answering("Hi")) as a, stub_server(_answering("Hi", silent_after=2)) as b:
+        assert main(["compare", a.url, b.url]) == 2  # equal as far as answers have come
+        told = capsys.readouterr()
+        assert told.err.count(f"waiting for {b.url}, which has been silent for") == 1
+        assert "1 of 8 answers are equal" in told.out
+        assert "B: no answer: nothing came for" in told.out
+        assert told.out.count("B: not asked: it has not answered an earlier prompt") == 6
+    with stub_server(_answering("Hi")) as a, stub_server(_answering("No", silent_after=2)) as b:
+        assert main(["compare", a.url, b.url, "--num-prompts", "2"]) == 1  # one differs for certain
+    with stub_server(_answering("Hi")) as a, stub_server(_answering("Hi", silent_after=0)) as b:
+        assert main(["compare", a.url, b.url]) == 2
+        assert f"error: {b.url}/v1/models has not answered within" in capsys.readouterr().err
+
+
+def test_what_could_not_be_compared_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", URL, URL]) == 2
+    assert "cannot connect" in capsys.readouterr().err
+    with stub_server(_answering("Hi")) as a:
+        assert main(["compare", a.url, a.url, "--html", str(tmp_path)]) == 2
+        assert "Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -177,13 +177,21 @@ def plans_of(engine: Engine, *names: str) -> list[StepPlan]:
     return engine.plans[num_plans:]
 
 
+def queries_and_hits(engine: Engine) -> tuple[int, int]:
+    """Those of the last request; the three of `evicted` ask for 16, 32 and 32 tokens, and nothing is there yet."""
+    kv = engine.scheduler.kv
+    return kv.tier_queries - 80, kv.tier_hits
+
+
 def test_an_evicted_prefix_is_fetched_and_not_computed() -> None:
-    fetch, prefill, *_ = plans_of(evicted(), "again")
+    engine = evicted()
+    fetch, prefill, *_ = plans_of(engine, "again")
     assert not fetch.steps
     assert fetch.copies is not None
     assert len(fetch.copies.fetches) == 4
     (step,) = prefill.steps
     assert (step.start, step.num_tokens) == (16, 1)
+    assert queries_and_hits(engine) == (16, 16)
     (step,) = plans_of(evicted(Shape(num_blocks=13, max_model_len=40)), "again")[0].steps
     assert (step.start, step.num_tokens) == (0, 17)
 
@@ -215,6 +223,7 @@ def test_lost_blocks_are_computed_again() -> None:
     assert (step.start, step.num_tokens) == (0, 17)
     assert engine.tier is not None
     assert engine.tier.num_lost == 4
+    assert queries_and_hits(engine) == (16, 0)
 
 
 @pytest.mark.parametrize("most_fetches", [1, 9])
@@ -227,6 +236,7 @@ def test_a_request_that_is_cancelled_while_blocks_are_fetched_gives_all_back(
     assert engine.tier is not None
     engine.add(make_request("again", PROMPT, 2))
     engine.submit()
+    assert queries_and_hits(engine) == (16, 0), "nothing has come yet"
     pool, traffic = engine.scheduler.kv.pool, engine.scheduler.kv.traffic
     assert traffic is not None
     assert (pool.num_used, len(engine.tier.fetching), traffic.is_fetching) == (4, 4, True)

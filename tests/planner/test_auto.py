@@ -75,8 +75,13 @@ def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsy
     choice = choose("Qwen/Qwen3-0.6B", machine, max_model_len=2048)
     assert choice.options[0].layout.num_gpus == 1, "ranks of one memory only add exchanges"
     assert sum(option.fits for option in choice.options) > 10
-    with pytest.raises(ValueError, match="there are too few devices"):
+    none = "^no layout works on this host: "
+    with pytest.raises(
+        ValueError, match=none + r"the given sizes make 20 ranks, and a plan for it has at most 16 \(16 c"
+    ):
         choose("Qwen/Qwen3-0.6B", machine, "data_parallel_size", data_parallel_size=20)
+    with pytest.raises(ValueError, match=none + "with the fewest ranks: max_model_len 99999 is"):
+        choose("Qwen/Qwen3-0.6B", machine, max_model_len=99999)
     assert (
         main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--device", "cpu", "--max-model-len", "2048", "--json"]) == 0
     )
@@ -101,6 +106,25 @@ def test_serve_starts_with_the_chosen_sizes(
     assert main(words) == 0
     assert (started[0].parallel.tensor_parallel_size, started[0].parallel.data_parallel_size) == (1, 2)
     assert "--parallel auto: chosen for" in capsys.readouterr().err
+    assert main(["serve", "demo", "--parallel", "auto", "--device", "cpu", "--data-parallel-size", "99"]) == 2
+    assert "error: --parallel auto: no layout works on this host: the given sizes make 99" in capsys.readouterr().err
+
+
+def test_nothing_is_claimed_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The best would be all GPUs of such a host.
+    monkeypatch.setattr(auto, "measure_host", lambda machine, threads: parse_cluster("1xL4", known_gpus()).gpus[0])
+    choice = choose("Qwen/Qwen3-0.6B", host("", 0, 0), max_model_len=2048, kernels="torch")
+    assert path_here(choice) == [
+        "bf16 tp1: the fewest ranks that have room; how fast torch's operations are is not known"
+    ]
+    gpus = host("NVIDIA H100 80GB HBM3", 4, 79.1)
+    large = choose("meta-llama/Llama-3.1-70B-Instruct", gpus, max_model_len=8192, kernels="torch", numerics="fast")
+    assert chosen_config(large).parallel.tensor_parallel_size == 2
+    small = choose("Qwen/Qwen3-0.6B", gpus, max_model_len=2048, kernels="torch")
+    assert small.best is not None
+    assert small.best.layout.num_gpus == 1
+    with pytest.raises(ValueError, match=r"^no layout works on this host: with the fewest ranks: "):
+        choose("meta-llama/Llama-3.1-405B-Instruct", gpus, max_model_len=8192, kernels="torch")
 
 
 def test_measuring_finds_plausible_rates() -> None:
@@ -121,6 +145,8 @@ def test_a_plan_for_this_host_counts_its_load_and_simulates_it(
     text = capsys.readouterr().out
     assert "chosen for 3 requests of 128 + 128 tokens" in text
     assert "  $ shardline serve demo --device cpu\n" in text
+    assert main([*words, "--dtype", "float32"]) == 0
+    assert "recommended: fp32 tp1\n" in capsys.readouterr().out
     assert main([*words, "--running", "3", "-cp", "2"]) == 0
     assert "  $ shardline serve demo --device cpu --context-parallel-size 2\n" in capsys.readouterr().out
     assert main([*words, "--compare", "tp1", "dp2", "--all", "--html", str(tmp_path / "plan.html")]) == 0

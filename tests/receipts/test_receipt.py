@@ -183,6 +183,12 @@ def test_receipts_are_found_in_answers() -> None:
     for bad in ({"choices": [{"text": "x"}]}, {**told, "digests": []}, [told]):  # it would count as verified
         with pytest.raises(ValueError, match=r"^part 2 of 3: this is no receipt"):
             find_receipts(msgspec.json.encode([told, bad, told]))
+    for choice in ({"text": "x"}, {"receipt": None}, 3):
+        lacking = {"choices": [choice, {"receipt": told}, choice]}
+        with pytest.raises(ValueError, match=r"^the answer has 3 choices, and no receipt of choice 1, 3$"):
+            find_receipts(msgspec.json.encode(lacking))
+        with pytest.raises(ValueError, match=r"^part 2 of 2: the answer has 3 choices"):
+            find_receipts(msgspec.json.encode([told, lacking]))
 
 
 def test_a_receipt_of_an_unlike_contract_is_refused_by_name() -> None:

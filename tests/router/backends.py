@@ -150,6 +150,18 @@ async def stream_words(call: Call) -> None:
     await call.end_stream()
 
 
+async def fail(call: Call) -> None:
+    await call.answer(500, {"error": {"message": "broken", "type": "server_error", "param": None, "code": None}})
+
+
+async def cut(call: Call) -> None:
+    call.cut()
+
+
+async def refuse(call: Call) -> None:
+    await call.answer(400, {"error": {"message": "bad", "type": "x", "param": None, "code": None}})
+
+
 async def silent(call: Call) -> None:
     """Say nothing."""
     await asyncio.sleep(60.0)
@@ -249,3 +261,11 @@ def open_site() -> Iterator[Site]:
     """A site that is closed at the end."""
     with contextlib.closing(Site()) as site:
         yield site
+
+
+async def set_event(event: asyncio.Event) -> None:
+    event.set()
+
+
+async def remove_backend(site: Site, url: str) -> None:
+    site.fleet.remove(url)

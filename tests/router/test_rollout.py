@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardline.cli.main import main
+from shardline.config.server import ServerConfig
 from shardline.router.rollout import RolloutFailed, roll_out
 from tests.router.backends import Backend, Call, Site, open_site
 
@@ -152,6 +153,20 @@ def test_a_backend_that_was_drained_before_stays_so(site: Site, capsys: pytest.C
     assert [line.endswith("(drained)") for line in lines] == [True, False, False]
     assert main(["router", "undrain", drained.url, url]) == 0
     assert "(drained)" not in capsys.readouterr().out
+
+
+def test_the_key_of_an_action(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = site.add_backend()
+    site.start_router(ServerConfig(api_key=("mine",), disable_access_log=True))
+    url = f"--url={site.client.base_url}"
+    assert main(["router", "status", url]) == 2
+    assert "Pass the router's --admin-api-key, or its --api-key" in capsys.readouterr().err
+    for flag in ("--api-key", "--admin-api-key"):
+        assert main(["router", "status", url, flag, "mine"]) == 0
+    monkeypatch.setenv("SHARDLINE_API_KEY", "mine")
+    assert main(["router", "drain", backend.url, url]) == 0
+    assert main(["router", "status", "--port", "9001"]) == 2
+    assert "--port is for a router that starts; status asks the one at --url" in capsys.readouterr().err
 
 
 def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from shardline.router import upstream as upstream_module
 from shardline.router.upstream import Upstream, UpstreamError
 from tests.router.backends import Backend, Site, open_site, say_name
 from tests.server.test_tls import write_certificate
@@ -27,10 +30,10 @@ def site() -> Iterator[Site]:
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[Any, ...]) -> None:
     """All names have these addresses."""
 
-    async def look_up(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
-        return [(0, 0, 0, "", address) for address in addresses]
+    async def look_up(*_: Any) -> list[tuple[Any, ...]]:
+        return list(addresses)
 
-    monkeypatch.setattr(uvloop.Loop, "getaddrinfo", look_up)
+    monkeypatch.setattr(upstream_module, "find_addresses", look_up)
 
 
 def port_of(backend: Backend) -> int:
@@ -46,7 +49,7 @@ def test_a_look_up_that_hangs_is_the_only_one_of_its_backend(site: Site, monkeyp
     backend, end = site.add_backend(), asyncio.Event()
     num_looks, problems = 0, []
 
-    async def hang(*_: Any, **__: Any) -> list[Any]:
+    async def hang(*_: Any) -> list[Any]:
         nonlocal num_looks
         num_looks += 1
         await end.wait()
@@ -66,9 +69,42 @@ def test_a_look_up_that_hangs_is_the_only_one_of_its_backend(site: Site, monkeyp
         resolve_to(monkeypatch, ("127.0.0.1", port_of(backend)))
         return await ready(upstream)
 
-    monkeypatch.setattr(uvloop.Loop, "getaddrinfo", hang)
+    monkeypatch.setattr(upstream_module, "find_addresses", hang)
     assert site.run(main()) == 200, "the next one is made"
     assert (num_looks, problems) == (1, [])
+
+
+HANGING = """
+import socket, time
+from shardline.router.upstream import Upstream, UpstreamError, find_addresses
+from shardline.server.launch import run_event_loop
+
+known = socket.getaddrinfo
+
+def look_up(host, *words, **options):
+    if not options.get("flags") and host.startswith("hangs"):
+        time.sleep(600)
+    return known("127.0.0.1" if host == "known.example" else host, *words, **options)
+
+async def main():
+    for number in range(9):
+        try:
+            await Upstream(f"http://hangs{number}.example", 0.2).get(b"/ready", [], 1.0, 100)
+        except UpstreamError as error:
+            print(error)
+    print(await find_addresses("known.example", 80))
+    return 0
+
+socket.getaddrinfo = look_up
+run_event_loop(main())
+"""
+
+
+def test_nothing_waits_for_look_ups_that_hang() -> None:
+    """Neither those of other names nor the end of the process."""
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout.splitlines() == [*["no connection in 0.2 s"] * 9, "[('127.0.0.1', 80)]"]
+    assert ended.stderr == ""
 
 
 @contextlib.contextmanager

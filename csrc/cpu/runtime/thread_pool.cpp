@@ -78,9 +78,18 @@ class ThreadPool {
       shares_[static_cast<size_t>(s)].next.store(num_tasks * s / num_shares, std::memory_order_relaxed);
       shares_[static_cast<size_t>(s)].end = num_tasks * (s + 1) / num_shares;
     }
+    // Also if a task of the caller throws: workers still use the context, which it would take along.
+    struct Closing {
+      ThreadPool& pool;
+      ~Closing() { pool.close_round(); }
+    } closing{*this};
     open_.store(true);
     announce();
     take_tasks(0);
+  }
+
+ private:
+  void close_round() {
     open_.store(false);
     for (int spin = 0; active_.load() != 0; ++spin) {
       if (spin < kSpinIterations) {
@@ -93,7 +102,6 @@ class ThreadPool {
     }
   }
 
- private:
   // Consecutive tasks. They mostly read consecutive memory, so each thread streams through a part of its own.
   struct alignas(128) Share {
     std::atomic<int64_t> next{0};
@@ -166,9 +174,11 @@ thread_local Scratch scratch;
 void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
   note_work();
   if (pool && num_tasks > 1 && !in_task) {
-    in_task = true;
+    struct InTask {
+      InTask() { in_task = true; }
+      ~InTask() { in_task = false; }
+    } marked;
     pool->run(num_tasks, function, context);
-    in_task = false;
     return;
   }
   for (int64_t task = 0; task < num_tasks; ++task) function(context, task);

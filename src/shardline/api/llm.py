@@ -46,7 +46,7 @@ from shardline.messages.request import AdapterRef, Constraints
 from shardline.messages.stats import EngineStats
 from shardline.metrics.engine import EngineCollector
 from shardline.metrics.reader import Metric, read_metrics
-from shardline.receipts.check import ContractDiffers, Verdict, check_contract, check_output
+from shardline.receipts.check import ContractDiffers, Verdict, check_contract, check_output, not_verified
 from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
@@ -250,30 +250,34 @@ class LLM:
         """Run the requests of receipts again, and say of each whether its output and all logits are the same bits.
 
         The outputs are known, so each step computes many of their tokens at once. The layout does not matter. Receipts
-        are in `CompletionOutput.receipt`; `receipts.receipt.read_receipt` reads their JSON.
+        are in `CompletionOutput.receipt`; `receipts.receipt.read_receipt` reads their JSON. Where nothing can be said
+        of one, since it is of another model, dtype or kernel path, or has what the model does not take, its verdict has
+        the reason as `error`.
 
         Raises:
-            ContractDiffers: a receipt is of another model, dtype or kernel path.
-            ValueError: a receipt has tokens or parameters that the model does not take.
-            RuntimeError: a request could not run, for example because its grammar is refused.
+            ValueError: these are no receipts, or the model generates nothing.
+            RuntimeError: the engine failed.
         """
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
-        if wrong := next((one for one in receipts if not isinstance(one, Receipt)), None):
-            raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {wrong!r:.80}")
+        for one in receipts:
+            if not isinstance(one, Receipt):
+                raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {one!r:.80}")
         with self._lock:
-            requests = [
-                _build_from_receipt(self._builder, self._text.adapters, str(next(self._ids)), receipt)
-                for receipt in receipts
-            ]
-            outputs, _ = self._run_requests(requests, use_tqdm=False)
-        verdicts = []
-        for receipt, output in zip(receipts, outputs, strict=True):
-            (choice,) = output.outputs
-            if choice.error:
-                raise (ValueError if choice.refused else RuntimeError)(choice.error)
-            verdicts.append(check_output(receipt, choice.token_ids, choice.digests or ()))
-        return verdicts
+            requests: list[PreparedRequest] = []
+            verdicts: list[Verdict | None] = []
+            for receipt in receipts:
+                try:
+                    request_id = str(next(self._ids))
+                    requests.append(_build_from_receipt(self._builder, self._text.adapters, request_id, receipt))
+                    verdicts.append(None)
+                except ValueError as error:
+                    verdicts.append(not_verified(receipt, str(error)))
+            outputs = iter(self._run_requests(requests, use_tqdm=False)[0])
+        return [
+            _judge(receipt, next(outputs)) if verdict is None else verdict
+            for receipt, verdict in zip(receipts, verdicts, strict=True)
+        ]
 
     def beam_search(
         self,
@@ -491,6 +495,13 @@ class EngineView:
 
 def _priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
     return for_each(0 if priority is None else priority, count, "priorities", int)
+
+
+def _judge(receipt: Receipt, output: RequestOutput) -> Verdict:
+    (choice,) = output.outputs
+    if choice.error:
+        return not_verified(receipt, choice.error)
+    return check_output(receipt, choice.token_ids, choice.digests or ())
 
 
 def _build_from_receipt(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, get_args
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.api.outputs import EMBEDDING_PARAMS, TOKEN_EMBEDDING_PARAMS, RequestOutput
+from shardline.api.prompts import type_of
 from shardline.checkpoints.classifier import LabelConfig
 from shardline.checkpoints.folder_files import read_json
 from shardline.sampling_params import SamplingParams
@@ -163,13 +164,21 @@ def cosine(first: Values, second: Values) -> float:
     return float((one * two).sum()) / lengths if lengths > 0.0 else 0.0
 
 
+def _texts(side: str | Sequence[str]) -> list[str]:
+    texts = list(side) if isinstance(side, Iterable) and not isinstance(side, (str, Mapping)) else [side]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"pairs are of texts: give a text or a list of texts on each side; got {type_of(text)}")
+    return texts
+
+
 def pair_up(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """The texts of the pairs (first, second): one with each of the other side, or each with its own.
 
     Raises:
-        ValueError: the numbers of texts do not fit.
+        ValueError: the numbers of texts do not fit, or something is no text.
     """
-    texts, others = ([side] if isinstance(side, str) else list(side) for side in (first, second))
+    texts, others = _texts(first), _texts(second)
     if len(texts) > 1 and len(texts) != len(others):
         raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
     if not texts:

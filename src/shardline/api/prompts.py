@@ -51,7 +51,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         ValueError: they are no list, and no prompt.
     """
     if not isinstance(prompts, (Sequence, Mapping, EncodedPrompt)):
-        raise ValueError(f"{_FORMS}, or a list of these; got {type(prompts).__name__}")
+        raise ValueError(f"{_FORMS}, or a list of these; got {type_of(prompts)}")
     if isinstance(prompts, (str, Mapping, EncodedPrompt)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
@@ -77,11 +77,22 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
                 return text, None
     elif isinstance(prompt, Sequence):
         return None, _as_ids(prompt)
-    raise ValueError(_FORMS)
+    raise ValueError(f"{_FORMS}; got {type_of(prompt)}")
 
 
 def _as_ids(values: Any) -> list[int]:
-    ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
-    if ids is None or not set(map(type, ids)) <= {int}:
-        raise ValueError("prompt token ids must be a list of integers")
-    return ids
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise ValueError(f"prompt token ids must be a list of integers; got {type_of(values)}")
+    if not set(map(type, values)) <= {int}:
+        wrong = next(one for one in values if type(one) is not int)
+        raise ValueError(f"prompt token ids must be a list of integers; one is {type_of(wrong)}")
+    return list(values)
+
+
+def type_of(value: Any) -> str:
+    """What a value of a wrong type is, for a message; of an array, what would work in its place."""
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(map(repr, value)) or 'nothing'}"[:200]
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"{name}: give its .tolist()" if hasattr(value, "tolist") else name

@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake), 130 (ctrl-C) or 141 (nobody
     reads the output any more, as after `| head`).
 
-    A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
-    the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
+    A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. A failure
+    has the code 2, too, if the command says so because 1 says something else. The user sees the message; with
+    SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
     if not faulthandler.is_enabled():
         with contextlib.suppress(RuntimeError, OSError):  # there may be no stderr
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env.log_level() == "DEBUG":
             raise
         print(f"shardline: error: {error}", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ValueError) else FAILURE
+        return USAGE_ERROR if isinstance(error, ValueError) else getattr(args, "failure", FAILURE)
 
 
 def _with_command(words: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,12 @@ from shardline.benchmark.http_client import HttpClient
 
 NUM_TOP = 5
 """How many of the likeliest tokens an endpoint is asked for at each position."""
+_NOTICE_SECONDS = 5.0
+"""After this much silence it is said who is waited for."""
+_LIST_SECONDS = 30.0
+"""How long the list of models may take."""
+_SILENCE_SECONDS = 600.0
+"""How long an answer may bring nothing: as long as OpenAI's own clients wait."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +103,27 @@ class Options:
 
 
 class Asker:
-    """Asks one endpoint, one prompt after another, over one connection.
+    """Asks one endpoint, one prompt after another, over one connection. `on_wait` is told when it is long silent.
 
     Raises:
         ValueError: the endpoint's URL is none.
     """
 
-    def __init__(self, endpoint: Endpoint, options: Options, *, insecure: bool = False) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: Options,
+        *,
+        insecure: bool = False,
+        on_wait: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self.url = endpoint.url.rstrip("/").removesuffix("/v1")
         self.model = endpoint.model or ""
         self._client = HttpClient(self.url, insecure=insecure)
         self._headers = {"Content-Type": "application/json", **endpoint.headers}
         self._options = options
+        self._on_wait = on_wait
+        self._gave_up = ""
 
     async def start(self) -> None:
         """Find the model's name, if none is given.
@@ -119,9 +135,14 @@ class Asker:
             if self.model:
                 await self._client.check()
                 return
-            status, body = await self._client.fetch("GET", "/v1/models", self._headers)
+            sent, fetched = time.perf_counter(), self._client.fetch("GET", "/v1/models", self._headers)
+            coming = asyncio.ensure_future(fetched)
+            if not await self._wait(coming, lambda: sent, _LIST_SECONDS):
+                coming.cancel()
+                raise RuntimeError(f"{self.url}/v1/models has not answered within {_LIST_SECONDS:.0f} s")
+            status, body = coming.result()
         except OSError as error:
-            raise RuntimeError(f"cannot connect to {self.url} ({error})") from error
+            raise RuntimeError(f"cannot connect to {self.url} ({error or 'it does not answer'})") from error
         try:
             self.model = str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError) as error:
@@ -129,13 +150,33 @@ class Asker:
             raise RuntimeError(f"{self.url}/v1/models answers {status} and names no model: {way}") from error
 
     async def ask(self, prompt: str) -> Answer:
-        """The endpoint's answer. What fails is its `error`."""
+        """The endpoint's answer. What fails is its `error`. An endpoint that fell silent is not asked again."""
+        if self._gave_up:
+            return Answer(error=self._gave_up)
         done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         path = "/v1/chat/completions" if self._options.chat else "/v1/completions"
         body = msgspec.json.encode(self._body(prompt))
         request = self._client.head("POST", path, self._headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        self._client.send(_AnswerExchange(request, done))
+        exchange = _AnswerExchange(request, done)
+        self._client.send(exchange)
+        if not await self._wait(done, lambda: exchange.heard, _SILENCE_SECONDS):
+            self._client.close()
+            self._gave_up = "not asked: it has not answered an earlier prompt"
+            exchange.on_failure("no answer", f"nothing came for {_SILENCE_SECONDS:.0f} s", time.perf_counter())
         return await done
+
+    async def _wait(self, coming: asyncio.Future[Any], heard: Callable[[], float], limit: float) -> bool:
+        """Whether it came, or was refused, before `limit` seconds without a word."""
+        notice = _NOTICE_SECONDS
+        while not coming.done():
+            silent = time.perf_counter() - heard()
+            if silent >= limit:
+                return False
+            if silent >= notice:
+                self._on_wait(f"waiting for {self.url}, which has been silent for {silent:.0f} of {limit:.0f} s")
+                notice = limit
+            await asyncio.wait([coming], timeout=min(_NOTICE_SECONDS, limit - silent))
+        return True
 
     def close(self) -> None:
         """Close the connection."""
@@ -201,6 +242,11 @@ class _AnswerExchange(StreamExchange):
         self._answer = Answer()
         self._is_whole = False
         self._done = done
+
+    @property
+    def heard(self) -> float:
+        """When the last piece came, or the request went."""
+        return self._answer.times[-1] if self._answer.times else self._answer.sent or time.perf_counter()
 
     def on_sent(self, now: float) -> None:
         self._answer.sent = self._answer.sent or now

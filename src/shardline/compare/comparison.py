@@ -121,10 +121,11 @@ async def compare_async(
     *,
     insecure: bool = False,
     on_pair: Callable[[Pair], object] | None = None,
+    on_wait: Callable[[str], object] = lambda _: None,
 ) -> Comparison:
-    """See `compare`."""
+    """See `compare`. `on_wait` is told of an endpoint that is long silent."""
     options = options or Options()
-    askers = Asker(a, options, insecure=insecure), Asker(b, options, insecure=insecure)
+    askers = [Asker(one, options, insecure=insecure, on_wait=on_wait) for one in (a, b)]
     try:
         for asker in askers:
             await asker.start()

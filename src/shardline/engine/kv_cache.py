@@ -142,7 +142,7 @@ class KVCache:
         """What moves blocks to the second tier and back; None: there is none."""
         self.events: KVEventLog | None = None
         self.tier_queries = self.tier_hits = 0
-        """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
+        """Tokens of prefixes that the pool did not have, and those of them that came from the tier."""
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
@@ -208,7 +208,7 @@ class KVCache:
             return PrefixHit(self.no_blocks, 0, 0, 0, {}, 0)
         most = self._most_hits(sequence)
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
-        traffic = None if sequence.has_fetched else self.traffic
+        traffic = self.traffic if sequence.fetched is None else None
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
 
         def in_pool(group: int, block: int) -> bool:
@@ -249,8 +249,7 @@ class KVCache:
     def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
         assert self.traffic is not None
-        sequence.has_fetched = True
-        self.tier_hits += hit.num_tokens - hit.pool_tokens
+        sequence.fetched = hit.pool_tokens, hit.num_tokens
         self.tier_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
         return self.traffic.fetch(_blocks_of(hit.tables), hit.absent)
 
@@ -266,8 +265,11 @@ class KVCache:
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
-        if not sequence.has_fetched:
+        if sequence.fetched is None:
             self.tier_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
+        else:  # what has come; ranks may have lost some of it
+            start, end = sequence.fetched
+            self.tier_hits += max(0, min(hit.num_tokens, end) - start)
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)

@@ -39,12 +39,14 @@ def startup_report(
     for report in ranks:
         place = grid.place(report.rank)
         stage = stages[place.pp_rank]
+        read = deployment.weights[report.rank].read_bytes
+        from_files = f" in memory and {format_bytes(read)} read from {deployment.offload.folder}" if read else ""
         lines.append(
             f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
             f"{report.threads} threads, pid {report.pid}), dp {first_replica + place.dp_rank}, "
             f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}"
             f"{f', cp {place.cp_rank}' * (grid.context > 1)}; weights "
-            f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
+            f"{format_bytes(report.weight_bytes)}{from_files}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
         lines += [f"rank {report.rank}: {fallback}" for fallback in report.fallbacks]

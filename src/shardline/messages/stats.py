@@ -59,7 +59,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     queries: int
     """Tokens of prefixes that the pool did not have."""
     hits: int
-    """Those of them that the tier had, as far as it knew."""
+    """Those of them that came from the tier."""
     lost_blocks: int
     """Blocks that it was to have, and a rank did not have any more; they are computed again."""
     copies: CopyCounts

@@ -23,6 +23,7 @@ class RankReport(msgspec.Struct, frozen=True):
     """CPU kernel path."""
     threads: int
     weight_bytes: int
+    """In memory; what is read from files is not among them."""
     kv_bytes: int
     load_seconds: float
     memory: MemoryUse | None = None

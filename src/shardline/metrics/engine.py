@@ -68,7 +68,7 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
         "Tokens of prefixes that the KV cache did not have and the second tier was asked for.",
         lambda t: t.queries,
     ),
-    ("external_prefix_cache_hits", "Those of them that the second tier had.", lambda t: t.hits),
+    ("external_prefix_cache_hits", "Those of them that came from the second tier.", lambda t: t.hits),
     (
         "kv_offload_lost_blocks",
         "Blocks that a rank did not have any more, so that they were computed again.",

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.cpu_rates import measure_rates, storage_rate
+from shardline.deployment.formats import choose_dtype
 from shardline.deployment.here import probe_here
 from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
@@ -88,6 +89,7 @@ def plan_here(
     if storage_gbs is not None and not (storage_gbs > 0 and config.model.weight_folder):
         raise ValueError("--storage-gbs must be above zero, and needs --offload-to")
     model = model or find_model(config.model.model, config.model.revision)
+    model = model.with_dtype(choose_dtype(config.model.dtype, model.spec.dtype, model.rules))
     input_len, output_len = _lengths(load, config, model)
     machine = machine or probe_here(config)
     alone = sized(config, Layout("shardline")).parallel
@@ -108,10 +110,24 @@ def plan_here(
     choices = Fixed(**sizes, whole_experts=whole_experts, weights=label, kv=kv, numerics=config.parallel.numerics)
     demand = Demand(0, input_len, output_len, running=load.running, options=given, config=config)
     plan = search(model, cluster, demand, "throughput", "shardline", choices, timing)
+    if config.parallel.kernels == "torch":
+        plan = _without_figures(plan)
     if plan.best is None:
-        why = plan.options[0].fit.why_not if plan.options else "there are too few devices for the given sizes"
-        raise ValueError(f"--parallel auto: no layout works on this host; with the fewest ranks: {why}")
+        why = "none has the given sizes"
+        if plan.options:
+            why = f"with the fewest ranks: {plan.options[0].fit.why_not}"
+        elif choices.num_ranks > cluster.num_gpus:
+            most = f"a plan for it has at most {cluster.num_gpus} ({cluster.host_summary})"
+            why = f"the given sizes make {choices.num_ranks} ranks, and {most}"
+        raise ValueError(f"no layout works on this host: {why}")
     return plan
+
+
+def _without_figures(plan: Plan) -> Plan:
+    """The plan for torch's operations, whose rates are not known: the fewest ranks first, then tensor parallel."""
+    options = [dataclasses.replace(option, speed=None) for option in plan.options]
+    options.sort(key=lambda option: (not option.fits, option.layout.num_gpus, -option.layout.tensor))
+    return dataclasses.replace(plan, options=tuple(options), recommended=0 if options and options[0].fits else None)
 
 
 def _lengths(load: HostLoad, config: EngineConfig, model: PlannedModel) -> tuple[int, int]:
@@ -143,6 +159,9 @@ def chosen_config(plan: Plan) -> EngineConfig:
 
 def path_here(plan: Plan) -> list[str]:
     """The steps to the choice, in words."""
+    assert plan.best is not None
+    if plan.best.speed is None:
+        return [f"{plan.best.layout}: the fewest ranks that have room; how fast torch's operations are is not known"]
     path = [f"devices: {plan.cluster.host_summary}"]
     for option in plan.options[:_SHOWN]:
         if option.speed is not None:
@@ -151,7 +170,6 @@ def path_here(plan: Plan) -> list[str]:
     if refusals := [option.fit.why_not for option in plan.options if not option.fits]:
         number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
         path.append(f"{number}: {refusals[0]}")
-    assert plan.best is not None
     return [*path, f"chosen for {plan.demand.load_summary}: {plan.best.layout}"]
 
 

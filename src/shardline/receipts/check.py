@@ -32,8 +32,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     position_digest: str | None = None
     """The first digits of the digest of the logits there, according to the receipt."""
     own_position_digest: str | None = None
+    error: str | None = None
+    """Why nothing can be said of the receipt; None: something is."""
 
     def __str__(self) -> str:
+        if self.error is not None:
+            return f"not verified: {self.error}"
         if self.equal:
             return f"equal: all {self.num_positions} tokens and their logits, digest {self.digest}"
         if self.position is None:
@@ -64,6 +68,11 @@ def check_contract(receipt: Receipt, own: NumericContract) -> None:
         if theirs != ours:
             parts.append(f"{name} is {theirs or 'the usual one'} in the receipt and {ours or 'the usual one'} here")
     raise ContractDiffers(f"the receipt has another numeric contract: {'; '.join(parts)}")
+
+
+def not_verified(receipt: Receipt, error: str) -> Verdict:
+    """The verdict on a receipt whose request cannot run."""
+    return Verdict(equal=False, num_positions=len(receipt.output_token_ids), digest=receipt.digest, error=error)
 
 
 def check_output(receipt: Receipt, token_ids: Sequence[int], digests: Sequence[str]) -> Verdict:

@@ -184,7 +184,8 @@ def find_receipts(data: bytes) -> list[Receipt]:
     """The receipts in a file: a receipt, an answer of a server with those of its choices, or a list of these.
 
     Raises:
-        ValueError: there is none, one has another form, or a part of a list has none: it would count as verified.
+        ValueError: there is none, one has another form, or a part of a list or a choice has none: it would count as
+            verified.
     """
     try:
         value = msgspec.json.decode(data)
@@ -194,11 +195,10 @@ def find_receipts(data: bytes) -> list[Receipt]:
     parts = value if isinstance(value, list) and value else [value]
     for number, part in enumerate(parts, 1):
         where = f"part {number} of {len(parts)}: " if isinstance(value, list) else ""
-        entries = [] if isinstance(part, list) else _receipts_in(part)
-        if not entries:
-            none = 'this is no receipt, and no answer that has any: its request needs "receipt": true'
-            raise ValueError(where + none)
         try:
+            entries = [] if isinstance(part, list) else _receipts_in(part)
+            if not entries:
+                raise ValueError('this is no receipt, and no answer that has any: its request needs "receipt": true')
             found += map(read_receipt, entries)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
@@ -206,13 +206,14 @@ def find_receipts(data: bytes) -> list[Receipt]:
 
 
 def _receipts_in(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return [entry for part in value if not isinstance(part, list) for entry in _receipts_in(part)]
     if not isinstance(value, dict) or "shardline_receipt" in value:
         return [value]
-    own = [] if value.get("receipt") is None else [value["receipt"]]
-    choices = value.get("choices")
-    return own + (_receipts_in([c for c in choices if isinstance(c, dict)]) if isinstance(choices, list) else [])
+    choices = value["choices"] if isinstance(value.get("choices"), list) else []
+    theirs = [choice.get("receipt") if isinstance(choice, dict) else None for choice in choices]
+    missing = [str(number) for number, one in enumerate(theirs, 1) if one is None]
+    if 0 < len(missing) < len(theirs):
+        raise ValueError(f"the answer has {len(theirs)} choices, and no receipt of choice {', '.join(missing)}")
+    return [one for one in (value.get("receipt"), *theirs) if one is not None]
 
 
 def _choosing(params: SamplingParams) -> dict[str, Any]:

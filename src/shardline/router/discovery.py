@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -16,7 +15,7 @@ import msgspec
 
 from shardline.config.router import BackendSpec, RouterConfig, check_backend_url, read_backends_file
 from shardline.router.fleet import Fleet
-from shardline.router.upstream import Answer, Upstream, UpstreamError
+from shardline.router.upstream import Answer, Upstream, UpstreamError, find_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +68,10 @@ class Discovery:
         """Each address of the name is a backend."""
         parts = urlsplit(url)
         port = parts.port or 80
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-                self._fleet.set_backends(url, [_spec(str(one[4][0]), port, parts.path) for one in found])
+                found = await find_addresses(str(parts.hostname), port)
+                self._fleet.set_backends(url, [_spec(str(address[0]), port, parts.path) for address in found])
             except OSError as error:
                 self._keep(url, error)
             await asyncio.sleep(_DNS_SECONDS)

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -78,6 +81,32 @@ class Answer:
     def cut(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+async def find_addresses(host: str, port: int) -> list[Any]:
+    """The addresses of a host. The look-up of a name has a thread of its own: nothing can end one that hangs, and
+    neither other look-ups nor the end of the process wait for it.
+
+    Raises:
+        OSError: none is found.
+    """
+    ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    with contextlib.suppress(socket.gaierror):
+        return [address for *_, address in ask(flags=socket.AI_NUMERICHOST)]
+    found: Future[list[Any]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            found.set_result([address for *_, address in ask()])
+        except Exception as error:
+            found.set_exception(error)
+
+    try:
+        threading.Thread(target=look_up, name="look-up", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    return await asyncio.wrap_future(found)
 
 
 class Upstream:
@@ -185,12 +214,11 @@ class Upstream:
     async def _look_up(self) -> list[Any]:
         """The addresses of the host. Nothing ends a look-up that hangs in its thread: no other one begins meanwhile."""
         if self._looking is None or self._looking.done():
-            found = asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-            self._looking = asyncio.gather(found, return_exceptions=True)
+            self._looking = asyncio.gather(find_addresses(self._host, self._port), return_exceptions=True)
         [answer] = await asyncio.shield(self._looking)
         if isinstance(answer, BaseException):
             raise answer
-        return [address for *_, address in answer]
+        return cast("list[Any]", answer)
 
     async def _open(self, address: Any) -> _Connection:
         """A connection to one address. The numeric name of an IPv6 address has its scope."""

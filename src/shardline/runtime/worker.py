@@ -107,7 +107,8 @@ class Worker:
         deployment, place, backend = self._deployment, self._groups.place, self._backend
         here = deployment.placements[self._engine][place.rank]
         fallbacks = backend.choose_kernels(deployment, here, self._share)
-        weight_bytes = self._load_stages()
+        held = deployment.weights[place.rank]
+        weight_bytes = self._load_stages() - held.loaded_bytes + held.num_bytes
         stage = self.stage
         replay = self._make_replay(stage)
         memory = self._measure(stage, replay) if isinstance(deployment.cache.pool, MeasuredPool) else None

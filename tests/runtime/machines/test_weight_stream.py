@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from shardline.config.engine import EngineConfig
+from shardline.config.fields import format_bytes
+from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.base import ExecutorFailure
+from shardline.engine.report import startup_report
+from shardline.runtime.machines import open_backend
+from shardline.runtime.parallel.groups import make_single_rank_groups
+from shardline.runtime.worker import Worker
 from tests.deployment.machines import machine, resolve_on
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
@@ -66,6 +72,25 @@ def test_memory_is_that_of_the_layers_that_stay_and_of_two_that_are_read(tmp_pat
     (before,), (after,) = plain.weights, read.weights
     assert after.read_bytes == 4 * after.slot_bytes
     assert after.num_bytes == before.num_bytes - 2 * after.slot_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_report_tells_what_stays_in_memory_from_what_is_read(family: str, tmp_path: Path) -> None:
+    wide: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "vocab_size": 64,
+    }
+    model = make_checkpoint(family, tmp_path / family, num_hidden_layers=6, **wide)
+    options: dict[str, Any] = {"model": str(model), "device": "cpu", "cpu_threads": 1, "kv_cache_memory": "8MiB"}
+    setup = resolve_here(EngineConfig.from_options(**options, cpu_offload_gb=0.008, offload_to=str(tmp_path)))
+    report = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups()).load()
+    (weights,) = setup.weights
+    assert report.weight_bytes == pytest.approx(weights.num_bytes, rel=0.02)
+    text = "\n".join(startup_report(setup, 0, KVAllocation(2), [report], {}))
+    stay, read = format_bytes(report.weight_bytes), format_bytes(weights.read_bytes)
+    assert f"weights {stay} in memory and {read} read from {tmp_path}, KV " in text
 
 
 @pytest.mark.parametrize(("kv", "share"), [("64MiB", 1.0), (None, 0.75)])

@@ -120,6 +120,16 @@ def test_an_empty_file_fails(client: openai.OpenAI) -> None:
     assert batch.errors.data[0].code == "empty_file"
 
 
+def test_ids_that_are_not_unique_fail(client: openai.OpenAI) -> None:
+    batch = wait_ended(client, start(client, upload(client, [request(1), request(2), request(1)])))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    [error] = batch.errors.data
+    assert (error.code, error.line) == ("duplicate_custom_id", 3)
+    assert error.message == "each custom_id must be unique: 'r1' is in lines 1, 3"
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -8,7 +8,15 @@ import json
 import pytest
 
 from shardline.server.errors import ApiError
-from shardline.server.openai.batch.lines import Answer, Line, NoRequest, parse_request, read_lines
+from shardline.server.openai.batch.lines import (
+    Answer,
+    Line,
+    NoRequest,
+    RepeatedIds,
+    count_requests,
+    parse_request,
+    read_lines,
+)
 
 URLS = {"/v1/completions"}
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -78,6 +86,24 @@ def test_the_id_of_a_broken_line() -> None:
     assert line(b'{"custom_id": "caf\\u00e9", "method').custom_id == "café"
     assert line(b"{").custom_id == "line-3"
     assert line(b'{"custom_id": "\xff"').custom_id == "line-3"
+
+
+def test_an_id_inside_the_body_is_not_the_requests() -> None:
+    assert line({"body": {"metadata": {"custom_id": "inner"}}, "custom_id": "outer"}).custom_id == "outer"
+
+
+def test_each_custom_id_is_unique() -> None:
+    many = "".join(f'{{"custom_id": "{number % 7 if number < 14 else number}"}}\n' for number in range(30))
+    with pytest.raises(RepeatedIds, match=r"each custom_id must be unique: .* is in lines ") as caught:
+        count_requests(io.BytesIO(many.encode()), 100)
+    assert str(caught.value).count(" is in lines ") == 5
+    twice = b'{"custom_id": "a"}\n\n{"custom_id": "b"}\n' + b'{"custom_id": "a", "method"\n' * 7
+    with pytest.raises(RepeatedIds, match=r"unique: 'a' is in lines 1, 4, 5, 6, 7 and 3 more$") as caught:
+        count_requests(io.BytesIO(twice), 100)
+    assert caught.value.line == 4
+    file = io.BytesIO(b'{\n{\n{"custom_id": "line-3"}')
+    assert count_requests(file, 100) == 3
+    assert file.tell() == 0
 
 
 def test_ids_of_answers_depend_on_line_and_model() -> None:

@@ -220,6 +220,13 @@ def test_a_file_without_requests(runs: Runs, tmp_path: Path, text: str) -> None:
     assert not hasattr(runs, "engine"), "no model is loaded for it"
 
 
+def test_ids_that_are_not_unique_are_refused_before_a_model_loads(runs: Runs, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [request(1), request(2), request(1)])
+    with pytest.raises(ValueError, match=r"--input-file .*in: each custom_id must be unique: 'r1' is in lines 1, 3$"):
+        runs.run(source, tmp_path / "out")
+    assert not hasattr(runs, "engine")
+
+
 def test_wrong_paths(tmp_path: Path) -> None:
     source = write(tmp_path / "in", [request(1)])
     (tmp_path / "link").symlink_to(source)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardline.cli.flags import json_value
 
-EQUAL, DIFFERENT = 0, 1
+EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 2
 _PROMPTS = (
     "The capital of France is",
     "Write a haiku about the sea.",
@@ -30,7 +30,8 @@ def add_parser(commands: Any) -> None:
         help="compare two endpoints' answers token by token, and their speed",
         description="Ask two endpoints of any make the same prompts in turn, and show where their answers first "
         "differ, how likely each found both tokens, what the cause must be, and how fast both are. "
-        "The exit code is 0 if all answers are equal, 1 if not.",
+        "The exit code is 0 if all answers are equal, 1 if some differ, and 2 if none differs and some are missing, or "
+        "nothing could be compared.",
     )
     parser.add_argument("url_a", metavar="URL_A", help="an OpenAI-compatible server, such as http://localhost:8000")
     parser.add_argument("url_b", metavar="URL_B", help="the other one")
@@ -51,11 +52,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, failure=NOT_COMPARED)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, and return 0 (equal) or 1."""
+    """Compare, and return 0 (equal), 1 or 2."""
     import asyncio
 
     from tqdm import tqdm
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 options,
                 insecure=args.insecure,
                 on_pair=lambda _: bar.update(),
+                on_wait=lambda line: bar.write(line, file=sys.stderr),
             )
         )
     if args.html:
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), indent=2))
     else:
         print("\n".join(text_lines(found)))
-    return EQUAL if found.equal else DIFFERENT
+    return EQUAL if found.equal else DIFFERENT if found.causes else NOT_COMPARED
 
 
 def _read_prompts(name: str) -> list[str]:

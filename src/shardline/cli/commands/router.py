@@ -74,6 +74,10 @@ def _act(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.action} takes no URL" if needs_none else f"{args.action}: which backend's URL?")
     if (args.restart is None) != (args.action != "rollout"):
         raise ValueError("rollout needs --restart 'COMMAND {host}', and nothing else takes it")
+    given = fields_from_flags(args, RouterConfig) | fields_from_flags(args, ServerConfig)
+    if of_router := sorted(given.keys() - {"api_key", "admin_api_key"}):
+        flag = of_router[0].replace("_", "-")
+        raise ValueError(f"--{flag} is for a router that starts; {args.action} asks the one at --url (now {args.url})")
 
     def ask(action: str, backend_url: str | None) -> dict[str, Any]:
         return _ask(args, action, backend_url)
@@ -100,8 +104,8 @@ def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict
     body = None if backend_url is None else json.dumps({"url": backend_url}).encode()
     request = urllib.request.Request(f"{args.url.rstrip('/')}/router/{action}", body)
     seconds = args.step_timeout if args.action == "rollout" else _ANSWER_SECONDS
-    key = getattr(args, "admin_api_key", None)
-    if key:
+    server = ServerConfig(**fields_from_flags(args, ServerConfig))
+    if key := server.admin_api_key or next(iter(server.keys), None):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
@@ -117,7 +121,7 @@ def _ask(args: argparse.Namespace, action: str, backend_url: str | None) -> dict
             is_router = False
         if not is_router:
             message = f"{args.url} is no router: it says {error.code} to {request.selector}; say where it is with --url"
-        hint = " Pass the router's key as --admin-api-key." if error.code == 401 else ""
+        hint = " Pass the router's --admin-api-key, or its --api-key if it has no other." if error.code == 401 else ""
         raise ValueError(message + hint) from None
     except urllib.error.URLError as error:
         raise OSError(f"there is no router at {args.url} ({error.reason}); say where it is with --url") from None

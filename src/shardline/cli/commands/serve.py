@@ -59,7 +59,10 @@ def _with_layout(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig
     from shardline.planner.auto import chosen_config, path_here, plan_here
     from shardline.planner.layout import HOST_CHOICES
 
-    plan = plan_here(engine, given={name: getattr(args, name) for name in HOST_CHOICES if hasattr(args, name)})
+    try:
+        plan = plan_here(engine, given={name: getattr(args, name) for name in HOST_CHOICES if hasattr(args, name)})
+    except ValueError as error:
+        raise ValueError(f"--parallel auto: {error}") from error
     for line in path_here(plan):
         print(f"--parallel auto: {line}", file=sys.stderr)
     return chosen_config(plan)

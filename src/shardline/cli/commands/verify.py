@@ -13,7 +13,7 @@ from shardline.cli.flags import add_engine_flags, engine_config
 if TYPE_CHECKING:
     from shardline.receipts.receipt import Receipt
 
-EQUAL, DIFFERENT = 0, 1
+EQUAL, DIFFERENT, NOT_VERIFIED = 0, 1, 2
 
 
 def add_parser(commands: Any) -> None:
@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
         "verify",
         help="check the receipt of an answer",
         description="Run the request of a receipt again, on any layout, and compare all tokens and the digests of "
-        "their logits. The exit code is 0 if they are equal, 1 if not, and 2 if the receipt is of another model or "
-        "has another form.",
+        "their logits. The exit code is 0 if they are equal, 1 if those of a receipt are not, and 2 if nothing can be "
+        "said of one, since it is of another model or has another form, or the model cannot run.",
     )
     group = parser.add_argument_group("receipts")
     group.add_argument(
@@ -32,11 +32,11 @@ def add_parser(commands: Any) -> None:
     )
     group.add_argument("--json", action="store_true", help="print JSON, one line for each receipt")
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, failure=NOT_VERIFIED)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify all receipts of the file, and return 0 (all are equal) or 1."""
+    """Verify all receipts of the file, and return 0 (all are equal), 1 or 2."""
     import msgspec
 
     from shardline.api.llm import LLM
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         verdicts = llm.verify(receipts)
     for verdict in verdicts:
         print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict)
-    return EQUAL if all(verdict.equal for verdict in verdicts) else DIFFERENT
+    wrong = [verdict for verdict in verdicts if not verdict.equal]
+    return EQUAL if not wrong else NOT_VERIFIED if all(verdict.error for verdict in wrong) else DIFFERENT
 
 
 def _read(name: str) -> list[Receipt]:

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     )
     detect.add_argument("file", metavar="FILE", help="the text, in UTF-8; -: standard input")
     detect.add_argument("--key-file", required=True, metavar="KEY", help="the key with which answers were marked")
-    detect.add_argument("--model", default="demo", help="the model that may have written the text (default: demo)")
+    detect.add_argument("--model", help="the model that may have written the text (default: demo)")
     detect.add_argument("--tokenizer", metavar="TOKENIZER", help="default: the model's own")
     detect.add_argument("--token-ids", action="store_true", help="FILE is a JSON list of the answer's token ids")
     detect.add_argument("--json", action="store_true", help="print JSON")
@@ -58,19 +58,26 @@ def run_detect(args: argparse.Namespace) -> int:
 
     key = read_key(args.key_file)
     text = _read(args.file)
+    name = args.model or "demo"
     config = EngineConfig.from_options(
-        model=args.model, tokenizer=args.tokenizer, skip_tokenizer_init=args.token_ids, generation_config="vllm"
+        model=name, tokenizer=args.tokenizer, skip_tokenizer_init=args.token_ids, generation_config="vllm"
     )
     model = load_model_text(config)
     if args.token_ids:
         ids = _parse_ids(text)
     elif model.tokenizer is None:
-        lacking = args.tokenizer or args.model
+        lacking = args.tokenizer or name
         raise ValueError(f"{lacking} has no tokenizer: give one with --tokenizer, or ids with --token-ids")
     else:
         ids = model.tokenizer.encode_text(text, False)
     found = detect(ids, key, model.vocab_size)
-    print(json.dumps(_as_json(found), indent=2) if args.json else "\n".join(_lines(found)))
+    used = None if args.token_ids else args.tokenizer or name
+    if args.json:
+        print(json.dumps({"model": name, "tokenizer": used} | _as_json(found), indent=2))
+    else:
+        by = f"ids of {name}" if used is None else f"by the tokenizer of {used}"
+        note = "" if args.model else " (the default: --model names the model that may have written the text)"
+        print("\n".join([f"tokens          {by}{note}", *_lines(found)]))
     return 0
 
 

@@ -140,8 +140,9 @@ class LiveSequence:
     """Free blocks that it needs to start, according to its last look-up in the prefix cache."""
     next_lookup: int = 0
     """The first step in which it may look its prefix up again while there are too few free blocks."""
-    has_fetched: bool = False
-    """Whether it has waited for blocks of its prefix since it last had none; see `KVCache.lookup_prefix`."""
+    fetched: tuple[int, int] | None = None
+    """From where to where it has had tokens of its prefix fetched since it last had none; None: it has not waited. See
+    `KVCache.lookup_prefix`."""
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
@@ -260,7 +261,7 @@ class LiveSequence:
     def forget_computed(self) -> None:
         """Note that it has lost its blocks, and so everything that was computed."""
         self.num_computed = self.num_scheduled = self.blocks_wanted = self.next_lookup = 0
-        self.has_fetched = False
+        self.fetched = None
 
     def append_tokens(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Append generated tokens, up to the one that finishes the sequence.

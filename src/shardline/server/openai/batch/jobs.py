@@ -12,7 +12,7 @@ from shardline.api.requests import request_owner
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.batch.answer_log import AnswerLog, OtherAnswers
 from shardline.server.openai.batch.executor import BatchExecutor, BatchStopped
-from shardline.server.openai.batch.lines import Answer, read_lines
+from shardline.server.openai.batch.lines import Answer, RepeatedIds, count_requests, read_lines
 from shardline.server.openai.batch.store import (
     ENDED,
     Batch,
@@ -150,6 +150,8 @@ class BatchJobs:
             logger.info("the batch %s goes on when a server starts: %s", batch.id, error)
         except _Failed as error:
             self._fail(batch, log, error.code, str(error))
+        except RepeatedIds as error:
+            self._fail(batch, log, "duplicate_custom_id", str(error), error.line)
         except StorageFull as error:
             self._fail(batch, log, "storage_full", str(error.detail))
         except OtherAnswers as error:
@@ -168,13 +170,12 @@ class BatchJobs:
             raise BatchStopped(self._llm.dead_reason)
         path = self.store.path_of(batch.input_file_id)
         with open(path, "rb") as file:
-            total = await asyncio.to_thread(lambda: sum(1 for _ in read_lines(file, self._max_line_bytes)))
+            total = await asyncio.to_thread(count_requests, file, self._max_line_bytes)
             if total == 0:
                 raise _Failed("empty_file", "the input file has no requests")
             batch.request_counts = RequestCounts(total)
             if batch.status == "validating":
                 self._set_status(batch, "in_progress")
-            file.seek(0)
             fingerprint = self._llm.model.fingerprint
             lines = await asyncio.to_thread(log.skip_answered, read_lines(file, self._max_line_bytes), fingerprint)
             self._count(batch, log)
@@ -189,8 +190,8 @@ class BatchJobs:
     def _count(self, batch: Batch, log: AnswerLog) -> None:
         batch.request_counts.completed, batch.request_counts.failed = log.num_ok, log.num_failed
 
-    def _fail(self, batch: Batch, log: AnswerLog, code: str, message: str) -> None:
-        batch.errors = BatchErrors(data=[BatchError(code=code, message=message)])
+    def _fail(self, batch: Batch, log: AnswerLog, code: str, message: str, line: int | None = None) -> None:
+        batch.errors = BatchErrors(data=[BatchError(code=code, message=message, line=line)])
         self._end(batch, log, "failed")
 
     def _end(self, batch: Batch, log: AnswerLog, status: Status) -> None:

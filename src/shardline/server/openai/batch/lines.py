@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar
 
 import msgspec
+import numpy as np
 
 from shardline.server.errors import ApiError, bad_request
 
@@ -17,6 +18,20 @@ _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 1 << 20
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){0,512}")')
 _MAX_SHOWN_URL = 100
+_MAX_SHOWN_IDS = 5
+_MAX_SHOWN_LINES = 5
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+class RepeatedIds(ValueError):
+    """Several requests of a file have one custom_id. `line` is the second one's."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class Line:
     @property
     def custom_id(self) -> str:
         """The request's own id, even if the line is broken behind it; without one, the number of the line."""
+        with contextlib.suppress(ValueError, RecursionError):
+            return msgspec.json.decode(self.text, type=_Named).custom_id
         match = _CUSTOM_ID.search(self.text)
         if match is not None:
             with contextlib.suppress(ValueError):
@@ -56,6 +73,34 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[Line]:
         text = text.removeprefix(_BOM).strip()
         if text:
             yield Line(number, text, is_too_long)
+
+
+def count_requests(file: BinaryIO, max_bytes: int) -> int:
+    """How many lines a file has; its position is then the start.
+
+    Raises:
+        RepeatedIds: two have one custom_id, so nobody could tell which answer is whose.
+    """
+    file.seek(0)
+    # Hashes first: the ids of a large file would take too much memory.
+    hashes = np.fromiter((hash(line.custom_id) for line in read_lines(file, max_bytes)), np.int64)
+    values, counts = np.unique(hashes, return_counts=True)
+    several = set(values[counts > 1][:_MAX_SHOWN_IDS].tolist())
+    places: dict[str, list[int]] = {}
+    file.seek(0)
+    for line in read_lines(file, max_bytes) if several else ():
+        if hash(line.custom_id) in several:
+            places.setdefault(line.custom_id, []).append(line.number)
+    file.seek(0)
+    repeated = {name: lines for name, lines in places.items() if len(lines) > 1}
+    if repeated:
+        told = "; ".join(
+            f"{name!r:.80} is in lines {', '.join(map(str, lines[:_MAX_SHOWN_LINES]))}"
+            + (f" and {len(lines) - _MAX_SHOWN_LINES} more" if len(lines) > _MAX_SHOWN_LINES else "")
+            for name, lines in repeated.items()
+        )
+        raise RepeatedIds(f"each custom_id must be unique: {told}", min(lines[1] for lines in repeated.values()))
+    return len(hashes)
 
 
 class BatchRequest(msgspec.Struct):

@@ -27,7 +27,7 @@ from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 from shardline.server.launch import make_http_server, open_listener, url_of
 from shardline.server.openai.batch.answer_log import AnswerLog, OtherAnswers
-from shardline.server.openai.batch.lines import Answer, read_lines
+from shardline.server.openai.batch.lines import Answer, RepeatedIds, count_requests, read_lines
 from shardline.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ def run_batch(
     configure_logging()
     raise_file_limit()
     with _open_input(files.input_file) as source, _open_output(files) as output:
-        total = sum(1 for _ in read_lines(source, server_config.body_limit))
+        try:
+            total = count_requests(source, server_config.body_limit)
+        except RepeatedIds as error:
+            raise ValueError(f"--input-file {files.input_file}: {error}") from error
         if total == 0:
             output.touch()
             logger.info("%s has no requests", files.input_file)
