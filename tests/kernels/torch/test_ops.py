@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.torch import attention
+from shardline.kernels.torch.kv_cache import Kept
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.runtime.ops.adapters.low_rank import expert_low_rank, low_rank
 from shardline.weights.base import weight_format
@@ -146,6 +148,17 @@ def test_fast_numerics_activate_as_exact_ones_do(rng, dtype, monkeypatch):
         outs.append(torch.empty(3, 100, dtype=dtype))
         KERNELS.activation(x, outs[-1], "silu", True)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+
+
+def test_what_a_step_computed_is_held_as_long_as_its_tables():
+    kept, slots = Kept(), torch.arange(3)
+    calls = [kept.value_of((slots,), None, lambda: torch.ones(2)) for _ in range(2)]
+    assert calls[0] is calls[1]
+    value = weakref.ref(calls.pop())
+    calls.clear()
+    assert value() is not None
+    del slots
+    assert value() is None
 
 
 def _replaced(value: object) -> object:
