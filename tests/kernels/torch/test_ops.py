@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -126,6 +126,27 @@ def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
     test_paged.test_matches_reference("torch", None, torch.float32, rng, 4, 2, 64, 20, None)
     test_paged.test_chunks_and_decode_have_the_bits_of_the_whole(None, torch.float32, rng, None)
     test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
+
+
+def test_partials_of_a_long_prompt_are_merged_a_part_at_a_time(rng, monkeypatch):
+    """They are as large as the outputs, for each split of the keys. Sinks are those of the part's rows."""
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", 1 << 14)
+    order: list[str] = []
+
+    def note(name: str, function: Callable[..., Any]) -> None:
+        def noted(*rest: Any) -> Any:
+            order.append(name)
+            return function(*rest)
+
+        monkeypatch.setattr(attention, name, noted)
+
+    note("_attend_part", attention._attend_part)
+    note("_merged", attention._merged)
+    test_paged.test_sinks_and_chunks(None, rng, None, False)
+    order.clear()
+    test_paged.attend([(test_paged.random_sequence(rng, 1100, torch.float32, dim=32), 0, 1100)])
+    assert len(order) > 2
+    assert order == ["_attend_part", "_merged"] * (len(order) // 2)
 
 
 @pytest.mark.parametrize("window", [None, 20])
