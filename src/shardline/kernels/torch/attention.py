@@ -9,6 +9,7 @@ is float32. Fast numerics call `scaled_dot_product_attention` in the activations
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -151,7 +152,7 @@ class AttentionKernels(CacheKernels):
         to = _clear(maxima, sums, outputs)
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
             keys, values = _read_latents(cache, query_latent.shape[2], batch)
-            found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, None)
+            found = _all_rows(_attend(_rows_of(query, batch, shape), keys, values, batch, scale, None))
             _put_partials(found, to, batch, shape, first_split, split_step)
 
     def attention_partials(
@@ -179,7 +180,7 @@ class AttentionKernels(CacheKernels):
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
             keys = _read_rows(key_cache, key_scales, batch)
             values = _read_written(value_cache, value_scales, batch)
-            found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
+            found = _all_rows(_attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap))
             _put_partials(found, to, batch, shape, first_split, split_step)
 
     def _attend_fast(
@@ -415,19 +416,24 @@ def _rows_of(query: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
     return rows.view(count * num_heads, batch.num_tiles, ROWS, dim)
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: float, softcap: float | None) -> _Sums:
-    """The partials of rows [X, t, ROWS, D] over keys and values [B, Hk, num_keys, D], X = B * Hk: [S, X, t * ROWS, ..]
-    for the S splits of the keys."""
-    found = [
-        _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.hidden, scale, softcap)
-        for part in batch.parts
-    ]
-    if len(found) == 1:
-        return found[0]
-    splits = max(len(one.maxima) for one in found)
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: float, softcap: float | None
+) -> Iterator[_Sums]:
+    """The partials of rows [X, t, ROWS, D] over keys and values [B, Hk, num_keys, D], X = B * Hk, a part of the rows
+    after another: [S, X, rows, ..] for the S splits of the keys."""
+    for part in batch.parts:
+        yield _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.hidden, scale, softcap)
+
+
+def _all_rows(found: Iterable[_Sums]) -> _Sums:
+    """The partials of all parts of the rows."""
+    sums = list(found)
+    if len(sums) == 1:
+        return sums[0]
+    splits = max(len(one.maxima) for one in sums)
     padded = [
         [F.pad(part, (0, 0) * (part.dim() - 1) + (0, splits - len(part)), value=empty) for part in parts]
-        for parts, empty in zip(zip(*found, strict=True), (-torch.inf, 0.0, 0.0), strict=True)
+        for parts, empty in zip(zip(*sums, strict=True), (-torch.inf, 0.0, 0.0), strict=True)
     ]
     return _Sums(*(torch.cat(parts, 2) for parts in padded))
 
@@ -479,14 +485,19 @@ def _add_tiles(parts: Tensor) -> Tensor:
     return total
 
 
-def _merge(sums: _Sums, sinks: Tensor | None, batch: _Batch, shape: _Shape) -> Tensor:
-    """[B * Hk, t * ROWS, Dv] float32; `sinks` [Hq]."""
-    if sinks is None:
-        return _merged(sums, None)
-    (count, most), num_rows = batch.tokens.shape, sums.maxima.shape[2]
-    own = sinks.view(1, shape.num_kv_heads, 1, shape.heads_each).expand(count, -1, most, -1)
-    own = own.reshape(count * shape.num_kv_heads, -1)
-    return _merged(sums, F.pad(own, (0, num_rows - own.shape[1])))
+def _merge(found: Iterable[_Sums], sinks: Tensor | None, batch: _Batch, shape: _Shape) -> Tensor:
+    """[B * Hk, t * ROWS, Dv] float32; `sinks` [Hq]. Each part of the rows is merged before the next one is computed:
+    partials are as large as the outputs, for each split of the keys."""
+    if sinks is not None:
+        count, most = batch.tokens.shape
+        sinks = sinks.view(1, shape.num_kv_heads, 1, shape.heads_each).expand(count, -1, most, -1)
+        sinks = sinks.reshape(count * shape.num_kv_heads, -1)
+        sinks = F.pad(sinks, (0, batch.num_tiles * ROWS - sinks.shape[1]))
+    merged = []
+    for part, sums in zip(batch.parts, found, strict=True):
+        own = None if sinks is None else sinks[:, part.rows.start * ROWS : part.rows.stop * ROWS]
+        merged.append(_merged(sums, own))
+    return merged[0] if len(merged) == 1 else torch.cat(merged, 1)
 
 
 def _merged(sums: _Sums, sinks: Tensor | None) -> Tensor:
