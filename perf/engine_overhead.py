@@ -1,4 +1,4 @@
-"""The scheduler's own time per step: `python benchmarks/engine_overhead.py`.
+"""The scheduler's own time per step: `python perf/engine_overhead.py`.
 
 There is no model and no worker. Results are made up at once, so the measured time is only schedule + update.
 """
