@@ -92,6 +92,9 @@ MUTANTS = (
     Mutant("quantize_rows", "quantize.as_bytes", "magnitude, 127.0", "magnitude, 128.0"),
     Mutant("rms_norm", "norm._norm_kernel", "inside = column < width", "inside = column < width - 1"),
     Mutant("rms_norm", "norm._norm_kernel", "row * residual_stride", "0 * residual_stride"),
+    Mutant("rms_norm", "norm._norm_kernel", "row % per_token * head_stride", "0 * head_stride"),
+    Mutant("rms_norm", "norm.inverse_rms", "mean + eps", "mean"),
+    Mutant("layer_norm", "norm._norm_kernel", "variance + eps", "variance"),
     Mutant("layer_norm", "norm._norm_kernel", "x - mean, 0.0)", "x - mean, 1.0)"),
     Mutant("layer_norm", "norm._norm_kernel", "bias_ptr + column,", "bias_ptr + column + 1,"),
     Mutant("add", "add._add_kernel", "element_ty), mask=place < count", "element_ty), mask=place <= count"),
@@ -129,6 +132,7 @@ MUTANTS = (
         "greedy_argmax", "sampling.argmax_of_row", "tl.min(tl.where(largest == top, best, vocab_size)", "tl.max(best"
     ),
     Mutant("mask_tokens", "mask._mask_kernel", "token // 32", "token // 31"),
+    Mutant("mask_tokens", "mask._mask_kernel", "tl.load(rows_ptr + index)", "index"),
     Mutant("mask_tokens", "mask._mask_kernel", "(token < width)", "(token < width - 1)"),
     Mutant("penalize", "penalties._penalized", "- presence", "- 0.0 * presence"),
     Mutant("penalize", "penalties._penalize_kernel", "(num_found == 0)", "(num_found >= 0)"),
