@@ -54,6 +54,9 @@ CASES = {kernel: KernelCase(kernel, "float32", sizes) for kernel, sizes in SIZES
 DEEP = KernelCase("linear", "bfloat16", {"depth": 256, "gate": ""})
 """Tiles of many rows differ from those of few only in bfloat16, and an order needs several steps along K."""
 
+WINDOWED = KernelCase("attention", "float32", {**SIZES["attention"], "window": 4096})
+"""A window is longer than any context of a trial."""
+
 
 class Mutant(NamedTuple):
     """A change of one place in the source of a kernel, or of a function that it calls."""
@@ -102,12 +105,17 @@ MUTANTS = (
     Mutant("activation", "activation._activation_kernel", "x_stride + width + column", "x_stride + width - 1 + column"),
     Mutant("activation", "activation._activation_kernel", "inside = column < width", "inside = column < width - 1"),
     Mutant("write_kv", "kv_cache._write_kv_kernel", "+ slot % block_size", "+ (slot + 1) % block_size"),
+    Mutant("write_kv", "kv_cache._write_kv_kernel", "token * value_stride", "token * key_stride"),
     Mutant("write_kv", "kv_cache._store_head", "values, mask=column < DIM", "values, mask=column < DIM - 1"),
     Mutant("rope", "rope._rotated", "tl.fma(second, cosine, first * sine)", "tl.fma(second, cosine, -(first * sine))"),
     Mutant("rope", "rope._rope_and_write_kernel", "head * VALUE_DIM + column, mask=kept", "column, mask=kept"),
     Mutant("rotate", "rope._rope_kernel", "(2 * HALF)", "(2 * HALF - 1)"),
     Mutant("rotate", "rope._rotated", "(pair < HALF)", "(pair < HALF - 1)"),
     Mutant("attention", "attention_kernel.attention_kernel", "<= position[:, None])", "< position[:, None])"),
+    Mutant("attention", "attention_kernel.attention_kernel", "tl.min(position, axis=0) + 1\n", "end_key\n"),
+    Mutant("attention", "attention_kernel.attention_kernel", "whole_keys // BLOCK", "(whole_keys + 1) // BLOCK"),
+    Mutant("attention", "attention_kernel.attention_kernel", "- window)", "- window - 1)", WINDOWED),
+    Mutant("attention", "attention_kernel.attention_kernel", 'larger == float("-inf")', "larger != larger", WINDOWED),
     Mutant("attention", "attention_kernel._merge", "total * keep)", "total)"),
     Mutant("attention", "attention_kernel.attention_kernel", "* query_stride", "* (query_stride - 1)"),
     Mutant("attention", "attention_kernel.merge_ranks_kernel", "split % num_ranks * num_splits", "0 * num_splits"),
