@@ -56,6 +56,9 @@ DEEP = KernelCase("linear", "bfloat16", {"depth": 256, "gate": ""})
 
 WINDOWED = KernelCase("attention", "float32", {**SIZES["attention"], "window": 4096})
 """A window is longer than any context of a trial."""
+GROUPED = KernelCase(
+    "route", "float32", {**SIZES["route"], "experts": 12, "groups": 4, "top_groups": 2, "top2_sum": True}
+)
 
 
 class Mutant(NamedTuple):
@@ -109,6 +112,7 @@ MUTANTS = (
     Mutant("write_kv", "kv_cache._store_head", "values, mask=column < DIM", "values, mask=column < DIM - 1"),
     Mutant("rope", "rope._rotated", "tl.fma(second, cosine, first * sine)", "tl.fma(second, cosine, -(first * sine))"),
     Mutant("rope", "rope._rope_and_write_kernel", "head * VALUE_DIM + column, mask=kept", "column, mask=kept"),
+    Mutant("rope", "rope._rope_and_write_kernel", "(slot >= 0) &", "(slot >= -1) &"),
     Mutant("rotate", "rope._rope_kernel", "(2 * HALF)", "(2 * HALF - 1)"),
     Mutant("rotate", "rope._rotated", "(pair < HALF)", "(pair < HALF - 1)"),
     Mutant("attention", "attention_kernel.attention_kernel", "<= position[:, None])", "< position[:, None])"),
@@ -131,6 +135,13 @@ MUTANTS = (
     ),
     Mutant("route", "routing._route_kernel", "total + 1e-20", "total + 1.0"),
     Mutant("route", "routing._route_kernel", "counts_ptr + chosen,", "counts_ptr + 0 * chosen,"),
+    Mutant(
+        "route",
+        "routing._route_kernel",
+        'member[None, :] == first[:, None], float("-inf")',
+        'member[None, :] < 0, float("-inf")',
+        GROUPED,
+    ),
     Mutant("experts", "experts._grouped_kernel", "expert * expert_stride", "0 * expert_stride"),
     Mutant("experts", "experts._combine_kernel", "weights_ptr + place)", "weights_ptr + token * CHOSEN)"),
     Mutant("softcap", "softcap._softcap_kernel", "cap * tanh", "tanh"),

@@ -75,6 +75,7 @@ def rope(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> 
     every = memory.numbers(count, 4 * heads, dim, dtype=dtype)  # queries, keys, values of one projection
     blocks = -(-2 * count // block)
     slots, positions = memory.place(memory.order(blocks * block)[:count]), memory.below(32, count)
+    slots[-1] = -1
     table = rotary_table(memory, sizes["rotary"])
 
     def rotated(kernels: Any, rows: slice) -> Outputs:

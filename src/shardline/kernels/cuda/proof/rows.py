@@ -120,7 +120,7 @@ def rotate(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -
 
 
 def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    count, chosen, experts = 6, sizes["chosen"], sizes["experts"]
+    count, chosen, experts = 24, sizes["chosen"], sizes["experts"]
     logits = memory.numbers(count, experts + 1, dtype=torch.float32)
     bias = memory.numbers(experts, dtype=torch.float32) if sizes["bias"] else None
     slots = memory.below(9, count)
