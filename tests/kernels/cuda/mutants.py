@@ -157,6 +157,7 @@ MUTANTS = (
     Mutant("penalize", "penalties._penalize_kernel", "(num_found == 0)", "(num_found >= 0)"),
     Mutant("sample", "sampling._uniform", ">> 11", ">> 12"),
     Mutant("sample", "sampling._sample_kernel", "temperature < GREEDY_BELOW", "temperature <= 1.0"),
+    Mutant("sample", "sampling._weights", "weight >= min_p", "weight >= 0"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "num_larger + 1", "num_larger"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
     Mutant("row_digests", "row_digests._digest_kernel", ">> 30", ">> 29"),

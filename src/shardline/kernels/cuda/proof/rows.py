@@ -208,7 +208,7 @@ def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -
         for part in (
             [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0],
             [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0],
-            [0.0] * 3 + [0.1] + [0.0] * 4,
+            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0],
         )
     )
     top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3], dtype=torch.int32))
