@@ -54,6 +54,12 @@ CASES = {kernel: KernelCase(kernel, "float32", sizes) for kernel, sizes in SIZES
 DEEP = KernelCase("linear", "bfloat16", {"depth": 256, "gate": ""})
 """Tiles of many rows differ from those of few only in bfloat16, and an order needs several steps along K."""
 
+WINDOWED = KernelCase("attention", "float32", {**SIZES["attention"], "window": 4096})
+"""A window is longer than any context of a trial."""
+GROUPED = KernelCase(
+    "route", "float32", {**SIZES["route"], "experts": 12, "groups": 4, "top_groups": 2, "top2_sum": True}
+)
+
 
 class Mutant(NamedTuple):
     """A change of one place in the source of a kernel, or of a function that it calls."""
@@ -92,6 +98,9 @@ MUTANTS = (
     Mutant("quantize_rows", "quantize.as_bytes", "magnitude, 127.0", "magnitude, 128.0"),
     Mutant("rms_norm", "norm._norm_kernel", "inside = column < width", "inside = column < width - 1"),
     Mutant("rms_norm", "norm._norm_kernel", "row * residual_stride", "0 * residual_stride"),
+    Mutant("rms_norm", "norm._norm_kernel", "row % per_token * head_stride", "0 * head_stride"),
+    Mutant("rms_norm", "norm.inverse_rms", "mean + eps", "mean"),
+    Mutant("layer_norm", "norm._norm_kernel", "variance + eps", "variance"),
     Mutant("layer_norm", "norm._norm_kernel", "x - mean, 0.0)", "x - mean, 1.0)"),
     Mutant("layer_norm", "norm._norm_kernel", "bias_ptr + column,", "bias_ptr + column + 1,"),
     Mutant("add", "add._add_kernel", "element_ty), mask=place < count", "element_ty), mask=place <= count"),
@@ -99,12 +108,18 @@ MUTANTS = (
     Mutant("activation", "activation._activation_kernel", "x_stride + width + column", "x_stride + width - 1 + column"),
     Mutant("activation", "activation._activation_kernel", "inside = column < width", "inside = column < width - 1"),
     Mutant("write_kv", "kv_cache._write_kv_kernel", "+ slot % block_size", "+ (slot + 1) % block_size"),
+    Mutant("write_kv", "kv_cache._write_kv_kernel", "token * value_stride", "token * key_stride"),
     Mutant("write_kv", "kv_cache._store_head", "values, mask=column < DIM", "values, mask=column < DIM - 1"),
     Mutant("rope", "rope._rotated", "tl.fma(second, cosine, first * sine)", "tl.fma(second, cosine, -(first * sine))"),
     Mutant("rope", "rope._rope_and_write_kernel", "head * VALUE_DIM + column, mask=kept", "column, mask=kept"),
+    Mutant("rope", "rope._rope_and_write_kernel", "(slot >= 0) &", "(slot >= -1) &"),
     Mutant("rotate", "rope._rope_kernel", "(2 * HALF)", "(2 * HALF - 1)"),
     Mutant("rotate", "rope._rotated", "(pair < HALF)", "(pair < HALF - 1)"),
     Mutant("attention", "attention_kernel.attention_kernel", "<= position[:, None])", "< position[:, None])"),
+    Mutant("attention", "attention_kernel.attention_kernel", "tl.min(position, axis=0) + 1\n", "end_key\n"),
+    Mutant("attention", "attention_kernel.attention_kernel", "whole_keys // BLOCK", "(whole_keys + 1) // BLOCK"),
+    Mutant("attention", "attention_kernel.attention_kernel", "- window)", "- window - 1)", WINDOWED),
+    Mutant("attention", "attention_kernel.attention_kernel", 'larger == float("-inf")', "larger != larger", WINDOWED),
     Mutant("attention", "attention_kernel._merge", "total * keep)", "total)"),
     Mutant("attention", "attention_kernel.attention_kernel", "* query_stride", "* (query_stride - 1)"),
     Mutant("attention", "attention_kernel.merge_ranks_kernel", "split % num_ranks * num_splits", "0 * num_splits"),
@@ -120,6 +135,13 @@ MUTANTS = (
     ),
     Mutant("route", "routing._route_kernel", "total + 1e-20", "total + 1.0"),
     Mutant("route", "routing._route_kernel", "counts_ptr + chosen,", "counts_ptr + 0 * chosen,"),
+    Mutant(
+        "route",
+        "routing._route_kernel",
+        'member[None, :] == first[:, None], float("-inf")',
+        'member[None, :] < 0, float("-inf")',
+        GROUPED,
+    ),
     Mutant("experts", "experts._grouped_kernel", "expert * expert_stride", "0 * expert_stride"),
     Mutant("experts", "experts._combine_kernel", "weights_ptr + place)", "weights_ptr + token * CHOSEN)"),
     Mutant("softcap", "softcap._softcap_kernel", "cap * tanh", "tanh"),
@@ -129,11 +151,13 @@ MUTANTS = (
         "greedy_argmax", "sampling.argmax_of_row", "tl.min(tl.where(largest == top, best, vocab_size)", "tl.max(best"
     ),
     Mutant("mask_tokens", "mask._mask_kernel", "token // 32", "token // 31"),
+    Mutant("mask_tokens", "mask._mask_kernel", "tl.load(rows_ptr + index)", "index"),
     Mutant("mask_tokens", "mask._mask_kernel", "(token < width)", "(token < width - 1)"),
     Mutant("penalize", "penalties._penalized", "- presence", "- 0.0 * presence"),
     Mutant("penalize", "penalties._penalize_kernel", "(num_found == 0)", "(num_found >= 0)"),
     Mutant("sample", "sampling._uniform", ">> 11", ">> 12"),
     Mutant("sample", "sampling._sample_kernel", "temperature < GREEDY_BELOW", "temperature <= 1.0"),
+    Mutant("sample", "sampling._weights", "weight >= min_p", "weight >= 0"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "num_larger + 1", "num_larger"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
     Mutant("row_digests", "row_digests._digest_kernel", ">> 30", ">> 29"),

@@ -49,6 +49,7 @@ def write_kv(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes)
 
     def pages(kernels: Any, rows: slice) -> Outputs:
         key, value = every[rows].split_with_sizes([heads, heads], 1)
+        value = memory.place(value)  # with another stride
         cache = _empty_cache(memory, dtype, sizes, blocks)
         kernels.write_kv(key, value, cache.keys, cache.values, slots[rows], *cache.scales)
         return cache.tensors
@@ -74,6 +75,7 @@ def rope(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> 
     every = memory.numbers(count, 4 * heads, dim, dtype=dtype)  # queries, keys, values of one projection
     blocks = -(-2 * count // block)
     slots, positions = memory.place(memory.order(blocks * block)[:count]), memory.below(32, count)
+    slots[-1] = -1
     table = rotary_table(memory, sizes["rotary"])
 
     def rotated(kernels: Any, rows: slice) -> Outputs:
@@ -108,8 +110,9 @@ def rope(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> 
     yield Trial(_of_slots(pages, slots, block), EVEN)
 
 
-_CONTEXTS = ((20, 3), (1, 1), (514, 2), (17, 1))
-"""For each sequence, its keys and its new tokens."""
+_CONTEXTS = ((65, 3), (1, 1), (514, 2), (17, 1))
+"""For each sequence, its keys and its new tokens. Those of the first end before and behind the end of a tile of 32 or
+64 keys: the later ones see it whole, and need no mask there."""
 
 
 class _Tables(NamedTuple):
@@ -151,6 +154,12 @@ def _stored_numbers(memory: Memory, dtype: torch.dtype, kv: str, *sizes: int) ->
     return memory.place(stored), memory.place(torch.full(sizes[:-1], 1 / 32) * (1 + torch.rand(sizes[:-1])))
 
 
+def _short(window: int | None) -> int | None:
+    """A window that hides some keys of the contexts, and all those of a tile from one of its rows. Triton compiles the
+    same for it: it asks whether 16 divides a number."""
+    return window if window is None or window <= 33 else 33 if window % 16 else 32
+
+
 def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
     heads, dim, block = sizes["kv_heads"], sizes["dim"], sizes["block"]
     blocks = _pages_of(memory, block)
@@ -159,7 +168,7 @@ def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes
     late = blocks[2, attention_kernels.SPLIT_KEYS // block :].long()
     (keys if key_scales is None else key_scales)[late] *= 8  # a later split has the largest scores, too
     cache, scales = (keys, values), (key_scales, value_scales)
-    curve = (dim**-0.5, sizes["window"], sizes["softcap"])
+    curve = (dim**-0.5, _short(sizes["window"]), sizes["softcap"])
     for contexts in (_CONTEXTS, [(context, 1) for context, _ in _CONTEXTS]):
         query = memory.numbers(sum(new for _, new in contexts), heads * sizes["group"], dim, dtype=dtype)
 

@@ -33,6 +33,8 @@ def norm(*, rms: bool) -> MakeTrials:
     def trials(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
         width, eps = sizes["width"], sizes["eps"]
         x, residual = (memory.numbers(5, width, dtype=dtype) for _ in range(2))
+        x[0] *= eps**0.5  # so that eps is seen
+        heads = memory.numbers(5, 4, width, dtype=dtype)[:, 1:3]
         weight = memory.numbers(width, dtype=dtype)
         bias = None if rms or not sizes["bias"] else memory.numbers(width, dtype=dtype)
 
@@ -52,6 +54,11 @@ def norm(*, rms: bool) -> MakeTrials:
             norm(kernels, x[rows], out, None, None)
             return (out,)
 
+        def of_heads(kernels: Any, rows: slice) -> Outputs:
+            out = memory.empty(*heads[rows].shape, dtype=dtype)
+            norm(kernels, heads[rows], out, None, None)
+            return (out,)
+
         def quantized(kernels: Any, rows: slice) -> Outputs:
             out = _quantized(memory, own, len(x[rows]), width)
             norm(kernels, x[rows], out, None, None)
@@ -64,6 +71,7 @@ def norm(*, rms: bool) -> MakeTrials:
 
         yield Trial(added, EVEN)
         yield Trial(alone, EVEN)
+        yield Trial(of_heads, EVEN)
         if sizes["quantized"]:
             yield Trial(quantized, EVEN, in_two_calls)
 
@@ -112,7 +120,7 @@ def rotate(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -
 
 
 def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    count, chosen, experts = 6, sizes["chosen"], sizes["experts"]
+    count, chosen, experts = 24, sizes["chosen"], sizes["experts"]
     logits = memory.numbers(count, experts + 1, dtype=torch.float32)
     bias = memory.numbers(experts, dtype=torch.float32) if sizes["bias"] else None
     slots = memory.below(9, count)
@@ -169,7 +177,10 @@ def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[
 
 def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
     words = memory.below(1 << 32, count, 2 * -(-vocabulary // 64)).int()
-    return lambda rows: (torch.arange(len(words[rows]), device=memory.device), words[rows])
+    return lambda rows: (
+        torch.arange(len(words[rows]), device=memory.device).flip(0),
+        memory.place(words[rows].flip(0)),
+    )
 
 
 def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
@@ -197,7 +208,7 @@ def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -
         for part in (
             [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0],
             [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0],
-            [0.0] * 3 + [0.1] + [0.0] * 4,
+            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0],
         )
     )
     top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3], dtype=torch.int32))
