@@ -55,7 +55,7 @@ class DecodeReplay:
         program = _cpu.Program()
         program.begin()
         try:
-            with TorchDetector() as detector:
+            with TorchDetector() as detector:  # type: ignore[no-untyped-call]
                 output = self.forward(step, hidden)
         finally:
             program.end()
@@ -73,6 +73,6 @@ def _shape(step: StepInput) -> object:
     it, because they determine the exchanges."""
     rows = step.rows
     adapted = rows.adapters is not None, rows.scaled, rows.adapts_experts
-    shared = tuple(group.runs for group in rows.shared or ())
+    shared = None if rows.shared is None else tuple(group.runs for group in rows.shared)
     masked = step.allowed is not None
     return len(rows.context_lens), rows.replicas, rows.narrow().replicas, step.greedy, masked, adapted, shared

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 class TorchDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects torch's own operations, which no program can replay. Views compute nothing, so they are allowed."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.computed: str | None = None
+    computed: str | None = None
+    """The last of its operations; None: there was none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
