@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from shardline.channel import encode_message
-from shardline.deployment.deployment import Deployment, KVAllocation
-from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
+from shardline.deployment.deployment import Deployment
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import ControlAnswers, Executor, ExecutorFailure
 from shardline.engine.executor.failures import late_ranks
+from shardline.engine.executor.loading import load_ranks
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.step_answers import StepAnswers
 from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
-from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
+from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.messages.control import Control, ControlDone, Probe
 from shardline.messages.stats import RankTimes
 from shardline.messages.step import StepPlan, StepResult, rank_steps
-from shardline.messages.worker import (
-    AllocateCache,
-    RankBeat,
-    RankMeasured,
-    RankReady,
-    RankReport,
-    RunStep,
-    StepDone,
-)
+from shardline.messages.worker import RankBeat, RankReport, RunStep, StepDone
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import RankProgress
 from shardline.segment.pulse import CHECK_INTERVAL, note_work
-
-_LOADING_NOTICE = 30.0
-"""Seconds of loading after which the log names the ranks that are not ready, again and again."""
-
-_log = logging.getLogger(__name__)
 
 
 class MultiprocessExecutor(Executor):
@@ -69,38 +55,10 @@ class MultiprocessExecutor(Executor):
 
     def start(self) -> list[RankReport]:
         self._channels.start_ranks(self._num_ranks)
-        if (fixed := fixed_allocation(self._deployment)) is not None:
-            self._allocate(fixed)
-        reports: dict[int, RankReport] = {}
-        measured: dict[int, MemoryUse] = {}
-        watch, noticed, looked = LoadWatch(), time.monotonic(), time.monotonic()
-        while len(reports) < self._num_ranks:
-            for rank, reply in self._channels.receive(CHECK_INTERVAL):
-                if isinstance(reply, RankReady):
-                    reports[rank] = reply.report
-                elif isinstance(reply, RankMeasured):
-                    measured[rank] = reply.memory
-                    if len(measured) == self._num_ranks:
-                        self._allocate(agree_allocation(self._deployment, [measured[r] for r in sorted(measured)]))
-            now = time.monotonic()
-            if now - looked >= LOOK_SECONDS:
-                looked = now
-                if watch.look(self._processes.activities()):
-                    note_work()  # for the front, which watches this process
-                elif watch.is_stuck:
-                    done = measured if len(measured) < self._num_ranks else ()
-                    raise ExecutorFailure(self._stuck_loading({*reports, *done, *self._channels.store.waiting}, watch))
-            if now - noticed >= _LOADING_NOTICE:
-                noticed = now
-                waiting = [rank for rank in range(self._num_ranks) if rank not in reports]
-                _log.info("still loading: %s", self._processes.name_ranks(waiting))
+        reports, self.allocation = load_ranks(self._deployment, self._channels, self._processes)
         self._lines.open()  # steps of ranks on other hosts take these from now on
         self._watchdog.restart()
-        return [reports[rank] for rank in sorted(reports)]
-
-    def _allocate(self, allocation: KVAllocation) -> None:
-        self.allocation = allocation
-        self._channels.send_all(encode_message(AllocateCache(allocation)))
+        return reports
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
@@ -172,15 +130,6 @@ class MultiprocessExecutor(Executor):
 
     def _at_step(self) -> str:
         return f" at step {self._submitted[0]}" if self._submitted else ""
-
-    def _stuck_loading(self, innocent: Collection[int], watch: LoadWatch) -> str:
-        """`innocent`: ranks that are ready, or wait for others."""
-        everybody = range(self._num_ranks)
-        stuck = [rank for rank in everybody if rank not in innocent] or list(everybody)
-        return (
-            f"{self._processes.name_ranks(stuck)}: no progress in loading for {watch.patience:g} s: nothing was read, "
-            "computed or finished"
-        )
 
     def _stall(self) -> str:
         step = self._submitted[0]
