@@ -17,7 +17,8 @@ from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.tiers import BlockTraffic, content_key
 from shardline.messages.copies import CopyResult
 from shardline.messages.step import StepPlan
-from shardline.models.kv_groups import KVGroup, blocks_per_request
+from shardline.models.kv_blocks import blocks_per_request
+from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import make_request
 from tests.engine.harness import FULL, Engine, Shape
 from tests.engine.lru_tier import CountingTier

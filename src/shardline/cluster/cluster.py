@@ -37,7 +37,7 @@ from shardline.messages.node import (
     StartHead,
     Stream,
 )
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 if TYPE_CHECKING:
     from shardline.cluster.ray.nodes import RayNodes

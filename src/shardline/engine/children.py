@@ -14,7 +14,8 @@ from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
 from shardline.messages.engine import StartEngine
 from shardline.segment.activity import Activity, is_stopped, read_activity
-from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
+from shardline.segment.pulse import Pulse
+from shardline.segment.pulse_watch import SILENCE, START_SILENCE, PulseWatch
 
 _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that somebody else sends; the kernel does, too, if memory is short or the parent has ended."""

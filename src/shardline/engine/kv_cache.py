@@ -15,7 +15,8 @@ from shardline.engine.kv_events import KVEventLog
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
 from shardline.messages.stats import TierStats
-from shardline.models.kv_groups import SPLIT_TOKENS, KVGroup, blocks_per_request
+from shardline.models.kv_blocks import SPLIT_TOKENS, blocks_per_request
+from shardline.models.kv_groups import KVGroup
 
 _DIGEST_BYTES = 16
 

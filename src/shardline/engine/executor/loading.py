@@ -13,7 +13,8 @@ from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch
 from shardline.messages.worker import AllocateCache, RankMeasured, RankReady, RankReport
-from shardline.segment.pulse import CHECK_INTERVAL, note_work
+from shardline.segment.pulse import note_work
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 _LOADING_NOTICE = 30.0
 """Seconds of loading after which the log names the ranks that are not ready, again and again."""

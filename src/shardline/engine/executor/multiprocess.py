@@ -22,7 +22,8 @@ from shardline.messages.step import StepPlan, StepResult, rank_steps
 from shardline.messages.worker import RankBeat, RankReport, RunStep, StepDone
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import RankProgress
-from shardline.segment.pulse import CHECK_INTERVAL, note_work
+from shardline.segment.pulse import note_work
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 
 class MultiprocessExecutor(Executor):

@@ -23,7 +23,7 @@ from shardline.messages.worker import (
     StoreSet,
     WorkerReply,
 )
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 
 class RankChannels:
