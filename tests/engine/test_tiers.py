@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shardline.engine.block_pool import BlockPool
-from shardline.engine.kv_cache import KVCache, cache_namespace
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.prefixes import cache_namespace
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.tiers import BlockTraffic, content_key

@@ -207,7 +207,9 @@ class Engine:
                 )
         replicas = [
             msgspec.structs.replace(
-                scheduler.stats(), tier=scheduler.kv.tier_stats(), engine_seconds=self._engine_seconds
+                scheduler.stats(),
+                tier=None if (traffic := scheduler.kv.traffic) is None else traffic.stats(),
+                engine_seconds=self._engine_seconds,
             )
             for scheduler in self._schedulers
         ]

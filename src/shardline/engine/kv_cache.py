@@ -3,98 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.context_pool import ContextPool
 from shardline.engine.kv_events import KVEventLog
+from shardline.engine.prefixes import BlockHasher, longest_hit, num_window_blocks
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
-from shardline.messages.stats import TierStats
 from shardline.models.kv_blocks import SPLIT_TOKENS, blocks_per_request
 from shardline.models.kv_groups import KVGroup
-
-_DIGEST_BYTES = 16
-
-
-def cache_namespace(weights: str, secret: bytes) -> bytes:
-    """What the keys of cached prefixes begin with: equal for engines with the same weights and secret.
-
-    `weights`: a name of everything that keys and values depend on, such as a fingerprint. `secret`: of a deployment.
-    """
-    return blake2b(weights.encode(), key=secret, digest_size=32).digest()
-
-
-class BlockHasher:
-    """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
-
-    The chains start from the namespace, which depends on a secret, so that nobody can compute a collision or the chain
-    of a salt in advance.
-    """
-
-    def __init__(self, block_size: int, namespace: bytes) -> None:
-        self._block_size = block_size
-        self._namespace = namespace
-
-    def successor(self) -> BlockHasher:
-        """A hasher whose hashes are unlike all of this one's."""
-        return BlockHasher(self._block_size, blake2b(b"reset", key=self._namespace).digest())
-
-    def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
-        if len(hashes) >= num_blocks:
-            return
-        if hashes:
-            parent = hashes[-1]
-        else:
-            root = salt.encode("utf-8", "surrogatepass")
-            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._namespace).digest()
-        size = self._block_size
-        for start in range(len(hashes) * size, num_blocks * size, size):
-            tokens = array("q", token_ids[start : start + size]).tobytes()
-            parent = blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
-            hashes.append(parent)
-
-
-def num_window_blocks(window: int, block_size: int) -> int:
-    """Full blocks before a block boundary that the token at the boundary attends to with this window."""
-    return -(-(window - 1) // block_size)
-
-
-def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cached: Callable[[int, int], bool]) -> int:
-    """The largest number of blocks, at most `num_blocks`, that a sequence can skip.
-
-    `cached(group, block)` tells whether a block of the sequence is cached. Full attention needs every skipped block. A
-    windowed group needs only the blocks to which the first token after them attends.
-    """
-    length = num_blocks
-    for index, group in enumerate(groups):
-        if group.window is None:
-            length = next((block for block in range(length) if not cached(index, block)), length)
-    # A shorter length moves the windows of all groups, so repeat until the length does not change.
-    while True:
-        before = length
-        for index, group in enumerate(groups):
-            if group.window is not None:
-                length = _window_hit(index, num_window_blocks(group.window, block_size), length, cached)
-        if length == before:
-            return length
-
-
-def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int], bool]) -> int:
-    """The largest length whose last `needed` blocks (all of them, if there are fewer) are cached in `group`."""
-    if needed == 0:
-        return length
-    for block in range(length - 1, -1, -1):
-        if not cached(group, block):
-            length = block
-        elif length - block >= needed:
-            return length
-    return length
 
 
 @dataclass(frozen=True)
@@ -134,16 +54,14 @@ class KVCache:
         namespace: bytes | None = None,
         context: int = 1,
     ) -> None:
-        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone. `context`: ranks that
-        share the keys of a request."""
+        """`namespace`: 16 to 64 bytes, see `prefixes.cache_namespace`; None: one of this cache alone. `context`: ranks
+        that share the keys of a request."""
         is_shared = context > 1
         of_split = SPLIT_TOKENS // block_size
         self.pool = ContextPool(num_blocks, context, of_split) if is_shared else BlockPool(num_blocks)
         self.traffic: BlockTraffic | None = None
         """What moves blocks to the second tier and back; None: there is none."""
         self.events: KVEventLog | None = None
-        self.tier_queries = self.tier_hits = 0
-        """Tokens of prefixes that the pool did not have, and those of them that the tier had."""
         self._groups = groups
         self._block_size = block_size
         self.num_groups = len(groups)
@@ -157,15 +75,6 @@ class KVCache:
         """Keep the content of evicted blocks in a tier, and find prefixes there. Call it before anything is cached.
         `most_fetches`: see `BlockTraffic`."""
         self.traffic = BlockTraffic(self.pool, tier, most_fetches)
-
-    def tier_stats(self) -> TierStats | None:
-        """Counters of the tier; None: there is none."""
-        if (traffic := self.traffic) is None:
-            return None
-        tier = traffic.tier
-        return TierStats(
-            tier.num_slots, tier.num_used, self.tier_queries, self.tier_hits, traffic.num_lost, traffic.counts
-        )
 
     @property
     def is_fetching(self) -> bool:
@@ -251,8 +160,8 @@ class KVCache:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
         assert self.traffic is not None
         sequence.has_fetched = True
-        self.tier_hits += hit.num_tokens - hit.pool_tokens
-        self.tier_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
+        self.traffic.num_hits += hit.num_tokens - hit.pool_tokens
+        self.traffic.num_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
         return self.traffic.fetch(_blocks_of(hit.tables), hit.absent)
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
@@ -267,8 +176,8 @@ class KVCache:
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
-        if not sequence.has_fetched:
-            self.tier_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
+        if self.traffic is not None and not sequence.has_fetched:
+            self.traffic.num_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)

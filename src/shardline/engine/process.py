@@ -17,7 +17,7 @@ from shardline.deployment.kv_budget import max_concurrency
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.kv_cache import cache_namespace
+from shardline.engine.prefixes import cache_namespace
 from shardline.engine.report import check_known_answers, startup_report
 from shardline.engine.serve import EngineServer
 from shardline.engine.speculative.ranks import DraftRanks
