@@ -153,8 +153,8 @@ class KVCache:
 
     def _most_hits(self, sequence: LiveSequence) -> int:
         """The most blocks of a sequence that may be skipped."""
-        unscored = sequence.first_unscored
-        return (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
+        wanted = None if sequence.report is None else sequence.report.first_missing
+        return (len(sequence.tokens) - 1 if wanted is None else wanted) // self._block_size
 
     def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""

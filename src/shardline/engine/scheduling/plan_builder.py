@@ -84,7 +84,7 @@ class PlanBuilder:
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
         sample = end == sequence.num_tokens
-        score = sequence.is_scored(start, end)
+        score = sequence.report is not None and sequence.report.asks(start, end)
         blocks = kv.grow_tables(sequence, end + len(draft))
         count = end - start + len(draft)
         allowed = b""

@@ -121,13 +121,13 @@ class RequestRegistry:
             reason,
             stop_token_id,
             sequence.num_cached_tokens or 0,
-            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+            prompt_logprobs=sequence.report.logprobs if is_first and sequence.report is not None else None,
         )
 
-    def finish_embedding(self, sequence: LiveSequence) -> SequenceOutput:
-        """End a live sequence whose prompt was embedded; returns its only output."""
+    def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
+        """End a live sequence whose prompt was embedded, at its last position or at all; returns its only output."""
         self.totals.prompt_tokens += len(sequence.tokens)
-        return self._end(sequence, "stop", embedding=sequence.embedding)
+        return self._end(sequence, "stop", embedding=sequence.report.embedding if sequence.report else embedding)
 
     def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:
         """End a live sequence whose computation failed; returns its last output. See `SequenceOutput.refused`."""

@@ -331,10 +331,8 @@ class Scheduler:
             sequence.num_pending -= 1
         if sequence.state is not State.FINISHED:
             self.kv.slide_windows(sequence)
-            if result is not None and result.embedding:
-                sequence.append_embeddings(step.start + step.num_tokens, step.num_samples, result.embedding)
-            elif step.score and result is not None:
-                sequence.append_scores(step.start, result.prompt_logprobs or [])
+            if result is not None and sequence.report is not None:
+                sequence.report.note_result(step, result)
             if step.sample or (result is not None and result.error):
                 assert result is not None
                 output = self._take_result(sequence, result, now)
@@ -347,7 +345,7 @@ class Scheduler:
             return self.registry.fail_sequence(sequence, result.error, refused=result.refused)
         if result.embedding:
             self.queues.leave(sequence, State.FINISHED)
-            return self.registry.finish_embedding(sequence)
+            return self.registry.finish_embedding(sequence, result.embedding)
         assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
