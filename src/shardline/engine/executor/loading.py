@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 
 from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import MemoryUse, agree_allocation, fixed_allocation
 from shardline.engine.executor.base import ExecutorFailure
-from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.rank_store import RankStore
 from shardline.engine.watchdog import LOOK_SECONDS, LoadWatch
-from shardline.messages.worker import AllocateCache, RankMeasured, RankReady, RankReport
+from shardline.messages.worker import AllocateCache, RankMeasured, RankReady, RankReport, WorkerReply
 from shardline.segment.pulse import note_work
 from shardline.segment.pulse_watch import CHECK_INTERVAL
 
@@ -23,26 +24,32 @@ _log = logging.getLogger(__name__)
 
 
 def load_ranks(
-    deployment: Deployment, channels: RankChannels, processes: RankProcesses
+    deployment: Deployment,
+    processes: RankProcesses,
+    send_to_all: Callable[[bytes], None],
+    receive: Callable[[float], Iterable[tuple[int, WorkerReply]]],
+    store: RankStore,
 ) -> tuple[list[RankReport], KVAllocation]:
-    """Wait until the ranks, which have been started, have loaded. Returns their reports, in their order, and the size
-    of the KV pool. Errors are those of `Executor.start`."""
+    """Wait until the ranks, which have been started, have loaded. `store`: where they find each other.
+
+    Returns their reports, in their order, and the size of the KV pool. Errors are those of `Executor.start`.
+    """
     everybody = range(deployment.grid.world_size)
     allocation = fixed_allocation(deployment)
     if allocation is not None:
-        channels.send_all(encode_message(AllocateCache(allocation)))
+        send_to_all(encode_message(AllocateCache(allocation)))
     reports: dict[int, RankReport] = {}
     measured: dict[int, MemoryUse] = {}
     watch, noticed, looked = LoadWatch(), time.monotonic(), time.monotonic()
     while len(reports) < len(everybody):
-        for rank, reply in channels.receive(CHECK_INTERVAL):
+        for rank, reply in receive(CHECK_INTERVAL):
             if isinstance(reply, RankReady):
                 reports[rank] = reply.report
             elif isinstance(reply, RankMeasured):
                 measured[rank] = reply.memory
                 if len(measured) == len(everybody):
                     allocation = agree_allocation(deployment, [measured[rank] for rank in everybody])
-                    channels.send_all(encode_message(AllocateCache(allocation)))
+                    send_to_all(encode_message(AllocateCache(allocation)))
         now = time.monotonic()
         if now - looked >= LOOK_SECONDS:
             looked = now
@@ -50,7 +57,7 @@ def load_ranks(
                 note_work()  # for the front, which watches this process
             elif watch.is_stuck:
                 done = measured if len(measured) < len(everybody) else ()
-                innocent = {*reports, *done, *channels.store.waiting}  # ready, or waiting for others
+                innocent = {*reports, *done, *store.waiting}  # ready, or waiting for others
                 stuck = [rank for rank in everybody if rank not in innocent] or list(everybody)
                 raise ExecutorFailure(
                     f"{processes.name_ranks(stuck)}: no progress in loading for {watch.patience:g} s: nothing was "
