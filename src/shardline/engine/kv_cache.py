@@ -83,16 +83,8 @@ class KVCache:
 
     def log_events(self) -> KVEventLog:
         """Note in a log what is published and what is lost. Call it after `add_tier`."""
-        self.events = log = KVEventLog()
-        keep = self.pool.on_evict
-
-        def note(content: bytes, block: int) -> None:
-            log.note_removed(content)
-            if keep is not None:
-                keep(content, block)
-
-        self.pool.on_evict = note
-        return log
+        self.events = KVEventLog(self.pool)
+        return self.events
 
     def reset_prefixes(self) -> None:
         """Let later sequences find nothing that is published now. It stays until its blocks are handed out again.

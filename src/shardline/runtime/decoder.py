@@ -158,13 +158,8 @@ class DecoderStage:
         return logits
 
     def run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `run_layers`, for the rows that go on."""
-        output = self.run_layers(step, hidden)
-        return output if self.kept is None else self.kept.keep_output(step, *output)
-
-    def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
-        nothing."""
+        """The residual stream [T, H] after the layers, of the rows that go on, and the tensor that the next norm adds
+        to it; None: it adds nothing."""
         delta: Tensor | None = None
         rows, finite_checker = step.rows, self.finite_checker
         if finite_checker is not None:
@@ -180,7 +175,7 @@ class DecoderStage:
                 self.stream.release(index)
             if finite_checker is not None:
                 finite_checker.check_tensor(f"layer {index}", hidden if delta is None else delta, rows.places)
-        return hidden, delta
+        return (hidden, delta) if self.kept is None else self.kept.keep_output(step, hidden, delta)
 
     def run_empty_step(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
         """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas

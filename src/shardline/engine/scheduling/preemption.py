@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.scheduling.queues import SequenceQueues
+from shardline.engine.scheduling.sequence import LiveSequence, State
 
 _log = logging.getLogger(__name__)
 
@@ -62,3 +64,21 @@ class PreemptionLog:
             self.count,
         )
         self._unsaid = self._unsaid_tokens = 0
+
+
+def make_room(needy: LiveSequence, queues: SequenceQueues, kv: KVCache, log: PreemptionLog, now: float) -> bool:
+    """Preempt until each KV group of `needy` can get one more block; False: that is impossible before further results.
+    `now`: see `TimelineRecorder`."""
+    while kv.reach(needy) <= needy.num_scheduled:
+        if queues.draining or kv.is_fetching:
+            return False
+        victim = cheapest_victim(queues.running, needy, kv.recompute_cost)
+        if victim is None:
+            return False
+        cost = kv.recompute_cost(victim)
+        log.record(victim, cost)
+        victim.recorder.note_preemption(cost, now)
+        queues.leave(victim, State.PREEMPTED)
+        if victim is needy:
+            return False
+    return True

@@ -127,34 +127,28 @@ class RequestRegistry:
     def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
         """End a live sequence whose prompt was embedded, at its last position or at all; returns its only output."""
         self.totals.prompt_tokens += len(sequence.tokens)
-        return self._end(sequence, "stop", embedding=sequence.report.embedding if sequence.report else embedding)
+        embedding = sequence.report.embedding if sequence.report else embedding
+        return self.end_sequence(sequence, "stop", embedding=embedding)
 
-    def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:
-        """End a live sequence whose computation failed; returns its last output. See `SequenceOutput.refused`."""
-        return self._end(sequence, "error", error=error, refused=refused)
-
-    def refuse_sequence(self, sequence: LiveSequence, error: str) -> None:
-        """End a live sequence whose grammar cannot be followed; `take_outputs` has its last output."""
-        self._outputs.append(self.fail_sequence(sequence, error, refused=True))
-
-    def finish_sequence(self, sequence: LiveSequence, reason: FinishReason) -> None:
-        """End a live sequence without a result; `take_outputs` has its last output."""
-        self._outputs.append(self._end(sequence, reason))
+    def finish_sequence(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
+        """End a live sequence without a result; `take_outputs` has its last output. `error`: why it is refused."""
+        self._outputs.append(self.end_sequence(sequence, reason, error, refused=bool(error)))
 
     def take_outputs(self) -> list[SequenceOutput]:
         """The outputs of requests that ended without a result since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _end(
+    def end_sequence(
         self,
         sequence: LiveSequence,
         reason: FinishReason,
         error: str = "",
+        *,
         refused: bool = False,
         embedding: bytes = b"",
     ) -> SequenceOutput:
-        """End a live sequence; returns its last output, which has no token."""
+        """End a live sequence; returns its last output, which has no token. See `SequenceOutput.refused`."""
         self._forget(sequence)
         return SequenceOutput(
             sequence.request.request_id,

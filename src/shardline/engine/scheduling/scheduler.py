@@ -342,7 +342,7 @@ class Scheduler:
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:
             self.queues.leave(sequence, State.FINISHED)
-            return self.registry.fail_sequence(sequence, result.error, refused=result.refused)
+            return self.registry.end_sequence(sequence, "error", result.error, refused=result.refused)
         if result.embedding:
             self.queues.leave(sequence, State.FINISHED)
             return self.registry.finish_embedding(sequence, result.embedding)

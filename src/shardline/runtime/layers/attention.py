@@ -12,8 +12,9 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.attention import GQA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.heads_norm import AllHeadsNorm
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
-from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
+from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import RotaryTables, apply_rope, query_factors
 from shardline.runtime.ops.norm import rms_norm
