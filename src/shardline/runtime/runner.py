@@ -15,11 +15,12 @@ from torch import Tensor
 from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
+from shardline.runtime.guesses import guessed_rows
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.machines.base import Counters, Download, Forward, StepInputs, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence, sampled_rows
+from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.step import StepInput
 
 
@@ -139,7 +140,7 @@ class Runner:
                 self._features[place].start_sequence(sequence, start)
         stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
         sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
-        rows = sampled_rows(plan.steps, stepped)
+        rows = guessed_rows(sampled) if any(sequence.num_guessed for sequence in sampled) else sampled
         sampling = self._sampler.plan_sampling(rows) if self._sampler is not None and rows else None
         greedy = self._fuses_argmax and sampling is not None and sampling.is_greedy
         running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward, self._in_flight)
