@@ -19,7 +19,7 @@ from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import Classifier, LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
-from shardline.runtime.step import Rows, StepInput, empty_rows
+from shardline.runtime.step import Rows, StepInput
 
 
 @dataclass(eq=False)
@@ -78,14 +78,6 @@ class DecoderLayer:
     def rows_left(self, rows: Rows) -> Rows:
         """The rows that go on once this layer has stored the keys and values of `rows`."""
         return rows.narrow() if self.narrows else rows
-
-    def run_empty_step(self, nothing: Tensor, rows: Rows) -> Rows:
-        """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H].
-        Returns the rows that are left."""
-        left = self.rows_left(rows)
-        if self.feed_forward.meets_replicas:
-            self.feed_forward(nothing, left, nothing)
-        return left
 
 
 @dataclass(eq=False)
@@ -176,14 +168,3 @@ class DecoderStage:
             if finite_checker is not None:
                 finite_checker.check_tensor(f"layer {index}", hidden if delta is None else delta, rows.places)
         return (hidden, delta) if self.kept is None else self.kept.keep_output(step, hidden, delta)
-
-    def run_empty_step(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
-        """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas
-        need."""
-        rows = empty_rows(replica_tokens, replica_samples)
-        for index, layer in enumerate(self.layers, self.first_layer):
-            if self.stream is not None:
-                self.stream.acquire(index)
-            rows = layer.run_empty_step(self.nothing, rows)
-            if self.stream is not None:
-                self.stream.release(index)

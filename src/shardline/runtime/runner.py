@@ -17,6 +17,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.guesses import guessed_rows
 from shardline.runtime.kv_store import KVStore
+from shardline.runtime.lockstep import run_empty_step
 from shardline.runtime.machines.base import Counters, Download, Forward, StepInputs, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
@@ -120,7 +121,7 @@ class Runner:
         if running.stepped:
             outcome = self._compute(rank_step, running)
         elif any(rank_step.replica_tokens):
-            self._stage.run_empty_step(rank_step.replica_tokens, rank_step.replica_samples)
+            run_empty_step(self._stage, rank_step.replica_tokens, rank_step.replica_samples)
         pending = PendingStep(self._inputs.download(running.tensors), partial(self._finish, started, running, outcome))
         self._in_flight.append(pending)
         if pending.is_over:

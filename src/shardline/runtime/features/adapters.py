@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.layers.adapted_vocabulary import AdaptedLMHead
 from shardline.runtime.layers.vocabulary import LMHead
-from shardline.runtime.step import StepInput
+from shardline.runtime.step import Rows, StepInput
 
 
 class RowAdapters(Feature):
@@ -48,4 +49,13 @@ class RowAdapters(Feature):
             column = self._memory[: len(slots)].copy_(column)
             if self._head is not None and any(self._head.wholes[slot] is not None for slot in own):
                 step = replace(step, is_replayable=False)
-        return replace(step, rows=step.rows.with_adapters(column, scaled=scaled, adapts_experts=experts))
+        return replace(step, rows=_with_adapters(step.rows, column, scaled=scaled, adapts_experts=experts))
+
+
+def _with_adapters(rows: Rows, adapters: Tensor, *, scaled: bool, adapts_experts: bool) -> Rows:
+    """The same table with `Rows.adapters` of all rows."""
+    narrowed = rows.narrowed
+    if narrowed is not None:
+        taken = narrowed.take(adapters)
+        narrowed = _with_adapters(narrowed, taken, scaled=scaled, adapts_experts=adapts_experts)
+    return replace(rows, adapters=adapters, scaled=scaled, adapts_experts=adapts_experts, narrowed=narrowed)
