@@ -92,7 +92,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request on the replica that has the fewest."""
-        scheduler = min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished)
+        scheduler = min(self._schedulers, key=lambda scheduler: scheduler.registry.num_live)
         sequence = scheduler.add_request(request, time.monotonic())
         if sequence is not None and sequence.has_grammar:
             self._masks.begin(scheduler, sequence)

@@ -35,14 +35,10 @@ class RequestRegistry:
         self._kv = kv
         self._max_model_len = max_model_len
         self._by_id: dict[str, list[LiveSequence]] = {}
-        self._num_live = 0
+        self.num_live = 0
+        """Sequences that have not had their last output."""
         self._num_added = 0
         self._outputs: list[SequenceOutput] = []
-
-    @property
-    def num_live(self) -> int:
-        """Sequences that have not had their last output."""
-        return self._num_live
 
     @property
     def has_outputs(self) -> bool:
@@ -66,7 +62,7 @@ class RequestRegistry:
         self._num_added += 1
         sequence = LiveSequence(request, limit, order, prompt + request.output_token_ids, self._kv.new_state())
         siblings.append(sequence)
-        self._num_live += 1
+        self.num_live += 1
         return sequence
 
     def _refusal(self, num_prompt_tokens: int, limit: int) -> str:
@@ -166,4 +162,4 @@ class RequestRegistry:
         siblings.remove(sequence)
         if not siblings:
             del self._by_id[sequence.request.request_id]
-        self._num_live -= 1
+        self.num_live -= 1

@@ -157,11 +157,6 @@ class Scheduler:
         return self.registry.take_outputs()
 
     @property
-    def num_unfinished(self) -> int:
-        """Sequences that have not had their last output."""
-        return self.registry.num_live
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, a plan in flight, a block to be fetched or an output not taken."""
         registry = self.registry
