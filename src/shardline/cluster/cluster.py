@@ -21,7 +21,8 @@ from shardline.cluster.wire import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import Child, StartedEngine, start_engine
+from shardline.engine.children import Child
+from shardline.engine.start import StartedEngine, start_engine
 from shardline.messages.engine import StartEngine
 from shardline.messages.node import (
     ENGINE,
