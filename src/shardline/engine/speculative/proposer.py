@@ -106,7 +106,7 @@ class Drafting:
     def _may_draft(self, sequence: LiveSequence) -> bool:
         """Whether the next step of a sequence may have a draft, once all of its tokens are known."""
         if sequence.expects:
-            return _may_expect(sequence)
+            return sequence.may_expect
         return self._proposer is not None and self._proposer.wants(sequence)
 
     def propose(self, sequence: LiveSequence, limit: int) -> list[int]:
@@ -114,7 +114,7 @@ class Drafting:
         if sequence.allowed:
             return sequence.foreseen[: max(0, limit)]
         if sequence.expects:
-            return _expected_next(sequence, limit)
+            return sequence.expected_next(limit)
         return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
@@ -134,7 +134,7 @@ class Drafting:
         """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
         later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
         if sequence.expects:
-            return _expected_next(sequence, most, len(result.token_ids))
+            return sequence.expected_next(most, len(result.token_ids))
         proposer = self._proposer
         return [] if proposer is None else proposer.propose(sequence, most, result.token_ids, result.guesses)
 
@@ -159,17 +159,3 @@ class Drafting:
     def stats(self) -> DraftStats | None:
         """Counters of the proposer since the engine's start; None: there is none."""
         return None if self._proposer is None else self._proposer.stats()
-
-
-def _may_expect(sequence: LiveSequence) -> bool:
-    """Whether expected tokens can be drafts at once. A grammar must allow them before, see `LiveSequence.foreseen`."""
-    return not sequence.has_grammar
-
-
-def _expected_next(sequence: LiveSequence, most: int, later: int = 0) -> list[int]:
-    """Up to `most` tokens that the request expects after its output, and after `later` tokens of a result that the
-    sequence has not got yet; at least one that it may still get is left for the step to sample."""
-    if not later and (sequence.num_pending or not _may_expect(sequence)):
-        return []
-    first, room = sequence.num_output_tokens + later, sequence.limit - len(sequence.tokens) - later - 1
-    return sequence.request.expected_token_ids[first : first + max(0, min(most, room))]
