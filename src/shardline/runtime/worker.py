@@ -29,7 +29,7 @@ from shardline.runtime.features.drafts import Drafts
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.prompt_embeds import PromptRows
-from shardline.runtime.features.scores import Scores
+from shardline.runtime.features.scores import RowScorer, Scores
 from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
@@ -283,9 +283,10 @@ class Worker:
         if stage.lm_head is not None:
             spans, logprobs_mode = stage.lm_head.spans, self._deployment.logprobs_mode
             sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
+            scorer = RowScorer(backend.kernels, spans, groups["tensor"], logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs)
-            features += [Digests(backend.kernels), Drafts(), Scores(stage, sampler), constraints]
+            features += [Digests(backend.kernels), Drafts(), Scores(stage, scorer), constraints]
             features += [Watermark(key, vocab_size) for key in self._deployment.watermark]
         if stage.embeds_prompts:
             features.append(Pooling())
