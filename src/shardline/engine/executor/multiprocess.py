@@ -247,7 +247,4 @@ class MultiprocessExecutor(Executor):
         return ExecutorFailure(words, suspicious=rank not in self._lines.lines, stalled_for=FRAME_TIMEOUT)
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
-        search = FailureSearch(self._processes, self._channels)
-        words = search.describe(rank, error, self._at_step())
-        host_lost = self._processes.were_cut_off(search.guilty)
-        return ExecutorFailure(words, host_lost=host_lost, suspicious=search.suspicious and not host_lost)
+        return FailureSearch(self._processes, self._channels).find(rank, error, self._at_step())
