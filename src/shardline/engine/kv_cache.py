@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +62,7 @@ class KVCache:
         """What moves blocks to the second tier and back; None: there is none."""
         self.events: KVEventLog | None = None
         self._groups = groups
-        self._block_size = block_size
+        self.block_size = block_size
         self.num_groups = len(groups)
         self._hasher = BlockHasher(block_size, namespace or secrets.token_bytes(32)) if prefix_caching else None
         self._suffixes = [content_key(b"", index) for index in range(len(groups))]
@@ -121,12 +120,12 @@ class KVCache:
             return in_pool(group, block) or traffic.can_fetch(hashes[block] + suffixes[group])
 
         cached = in_pool if traffic is None else in_pool_or_tier
-        length = longest_hit(self._groups, self._block_size, most, cached)
+        length = longest_hit(self._groups, self.block_size, most, cached)
         tables: list[list[int]] = []
         held: list[int] = []
         absent: dict[bytes, int] = {}
         for group, suffix in zip(self._groups, suffixes, strict=True):
-            needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
+            needed = length if group.window is None else num_window_blocks(group.window, self.block_size)
             first = max(0, length - needed)
             blocks = [find(content + suffix) or NULL_BLOCK for content in hashes[first:length]]
             tables.append([NULL_BLOCK] * first + blocks)
@@ -136,29 +135,29 @@ class KVCache:
                 blocks = [block for block in blocks if block != NULL_BLOCK]
             held += blocks
         num_free = self.pool.most([block for block in held if self.pool.num_references(block) == 0])
-        in_pool_length = longest_hit(self._groups, self._block_size, most, in_pool) if absent else length
-        pool_tokens = in_pool_length * self._block_size
-        return PrefixHit(tables, length * self._block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
+        in_pool_length = longest_hit(self._groups, self.block_size, most, in_pool) if absent else length
+        pool_tokens = in_pool_length * self.block_size
+        return PrefixHit(tables, length * self.block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
 
     def _rank_at(self, place: int) -> int:
-        return place * self._block_size // SPLIT_TOKENS % self.pool.num_ranks
+        return place * self.block_size // SPLIT_TOKENS % self.pool.num_ranks
 
     def _most_hits(self, sequence: LiveSequence) -> int:
         """The most blocks of a sequence that may be skipped."""
         wanted = None if sequence.report is None else sequence.report.first_missing
-        return (len(sequence.tokens) - 1 if wanted is None else wanted) // self._block_size
+        return (len(sequence.tokens) - 1 if wanted is None else wanted) // self.block_size
 
     def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
         assert self.traffic is not None
         sequence.has_fetched = True
         self.traffic.num_hits += hit.num_tokens - hit.pool_tokens
-        self.traffic.num_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
+        self.traffic.num_queries += self._most_hits(sequence) * self.block_size - hit.pool_tokens
         return self.traffic.fetch(_blocks_of(hit.tables), hit.absent)
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
-        return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens, self.pool.num_ranks)
+        return blocks_per_request(self._groups, num_tokens, self.block_size, step_tokens, self.pool.num_ranks)
 
     def blocks_ahead(self, sequence: LiveSequence, step_tokens: int) -> int:
         """The most blocks that the known tokens of a sequence need beside those that it holds."""
@@ -169,18 +168,18 @@ class KVCache:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
         if self.traffic is not None and not sequence.has_fetched:
-            self.traffic.num_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
+            self.traffic.num_queries += self._most_hits(sequence) * self.block_size - hit.num_tokens
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)
             for block in table[kv.num_slid[group] :]:
                 self.pool.share_block(block)
-        kv.num_published = hit.num_tokens // self._block_size
+        kv.num_published = hit.num_tokens // self.block_size
         kv.num_sent = 0
 
     def reach(self, sequence: LiveSequence) -> int:
         """The largest `num_tokens` that `grow_tables` can be called with now."""
-        return self.pool.reach(len(sequence.kv.tables[0]), len(self._groups)) * self._block_size
+        return self.pool.reach(len(sequence.kv.tables[0]), len(self._groups)) * self.block_size
 
     def grow_tables(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
         """Give the sequence blocks for its first `num_tokens` tokens.
@@ -188,7 +187,7 @@ class KVCache:
         Returns the entries of each group's table that no plan has carried yet, for the next plan; do not change them.
         """
         kv = sequence.kv
-        length = -(-num_tokens // self._block_size)
+        length = -(-num_tokens // self.block_size)
         if length <= kv.num_sent:
             return self.no_blocks
         for table in kv.tables:
@@ -201,7 +200,7 @@ class KVCache:
     def publish_blocks(self, sequence: LiveSequence) -> None:
         """Publish the full blocks whose tokens are scheduled and known."""
         kv = sequence.kv
-        full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
+        full = min(sequence.num_scheduled, len(sequence.tokens)) // self.block_size
         if full <= kv.num_published or self._hasher is None:
             return
         self._hasher.extend(kv.hashes, sequence.request.cache_salt, sequence.tokens, full)
@@ -211,16 +210,16 @@ class KVCache:
                     self.pool.publish_block(table[block], kv.hashes[block] + suffix)
             first = max(kv.num_published, kv.num_slid[group])
             if self.events is not None and first < full:
-                tokens = sequence.tokens[first * self._block_size : full * self._block_size]
+                tokens = sequence.tokens[first * self.block_size : full * self.block_size]
                 salt = sequence.request.cache_salt
-                self.events.note_stored(kv.hashes[:full], first, group, tokens, self._block_size, salt)
+                self.events.note_stored(kv.hashes[:full], first, group, tokens, self.block_size, salt)
         kv.num_published = full
 
     def slide_windows(self, sequence: LiveSequence) -> None:
         """Take back the blocks that lie before their group's window for all plans in flight and all later ones."""
         kv = sequence.kv
         for group, window in self._windows:
-            first = (sequence.num_computed - window + 1) // self._block_size
+            first = (sequence.num_computed - window + 1) // self.block_size
             for block in range(kv.num_slid[group], first):
                 self.pool.release_block(kv.tables[group][block])
                 kv.tables[group][block] = NULL_BLOCK
@@ -236,15 +235,6 @@ class KVCache:
         for group, table in enumerate(kv.tables):
             table.clear()
             kv.num_slid[group] = 0
-
-    def recompute_cost(self, sequence: LiveSequence) -> int:
-        """Tokens to compute again if the sequence loses its blocks: all but those in blocks that others hold too.
-
-        This takes O(log(number of blocks)), since shared blocks always form a prefix.
-        """
-        table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
-        shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.num_references(block) == 1)
-        return sequence.num_scheduled - (shared * self._block_size if shared > first else 0)
 
 
 def _blocks_of(tables: Sequence[Sequence[int]]) -> list[int]:
