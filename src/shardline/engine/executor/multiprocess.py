@@ -64,8 +64,8 @@ class MultiprocessExecutor(Executor):
         self._watchdog = Watchdog(interval, deployment.step_timeout - interval, lambda: self._num_heard)
         self._searched = 0.0
         """When silent and lost ranks were last looked for."""
-        self._work, self._looked = 0, 0.0
-        """Pieces of work that all ranks had finished at the last look, and when that was."""
+        self._work = 0
+        """Pieces of work that all ranks had finished when a step last took long."""
         self.answers = ControlAnswers(self._num_ranks)
         layout = segment_layout(deployment, engine, here)
         self._progress = layout.progress(self._processes.segment)
@@ -90,24 +90,22 @@ class MultiprocessExecutor(Executor):
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
-        if not self._submitted:
-            self._looked = time.monotonic()
         self._submitted.append(plans[0].step_id)
         self._results.expect(plans)
         for rank in range(self._num_ranks):
             self._send_step(rank, messages[rank // self._replica_size])
 
     def collect_results(self) -> list[StepResult]:
-        last_progress = time.monotonic()
+        looked = last_progress = time.monotonic()
         while not self._results.has_oldest:
             for rank, reply in self._receive(CHECK_INTERVAL):
                 if isinstance(reply, StepDone):
                     self._results.put(rank, reply.result)
                 elif isinstance(reply, ControlDone):
                     self.answers.add(rank, reply)
-            if (now := time.monotonic()) - self._looked < CHECK_INTERVAL:
+            if (now := time.monotonic()) - looked < CHECK_INTERVAL:
                 continue
-            self._looked = now
+            looked = now
             if (work := self._processes.work) != self._work:
                 last_progress, self._work = now, work
                 note_work()  # for the front, which watches this process
@@ -116,6 +114,7 @@ class MultiprocessExecutor(Executor):
                 raise ExecutorFailure(self._stall(), suspicious=True, stalled_for=waited)
         self._submitted.pop(0)
         self._num_heard += 1
+        note_work()
         return self._results.take_oldest()
 
     def submit_control(self, control: Control) -> None:
